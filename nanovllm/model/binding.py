@@ -1,4 +1,4 @@
-"""Hooks a `transformers` module to paged attention, and leaves it exactly as it was when unhooked."""
+"""Hooks a `transformers` module to paged attention, and restores it exactly when unhooked."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-# No mask function is registered for the first name, so the library builds no mask and never inspects positions.
+# The first name has no mask function, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
 AttentionMaskInterface.register(PROBE_NAME, probe_mask)
 
 _handles = itertools.count()
-# Several engines may serve one module, from several threads: while one has it hooked, the others wait.
+# Several engines may share a module, in several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ModelBinding:
-    """A model with its attention layers, which `installed` hooks to paged attention for the length of a step.
+    """A model and its attention layers; `installed` hooks them to paged attention for one step.
 
     Args:
-        model: a causal language model of `transformers`, not copied and not changed outside of `installed`.
-        is_live: True for a module that its owner goes on using (training): everything is undone after each step.
-        ranks: among which the model is sharded, if it is.
-        head: if it is sharded too.
+        model: a causal language model of `transformers`, not copied, and unchanged outside of `installed`.
+        is_live: the owner continues to use the module (training): all changes are undone after each step.
+        ranks: the ranks of a sharded model.
+        head: the sharded head, if the head is sharded too.
 
     Attributes:
-        layers: of attention, in the order of the forward pass.
-        vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
-        has_base_model: whether the hidden states are computed by a submodule, and the head is outside of it.
-        min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
-        rope: rotary embeddings that would follow the batch; `pin_rope` chooses for a max_model_len, before any step.
-        watch: detects changes of a live module; None for another.
+        layers: attention layers, in the order of the forward pass.
+        vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
+        has_base_model: whether a submodule computes the hidden states, with the head outside of it.
+        min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
+        rope: batch-dependent rotary embeddings; `pin_rope` fixes them for a max_model_len, before any step.
+        watch: detects changes of a live module; None if it is not live.
         memory: for packed weights, set until the engine is built.
     """
 
@@ -86,7 +86,7 @@ class ModelBinding:
         self.model = model
         self.memory: HugePages | None = None
         self.is_live, self.ranks = is_live, ranks
-        self.head_shards: ShardedHead | None = None  # if logits are those of this rank's tokens alone
+        self.head_shards: ShardedHead | None = None  # set if logits cover only this rank's tokens
         self.device: torch.device = next(model.parameters()).device
         self.min_rows = 1
         self.handle = next(_handles)
@@ -99,9 +99,9 @@ class ModelBinding:
         self._rotary: list[Change] = []
         self._patches = AttributePatches()
         self._is_installed = False
-        with self._lock:  # a step of another engine changes what is looked at
+        with self._lock:  # another engine's step patches the module
             self.rope = PinnedRope(model)
-        self._unshared: set[nn.Linear] = set()  # layers whose plain weights may be freed
+        self._unshared: set[nn.Linear] = set()  # layers with plain weights that may be freed
         probe = probe_model(model, self._probing, RowBatches.for_model)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
@@ -122,9 +122,9 @@ class ModelBinding:
             self.watch = ModuleWatch(model) if is_live else None
 
     def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
-        """Let the model give the logits of this rank's tokens alone, if they are parts of the whole ones.
+        """Let the model return only this rank's logits, if they equal the slice of the whole ones.
 
-        They are not where a model does more to its logits than the same to each: then they are gathered in its head.
+        They differ if the model's operations on logits are not elementwise: then the head gathers them.
         """
         split = ForwardPasses(self.model, self._patches, head.width)
         with self._probing(StateProbe()):
@@ -134,11 +134,11 @@ class ModelBinding:
     # ------------------------------------------------------------------------------------------------ speed-ups
 
     def pack_weights(self, kernels: Kernels | None, max_rows: int, *run_batches: Callable[[], Any]) -> None:
-        """Fuse the layers that can be, and pack the other linear layers. Not for a live module.
+        """Fuse decoder layers where possible, and pack the other linear layers. Not for a live module.
 
         Args:
             kernels: None packs for oneDNN and fuses nothing.
-            max_rows, run_batches: as of `fuse_layers`; and of `ForwardPasses.find_faster`.
+            max_rows, run_batches: as in `fuse_layers` and `ForwardPasses.find_faster`.
         """
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.model.fast.fused_layers import fuse_layers
@@ -199,15 +199,15 @@ class ModelBinding:
         return self._passes_keywords and not self.is_live and self.ranks is None  # a stack has no all-reduce
 
     def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
-        """Run all layers as one launch in steps of few decodes, where that computes the same in `run_decodes`."""
+        """Run all layers in one launch in steps of few decodes, if `run_decodes` shows the same results."""
         if not self.may_stack_layers:
             return
         layered = calls = self._compiled_calls
-        self.uninstall()  # so that the modules are seen as they are
+        self.uninstall()  # restores the modules for their inspection
 
         def compare(stacked: StackedLayers) -> None:
             self._compiled_calls = stacked.comparing_calls()
-            self._install(RECORDING_NAME)  # and left so, for the batches
+            self._install(RECORDING_NAME)  # stays installed for the batches
             with stacked.equations.watching():
                 run_decodes()
 
@@ -222,7 +222,7 @@ class ModelBinding:
             self._compiled_calls, self._layered_calls = calls, None if calls is layered else layered
 
     def unstack_layers(self) -> None:
-        """Run layer by layer from now on: a stack reads weights by the addresses that they had."""
+        """Run layer by layer from now on: a stack reads weights by their old addresses."""
         if self._layered_calls is not None:
             self.uninstall()
             self._compiled_calls, self._layered_calls = self._layered_calls, None
@@ -235,15 +235,15 @@ class ModelBinding:
             self.rope.pin(max_model_len)
 
     def owner_changes(self, *, with_structure: bool) -> tuple[bool, bool]:
-        """See `ModuleWatch.changes`; nothing changes in a module that is not live."""
+        """See `ModuleWatch.changes`; (False, False) for a module that is not live."""
         if self.watch is None:
             return False, False
-        with self._lock:  # a step of another engine changes what is looked at
+        with self._lock:  # another engine's step patches the module
             return self.watch.changes(with_structure=with_structure)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hook paged attention, eval mode and compiled layers; for a live module, undone on leaving."""
+        """Install paged attention, eval mode and compiled layers; undone on exit for a live module."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 if not self._is_installed:
@@ -254,7 +254,7 @@ class ModelBinding:
                     self.uninstall()
 
     def _install(self, attention_name: str = ATTENTION_NAME) -> None:
-        self._patches.undo()  # what an interrupt may have left half done
+        self._patches.undo()  # leftovers of an interrupt
         changes = redirected_to(self.model, attention_name) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, handle) + self._rotary
@@ -265,7 +265,7 @@ class ModelBinding:
         self._is_installed = True
 
     def uninstall(self) -> None:
-        """Give the module back as it was before `installed`; may be called again if it was interrupted."""
+        """Restore the module to its state before `installed`; may be called again after an interrupt."""
         with self._lock:
             self._is_installed = False
             self._patches.undo()
@@ -293,11 +293,11 @@ class ModelBinding:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch, over the paged caches.
 
         Args:
-            step: what every attention layer shares.
+            step: state shared by all attention layers.
             token_ids, positions: [num_rows] int64.
-            slot_mapping: [num_rows] int64, the cache slot that takes each row's K and V.
+            slot_mapping: [num_rows] int64, the cache slot of each row's K and V.
             sample_rows: [num_samples] int64.
-            report: gets the logits of its rows of prompts, piece by piece, and the hidden states of embedded rows.
+            report: receives logits of prompt rows, piece by piece, and hidden states of embedded rows.
         """
         inputs = token_ids[None], positions[None]
         with self._in_step(step, slot_mapping) as extra:
@@ -307,7 +307,7 @@ class ModelBinding:
 
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Everything in force for one step; yields the arguments that the model passes on to attention."""
+        """Set up one step; yields keyword arguments that the model passes on to attention."""
         tensors = self._handle_tensor, slot_mapping
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:
@@ -317,11 +317,11 @@ class ModelBinding:
                 with self.installed():
                     yield extra
             except BaseException:
-                self.uninstall()  # once more: an interrupt may have cut short the first time
+                self.uninstall()  # again: an interrupt may have cut the first one short
                 raise
 
     def hidden_step(self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
-        """Hidden states [num_rows, hidden_size] over the paged caches; the arguments are those of `forward_step`."""
+        """Hidden states [num_rows, hidden_size] over the paged caches; arguments as in `forward_step`."""
         with self._in_step(step, slot_mapping) as extra:
             return self._passes.hidden_states(token_ids[None], positions[None], **extra)
 
@@ -331,7 +331,7 @@ class ModelBinding:
             return self._passes.head(hidden_states)
 
     def splits_head(self) -> bool:
-        """Whether hidden states and the head can be computed apart; see `ForwardPasses.splits_head`."""
+        """Whether hidden states and head can be computed separately; see `ForwardPasses.splits_head`."""
         with self._probing(StateProbe()):
             splits = self.has_base_model and self._passes.splits_head(self.device)
             return splits if self.ranks is None else self.ranks.agree(splits)

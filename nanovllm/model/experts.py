@@ -1,7 +1,7 @@
-"""Routed experts, through the experts interface of `transformers`: rows sorted by expert, one product for each expert.
+"""Routed experts through the experts interface of `transformers`: rows sorted by expert, one product per expert.
 
-The library's `grouped_mm` counts the rows of each expert on the device, so that CUDA graphs can capture it. On a CPU
-packed products take 0.6 to 0.9 of its time in float32 (docs/results/cpu.md).
+The library's `grouped_mm` counts each expert's rows on the device, so CUDA graphs can capture it. On a CPU packed
+products take 0.6 to 0.9 of its time in float32 (docs/results/cpu.md).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
 EXPERTS_NAME = "nanovllm"
-PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of an experts module of the engine's own
+PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of a packed experts module, not of a live one
 
 
 def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What `transformers` calls in each layer of experts while an engine's step runs.
+    """Experts implementation for `transformers` during an engine's step.
 
     Args:
         hidden_states: [num_rows, hidden_size].
-        top_k_index, top_k_weights: [num_rows, top_k], the experts of each row.
+        top_k_index, top_k_weights: [num_rows, top_k], experts of each row and their weights.
 
     Returns [num_rows, hidden_size].
     """
@@ -45,20 +45,20 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """The modules that reach the experts interface: the library's decorator sets these attributes on them."""
+    """Modules that use the experts interface, recognised by the attributes set by the library's decorator."""
     return [module for module in modules_of(model) if {"is_transposed", "has_gate", "has_bias"} <= vars(module).keys()]
 
 
 def redirected_experts(configs: Iterable[Any]) -> list[Change]:
-    """Changes to that experts implementation, in every configuration that names one."""
+    """Changes that select our experts implementation, in every config that names one."""
     name = "_experts_implementation_internal"
     return [(vars(config), name, EXPERTS_NAME) for config in configs if name in vars(config)]
 
 
 def why_not_captured(model: nn.Module) -> str | None:
-    """Why a CUDA graph cannot capture the experts of compiled layers, in words; None if one can.
+    """The reason why a CUDA graph cannot capture the experts of compiled layers; None if it can.
 
-    For other dtypes than bfloat16 the library reads the number of each expert's rows on the host.
+    For dtypes other than bfloat16 the library reads the number of each expert's rows on the host.
     """
     for module in experts_of(model):
         weight = module.down_proj
@@ -71,7 +71,7 @@ def why_not_captured(model: nn.Module) -> str | None:
 
 
 class PackedExperts:
-    """All experts of one module, their weights in the order that the C++ products read.
+    """All experts of one module, with weights packed for the C++ products.
 
     Args:
         module: `can_pack_experts` must hold.
@@ -103,7 +103,7 @@ class PackedExperts:
 
 
 class _ProductOfExperts:
-    """One projection of all experts, packed side by side."""
+    """One projection of all experts, packed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
         from nanovllm.kernels.packed_product import ProductStruct, pack
@@ -123,7 +123,7 @@ class _ProductOfExperts:
         ]
 
     def __call__(self, call: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """[num_rows, num_outputs] of rows [num_rows, depth] sorted by expert; zero behind the experts' own rows."""
+        """[num_rows, num_outputs] from rows [num_rows, depth] sorted by expert; zero after the last expert's rows."""
         rows = rows.contiguous()
         output = rows.new_empty(len(rows), self._num_outputs)
         row_bytes, output_bytes = rows[:1].nbytes, output[:1].nbytes
@@ -142,7 +142,7 @@ def _first_projection(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def can_pack_experts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether `PackedExperts` takes this module, for kernels of that dtype."""
+    """Whether `PackedExperts` supports this module, for kernels of that dtype."""
     from nanovllm.kernels.packed_product import PANEL
 
     for weight in (_first_projection(module)[0], module.down_proj):
@@ -153,7 +153,7 @@ def can_pack_experts(module: Any, dtype: torch.dtype) -> bool:
 
 
 def pack_experts(model: nn.Module, kernels: Kernels) -> None:
-    """Pack the experts of a model of the engine's own, and free the plain weights that no other module has."""
+    """Pack the experts of a model that is not live, and free plain weights that no other module shares."""
     owners = Counter(id(parameter) for module in modules_of(model) for parameter in module._parameters.values())
     for module in experts_of(model):
         if can_pack_experts(module, kernels.dtype):

@@ -1,4 +1,4 @@
-"""Finds a model and its tokenizer: the embedded default, a local folder or GGUF file, a hub id, or a loaded module."""
+"""Loads a model and its tokenizer: the embedded default, a local folder or GGUF file, a hub id, or a loaded module."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class LoadedModel:
 
     model: Any  # a module with the methods of a transformers model
     tokenizer: Any
-    is_live: bool  # the module was passed in, and its owner goes on using it
+    is_live: bool  # the module was passed in, and its owner continues to use it
     identity: str  # distinguishes its KV from other models'
-    head: ShardedHead | None = None  # if it is sharded among ranks
-    memory: HugePages | None = None  # that a CPU's packed weights will take
+    head: ShardedHead | None = None  # set if the head is sharded among ranks
+    memory: HugePages | None = None  # for packed weights on a CPU
 
     @property
     def text_config(self) -> Any:
@@ -54,7 +54,7 @@ class LoadedModel:
 
     @property
     def max_position_embeddings(self) -> int:
-        """The longest sequence that the model has positions for; raises UnsupportedModelError without one."""
+        """The model's number of positions; raises UnsupportedModelError if its config has none."""
         limit = positions_of(self.text_config)
         if limit is None:
             raise UnsupportedModelError(f"the config of {type(self.model).__name__} has no max_position_embeddings.")
@@ -62,7 +62,7 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the generation config (maybe several), else the config, else the tokenizer."""
+        """End-of-sequence tokens of the generation config (maybe several), else of the config or the tokenizer."""
         for source in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
             eos = getattr(source, "eos_token_id", None)
             if eos is not None:
@@ -71,9 +71,9 @@ class LoadedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:
-        """The sampling options that the generation config sets; raises ModelLoadError for values out of range.
+        """Sampling options of the generation config; raises ModelLoadError for values out of range.
 
-        `do_sample: true` without a temperature is one of 1, as in `transformers`; `false` is not read.
+        `do_sample: true` without a temperature means temperature 1, as in `transformers`; `false` is ignored.
         """
         config = getattr(self.model, "generation_config", None)
         values = {name: getattr(config, name, None) for name in MODEL_OPTIONS}
@@ -91,7 +91,7 @@ class LoadedModel:
 
 
 def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
-    """Load a model by name or take a loaded one.
+    """Load a model by name, or accept a loaded one.
 
     Args:
         model: "smollm2-135m-instruct" (embedded), a local folder or GGUF file, a hub id, or a causal language model.
@@ -114,15 +114,15 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
 
 
 def _may_pack(config: EngineConfig, model: nn.Module) -> bool:
-    """Whether the C++ kernels are to pack the model's weights, if they can."""
+    """Whether the options allow the C++ kernels to pack the model's weights."""
     is_on_cpu = next(model.parameters()).device.type == "cpu"
     return is_on_cpu and config.attention_backend in ("auto", "cpp") and not config.enforce_eager
 
 
 def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
-    """The folder, file or hub id behind a model's name, before anything is loaded.
+    """Resolve a model's name to a folder, file or hub id, before anything is loaded.
 
-    Raises ModelLoadError if the model or the named tokenizer is not there, ValueError for limits beyond the model's.
+    Raises ModelLoadError if the model or the named tokenizer is missing, ValueError for limits beyond the model's.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
@@ -134,7 +134,7 @@ def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """The device that the options name; raises ValueError for a GPU where there is none."""
+    """The device of the options; raises ValueError for a GPU if there is none."""
     has_gpu = torch.cuda.is_available()
     device = torch.device(config.device if config.device != "auto" else "cuda" if has_gpu else "cpu")
     if device.type == "cuda" and not has_gpu:
@@ -150,12 +150,12 @@ def load_weights(source: str, config: EngineConfig) -> LoadedModel:
 
 
 def identity_of(source: str, config: EngineConfig) -> str:
-    """Distinguishes the KV of a model's weights from those of others."""
+    """Identity of a model's weights, for the seed of block hashes."""
     return ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
 
 
 def _commit_of(source: str, config: EngineConfig) -> str | None:
-    """The commit of a hub model that was just loaded; None for a local one."""
+    """The commit of a hub model just loaded; None for a local model."""
     if os.path.exists(source):
         return None
     path = try_to_load_from_cache(source, "config.json", revision=config.revision)
@@ -163,10 +163,10 @@ def _commit_of(source: str, config: EngineConfig) -> str | None:
 
 
 def load_module(source: str, config: EngineConfig, device: torch.device, *, is_sharded: bool = False) -> Any:
-    """The model of a folder, file or hub id, on the CPU.
+    """Load a model from a folder, file or hub id, on the CPU.
 
     Args:
-        is_sharded: whether this rank keeps a part of it.
+        is_sharded: whether this rank keeps only a part of it.
     """
     options = lookup_options(source, config, source)
     if is_gguf(source):
@@ -199,9 +199,9 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
 
 
 def part_of_another(config: Any) -> Any:
-    """The class of a model that is the text part of another one, saved by itself (Emu3); None for any other model.
+    """The class of a model saved as the text part of a larger one (Emu3); None for any other model.
 
-    The library's automatic class knows its config as a part alone.
+    The library's Auto class does not map such a config.
     """
     model_class = getattr(transformers, _name_of(config), None)
     is_own = getattr(model_class, "config_class", None) is type(config)
@@ -209,9 +209,9 @@ def part_of_another(config: Any) -> Any:
 
 
 def _refuse_quantised(config: Any) -> None:
-    """Before gigabytes of weights are read that would be refused afterwards.
+    """Refuse quantised weights before gigabytes are read; raises UnsupportedModelError.
 
-    Where the library would load them dequantised, for lack of kernels or by their config, they are served.
+    Weights that the library dequantises at load, for lack of kernels or by their config, are accepted.
     """
     quantisation = getattr(config, "quantization_config", None)
     if not quantisation:
@@ -235,7 +235,7 @@ def _name_of(config: Any) -> str:
 
 
 def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: EngineConfig) -> Any:
-    """The tokenizer that `load` would return, without the weights; raises ModelLoadError."""
+    """The tokenizer of `load`, without loading weights; raises ModelLoadError."""
     name = os.fspath(model)
     source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
     options = lookup_options(source, config, name)
@@ -247,7 +247,7 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
 
 @contextmanager
 def load_errors(what: str) -> Iterator[None]:
-    """Turn the errors of the libraries that read a model into ModelLoadError."""
+    """Convert errors of the libraries that read a model to ModelLoadError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -255,10 +255,10 @@ def load_errors(what: str) -> Iterator[None]:
 
 
 def lookup_options(source: str, config: EngineConfig, name: str | None = None) -> dict[str, Any]:
-    """Options of `from_pretrained`: a local folder is never looked up on the hub, a hub model only if that answers.
+    """Options of `from_pretrained`: no access to the hub for a local folder, or while the hub is unreachable.
 
     Args:
-        name: of the model, whose revision applies; None for a tokenizer apart from it.
+        name: of the model, to which `revision` applies; None for a separate tokenizer.
     """
     is_local = os.path.exists(source)
     revision, file = (None, "tokenizer_config.json") if name is None else (config.revision, "config.json")
@@ -300,7 +300,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
 
 
 def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
-    """A tokenizer named apart from the model, whose revision does not apply to it."""
+    """Load a tokenizer given separately from the model; the model's revision does not apply."""
     if isinstance(tokenizer, (str, os.PathLike)):
         source = find_tokenizer(os.fspath(tokenizer))
         return _read_tokenizer(source, lookup_options(source, config))
@@ -310,9 +310,9 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
 
 
 def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
-    """The tokenizer of a folder, GGUF file or hub id, without its warning of indexing errors in long texts.
+    """Read the tokenizer of a folder, GGUF file or hub id, and silence its warning of long texts.
 
-    A prompt that is too long is refused, with the number of its tokens.
+    Too long a prompt is refused elsewhere, with the number of its tokens.
     """
     if is_gguf(source):
         from nanovllm.model.gguf.loading import load_tokenizer as read_tokenizer
@@ -320,13 +320,13 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
         tokenizer = read_tokenizer(source)
     else:
         tokenizer = AutoTokenizer.from_pretrained(source, **options, **added_tokens_option(source))
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # as if it was given
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # marks it as issued
     return tokenizer
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Without the library's own, which are for downloads of minutes, not for a second's loading."""
+    """Disable the library's progress bars, which are meant for long downloads, not for a second of loading."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

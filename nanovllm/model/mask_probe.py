@@ -1,7 +1,7 @@
-"""What of earlier positions the layers of a model see, found out from the masks that `transformers` would give them.
+"""Finds the visible positions of a model's layers (all, a window or chunks) from the masks of `transformers`.
 
-The library describes each mask by a function of positions. While a probe runs, a tensor stands for each function; what
-a layer gets leads back to it, and the function is asked about some rows.
+The library describes each mask by a function of positions. During a probe a placeholder tensor represents each
+function; the layer's mask argument identifies it, and the function is evaluated for some rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.model.unsupported import unsupported
 
-MaskFunction = Callable[..., Tensor]  # of indices of batch, head, query and key: whether the query sees the key
+MaskFunction = Callable[..., Tensor]  # (batch, head, query, key indices) -> whether the query sees the key
 
-DEFAULT_END = 1 << 17  # positions that are asked about where the model's config names no limit
+DEFAULT_END = 1 << 17  # number of positions evaluated if the model's config names no window or chunk
 
 
 @dataclass(slots=True)
 class MaskProbe:
-    """The masks of one forward pass.
+    """Masks of one forward pass.
 
-    sizes: windows and chunks that the config names, where masks may change.
+    sizes: windows and chunks of the config, at which masks may change.
     """
 
     sizes: tuple[int, ...] = ()
@@ -33,17 +33,17 @@ class MaskProbe:
     _sights: dict[int, StateKind] = field(default_factory=dict)
 
     def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
-        """A tensor [1, 1, num_queries, num_keys] that stands for a mask."""
+        """A placeholder [1, 1, num_queries, num_keys] for a mask."""
         mask = torch.zeros(1, 1, *shape, dtype=torch.bool, device=device)
         self._functions[mask.untyped_storage().data_ptr()] = mask, mask_function
         return mask
 
     def knows(self, mask: Tensor) -> bool:
-        """Whether it stands for a mask, or is a view of one that does."""
+        """Whether a tensor is a placeholder, or a view of one."""
         return mask.untyped_storage().data_ptr() in self._functions
 
     def sight(self, mask: Tensor | None) -> StateKind | None:
-        """What a layer with this mask sees; None for a mask of another kind."""
+        """The visible positions of a layer with this mask; None for a mask of another kind."""
         if mask is None:
             return FULL
         address = mask.untyped_storage().data_ptr()
@@ -56,7 +56,7 @@ class MaskProbe:
 
 
 def sizes_of(text_config: Any) -> tuple[int, ...]:
-    """The windows and chunks that a config names."""
+    """Windows and chunks of a config."""
     named = (getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return tuple(size for size in named if isinstance(size, int) and size > 0)
 
@@ -71,7 +71,7 @@ def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device
     try:
         seen = function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
         seen = seen.expand(1, 1, len(queries), end)[0, 0].cpu()
-    except Exception as error:  # a function of the model's own, which wants other arguments: anything
+    except Exception as error:  # any error of a model's own function, which may expect other arguments
         raise unsupported("own mask", "a layer of attention", f"its mask cannot be read: {error}") from error
     counts = seen.sum(dim=1)
     last = int(queries[-1])

@@ -1,4 +1,4 @@
-"""A probe of the attention layers in one small forward pass; unsupported features are refused by name."""
+"""Probes the attention layers in one small forward pass; refuses unsupported features by name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from nanovllm.model.mask_probe import MaskProbe, sizes_of
 from nanovllm.model.unsupported import reason_of_layer_type, unsupported
 
 PROBE_NAME = "nanovllm-probe"
-PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them
+PROBE_ARGUMENT = "nanovllm_probe"  # a keyword argument of the model, to see which layers receive it
 
-# Keyword arguments of the attention interface that change nothing here: dropout is off in eval mode, and positions
-# and masks come from the engine.
+# Ignored keyword arguments of the attention interface: dropout is off in eval mode, and the engine provides positions
+# and masks.
 _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
@@ -34,7 +34,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class Batch:
-    """What a probe's pass computes, at positions 0, 1, 2 and so on."""
+    """The batch of a probe's pass, at positions 0, 1, 2 and so on."""
 
     token_ids: list[int]
     sample_rows: list[int]
@@ -45,10 +45,10 @@ TWO_TOKENS = Batch([0, 0], [1])
 
 @dataclass(slots=True)
 class Probe:
-    """Records what each attention layer passes on in one forward pass, and refuses what is not implemented.
+    """Records the arguments of each attention layer in one forward pass, and refuses unimplemented features.
 
     Attributes:
-        batch, states, logits: of the pass: its tokens, q, k and v as of a `StateProbe`, and logits of sampled rows.
+        batch, states, logits: tokens of the pass, its q, k and v as in `StateProbe`, and logits of sampled rows.
     """
 
     masks: MaskProbe = field(default_factory=MaskProbe)
@@ -69,7 +69,7 @@ class Probe:
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> None:
-        """Raises UnsupportedModelError, which names the layer and what no attention backend computes."""
+        """Record a layer; raises UnsupportedModelError, which names the layer and the unsupported feature."""
         name = f"layer {len(self.layers)} ({type(module).__name__})"
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise unsupported("both directions", name)
@@ -97,7 +97,7 @@ class Probe:
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
 
     def _sight(self, name: str, mask: Tensor | None, window: int | None) -> StateKind:
-        """What the layer's mask lets it see, which the window that it names must not contradict."""
+        """The visible positions of the layer's mask; refuses a `sliding_window` argument that contradicts it."""
         sight = self.masks.sight(mask)
         if sight is None:
             raise unsupported("other mask", name)
@@ -107,7 +107,7 @@ class Probe:
         return sight
 
     def _shared_with(self, key: Tensor, value: Tensor) -> int | None:
-        """The earlier layer that passed on the very same K and V."""
+        """The earlier layer with the same K and V tensors, or None."""
         for index, states in enumerate(self._states):
             if all(one.data_ptr() == other.data_ptr() for one, other in zip(states, (key, value), strict=True)):
                 return self.layers[index].traits.shares_of(index)
@@ -115,7 +115,7 @@ class Probe:
 
 
 def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS) -> Probe:
-    """The attention layers of a causal language model, seen in a batch for it; raises UnsupportedModelError."""
+    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError."""
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
@@ -160,7 +160,7 @@ def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] 
 
 
 def refuse_quantised_weights(model: nn.Module) -> None:
-    """Dequantised weights are served, though the config still names a quantisation."""
+    """Refuse quantised weights by their dtype; dequantised ones pass, though the config still names a quantisation."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if not is_plain and "weight" in name.rpartition(".")[2]:
@@ -168,7 +168,7 @@ def refuse_quantised_weights(model: nn.Module) -> None:
 
 
 def refuse_cached_windows(name: str, text_config: Any, layers: Sequence[AttentionLayer]) -> None:
-    """A cache of `transformers` drops what lies behind a config's window, whether or not the masks have one."""
+    """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
     for index, cache in enumerate(DynamicCache(config=text_config).layers[: len(layers)]):
         window, traits = getattr(cache, "sliding_window", None), layers[index].traits
         if window and traits.sight.is_full:
@@ -183,7 +183,7 @@ def refuse_unknown_layer_types(name: str, text_config: Any) -> None:
 
 @dataclass(slots=True)
 class StateProbe:
-    """Records the q, k and v of each attention layer: name to states [num_rows, heads, head_dim]."""
+    """Records q, k and v of each attention layer: name -> states [num_rows, heads, head_dim]."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ class StateProbe:
 
 
 def add_states(states: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Add those of the next layer."""
+    """Add q, k and v of the next layer."""
     layer = len(states) // 3
     for name, tensor in (("queries", query), ("keys", key), ("values", value)):
         states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
@@ -206,7 +206,7 @@ _current = threading.local()
 
 @contextmanager
 def probing_with(probe: AnyProbe) -> Iterator[None]:
-    """Attention layers of this thread report to `probe`."""
+    """Let attention layers of this thread report to `probe`."""
     _current.probe, _current.masks = probe, probe.masks if isinstance(probe, Probe) else MaskProbe()
     try:
         yield
@@ -225,5 +225,5 @@ def probe_function(module, query, key, value, attention_mask, scaling=None, **kw
 
 
 def probe_mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **kwargs: Any) -> Tensor:
-    """What `transformers` calls for each mask while a probe replaces attention."""
+    """Mask function for `transformers` during a probe: returns a placeholder."""
     return _current.masks.make(mask_function, q_length, kv_length, device=device)

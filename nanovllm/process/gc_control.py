@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from going through a great many objects that stay."""
+"""Keeps Python's garbage collector from traversing many long-lived objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import ClassVar
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Around imports of torch and transformers, and the loading of a model.
+    """Pause the collector during imports of torch and transformers, and the loading of a model.
 
-    They make a million objects, none of them garbage; going through them again and again takes a second of four. They
-    are old at the end: the first collection of young objects would go through them all, a third of a second. Young
-    garbage of before is collected at the start, since it would be old too.
+    These make a million objects, none of them garbage; repeated traversal takes one second of four. At the end they are
+    made old: else the first young collection would traverse them all (0.3 s). Earlier young garbage is collected at the
+    start, since it would become old too.
     """
     was_enabled = gc.isenabled()
     try:
@@ -38,27 +38,27 @@ def collector_paused() -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False)
 class OldObjectsFrozen:
-    """Around a call of many steps: the collector does not go through what was there before.
+    """Freezes existing objects during a call of many steps, so that the collector skips them.
 
-    A collection of everything takes tenths of a second and falls among an engine's steps; of what the call itself made
-    it takes little. But freezing makes young objects old, so that calls in a row would put off finding garbage for
-    ever: everything is collected at the end of a call once the calls have lasted long enough in all, or sooner if they
-    were many. Objects that other code has frozen stay frozen.
+    A full collection takes tenths of a second between an engine's steps; one of the call's own objects takes little.
+    But freezing makes young objects old, so consecutive calls would never find garbage: a full collection runs at the
+    end of a call once calls have lasted long enough in total, or sooner if there were many. Objects frozen by other
+    code stay frozen.
 
     Args:
-        keeps_results: the call returns very many objects, such as log-probabilities. What outlives two young
-            collections is then frozen too, so that full ones do not go through the growing results; cycles of that age
-            wait for the end of the call.
+        keeps_results: the call returns very many objects, such as logprobs. Objects that survive two young collections
+            are then frozen too, so that full collections skip the growing results; their cycles are collected after the
+            call.
     """
 
     keeps_results: bool = False
 
-    OF_PYTHON = 1000  # objects that an interpreter may have frozen by itself; 3.12 does so with some hundred
+    OF_PYTHON = 1000  # most objects frozen by the interpreter; 3.12 freezes some hundred
     COLLECTS_EVERY = 60.0  # seconds of such calls, or a tenth of that
-    AFTER_CALLS = 1000  # if they were as many
+    AFTER_CALLS = 1000  # after this many calls
 
     _lock = threading.RLock()  # a collection may run finalizers of any kind
-    # Weak: a call that an interrupt cut short at its begin or end leaves by itself, and the next call thaws for it.
+    # Weak: a call interrupted at its start or end is removed when it is freed, and the next call thaws for it.
     _calls: ClassVar[weakref.WeakSet[OldObjectsFrozen]] = weakref.WeakSet()
     _has_frozen = False
     _is_for_good = False
@@ -94,14 +94,14 @@ class OldObjectsFrozen:
 
     @classmethod
     def freeze_for_good(cls) -> None:
-        """In a process that has loaded what it serves: no later collection, between calls neither, goes through that.
+        """Freeze all objects of a process that has loaded its model: later collections skip them, also between calls.
 
-        Takes a full collection, tenths of a second; garbage cycles of what is alive now are never found.
+        Takes a full collection, tenths of a second; cycles among objects alive now are never collected.
         """
         with cls._lock:
             gc.collect()
             gc.freeze()
-            gc.collect()  # of nothing: the next full one is due by the number of objects that the last one saw
+            gc.collect()  # of no objects: the count of the last full collection decides when the next is due
             cls._has_frozen, cls._is_for_good = False, True  # no call thaws
             cls._follow_calls()
 
@@ -117,13 +117,13 @@ class OldObjectsFrozen:
 
     @staticmethod
     def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
-        """Called by the collector; freezing empties the oldest generation and begins its count anew."""
+        """Callback of the collector; freezing empties the oldest generation and resets its count."""
         if phase == "stop" and info["generation"] == 1 and OldObjectsFrozen._has_frozen:
             gc.freeze()
 
     @classmethod
     def age_objects(cls) -> None:
-        """Make all objects old, without a collection; not while objects are frozen, which would be thawed."""
+        """Make all objects old, without a collection; skipped while objects are frozen, since it would thaw them."""
         with cls._lock:
             if not (cls._has_frozen or cls._is_for_good) and gc.get_freeze_count() < cls.OF_PYTHON:
                 try:
@@ -133,7 +133,7 @@ class OldObjectsFrozen:
 
     @classmethod
     def forget_calls(cls) -> None:
-        """In a forked child: the threads that made the calls are not there, and one of them may have held the lock."""
+        """Reset in a forked child: it lacks the threads of the calls, and one of them may have held the lock."""
         cls._lock = threading.RLock()
         cls._calls.clear()
         cls._follow_calls()

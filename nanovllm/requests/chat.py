@@ -1,4 +1,4 @@
-"""Conversations in, token ids out: the tokenizer's chat template, applied and checked."""
+"""Turns conversations into token ids: checks them and applies the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template; changes nothing, so that any thread may apply it.
+    """A tokenizer's chat template; stateless, hence thread-safe.
 
     Args:
-        tokenizer: None, or one without a template, makes every call raise ValueError.
+        tokenizer: if None or without a template, every call raises ValueError.
         allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
     """
 
@@ -28,12 +28,12 @@ class ChatTemplate:
         self._allows_control_tokens = allow_control_tokens
 
     def prepare(self) -> None:
-        """Do now what the first message that spells a control token would wait for."""
+        """Prepare the encoder ahead of the first message that spells a control token."""
         if getattr(self._tokenizer, "chat_template", None) and not self._allows_control_tokens:
             self._encoder.prepare()
 
     def apply(self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]) -> list[list[int]]:
-        """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
+        """Token ids of one conversation or several, with the generation prompt; always a list of prompts."""
         if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
             raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -44,12 +44,12 @@ class ChatTemplate:
     def apply_to(
         self, conversation: Any, *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
-        """The same for one conversation.
+        """Token ids of one conversation.
 
         Args:
-            tools: definitions of functions that the template describes to the model, as OpenAI writes them.
-            template_options: what the template itself knows, such as `enable_thinking`; add_generation_prompt is True
-                unless it is among them.
+            tools: function definitions for the template, in OpenAI's format.
+            template_options: options of the template, such as `enable_thinking`; add_generation_prompt is True by
+                default.
         """
         template = template_options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
         if self._tokenizer is None or not template:
@@ -67,7 +67,7 @@ class ChatTemplate:
                     list(conversation), tools=tools, return_dict=False, **template_options
                 )
             )
-        except TemplateError as error:  # a template may demand an order of roles, say
+        except TemplateError as error:  # for example, a template may require an order of roles
             raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
 
 

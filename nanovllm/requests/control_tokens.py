@@ -1,4 +1,4 @@
-"""Chat templates applied so that only the template itself writes control tokens, such as <|im_start|>.
+"""Applies chat templates such that only the template can write control tokens, such as <|im_start|>.
 
 ::
 
@@ -6,8 +6,8 @@
     rendered    <|im_start|>user\\nxM<M|Mi...<|im_end|>      M: a marker before each character of the spelling
     encoded     A0'user\\nx<|im_end|>'A1            A: an added token that stands for a control token
 
-In a copy of the tokenizer control tokens are text and aliases stand for those of the template. One pass encodes the
-whole, so spaces that tokens take in, and prefixes that tokenizers add, are where they are without this.
+A copy of the tokenizer treats control tokens as text, and has aliases for the template's own. One pass encodes the
+whole text, so spaces absorbed by tokens and prefixes added by tokenizers stay the same.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-# Digits, since templates trim, change case, and escape what is not ASCII; random, so that no message can contain them.
+# Digits, since templates trim, change case and escape non-ASCII text; random, so that no message can contain them.
 MARKER_DIGITS = 20
 
 
 class ChatEncoder:
-    """Token ids of conversations, in which texts that spell a control token are encoded as plain text.
+    """Encodes conversations; texts that spell a control token become plain text.
 
-    Control tokens are the tokenizer's special ones. Its other added tokens, such as Qwen's <tool_call> and <think>,
-    are text that models write: an earlier answer keeps its tokens, and roles do not depend on them. A spelling that
-    a template joins from several texts is not found.
+    Control tokens are the tokenizer's special tokens. Other added tokens, such as Qwen's <tool_call> and <think>, are
+    text that models write: an earlier answer keeps them, and roles do not depend on them. A spelling that a template
+    joins from several texts is not detected.
 
-    Without such a spelling the ids are those of `apply_chat_template`, and always for tokenizers of other kinds than
-    transformers' two common ones.
+    Without such a spelling the ids equal `apply_chat_template`'s, as they always do for tokenizers other than
+    transformers' two common classes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -63,7 +63,7 @@ class ChatEncoder:
         return list(self._tokenizer.apply_chat_template(given[0], tools=tools, return_dict=False, **options))
 
     def _encode_rendered(self, rendered: str, marker: str) -> list[int]:
-        written = re.compile(f"(?<!{marker})(?:{self._spelling.pattern})")  # by the template
+        written = re.compile(f"(?<!{marker})(?:{self._spelling.pattern})")  # control tokens of the template
         if self._plain is None:
             ids: list[int] = []
             begin = 0
@@ -79,7 +79,7 @@ class ChatEncoder:
         return [control_ids.get(token_id, token_id) for token_id in ids]
 
     def _text_ids(self, text: str) -> list[int]:
-        """Of a tokenizer in Python, which has no copy with aliases."""
+        """Token ids of text by a Python tokenizer, which has no copy with aliases."""
         if not text:
             return []
         ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
@@ -100,18 +100,18 @@ class ChatEncoder:
     @cached_property
     def _added(self) -> list[AddedToken]:
         """The control tokens."""
-        from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast  # which the tokenizer has imported
+        from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast  # imported by the tokenizer already
 
         if not isinstance(self._tokenizer, (PreTrainedTokenizer, PreTrainedTokenizerFast)):
             return []
-        named = set(self._tokenizer.all_special_tokens)  # Python's tokenizers do not mark all of these
+        named = set(self._tokenizer.all_special_tokens)  # Python tokenizers do not mark all of them as special
         added = [t for t in self._tokenizer.added_tokens_decoder.values() if t.special or t.content in named]
         named -= {token.content for token in added}
         return [token for token in (*added, *(AddedToken(text, normalized=False) for text in named)) if token.content]
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """Ids by spelling."""
+        """Ids of control tokens by spelling."""
         return {token.content: self._tokenizer.convert_tokens_to_ids(token.content) for token in self._added}
 
     @cached_property
@@ -120,15 +120,15 @@ class ChatEncoder:
 
     @cached_property
     def _matches_normalized(self) -> bool:
-        """Whether control tokens have further spellings, such as other cases, which only the copy reads as text."""
+        """Whether control tokens match normalised text, such as other cases, which only the copy reads as text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend is not None and backend.normalizer is not None and any(token.normalized for token in self._added)
 
     @cached_property
     def _plain(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]] | None:
-        """A copy to which control tokens are text, an alias for each by its spelling, and its id by the alias'.
+        """(copy with control tokens as text, alias by spelling, control token id by alias id).
 
-        A copy, since other threads use the tokenizer meanwhile.
+        A copy, since other threads use the tokenizer.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -140,7 +140,7 @@ class ChatEncoder:
         copy.encode_special_tokens = True
         secret = secrets.token_hex(16)
         aliases = {token.content: f"\ue000{secret}{number}\ue000" for number, token in enumerate(self._added)}
-        flags = ("single_word", "lstrip", "rstrip", "normalized")  # by which a token takes in what is around it
+        flags = ("single_word", "lstrip", "rstrip", "normalized")  # decide how a token matches its surroundings
         copy.add_tokens(
             [
                 AddedToken(aliases[token.content], special=False, **{name: getattr(token, name) for name in flags})
@@ -153,7 +153,7 @@ class ChatEncoder:
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested lists and mappings with all of their texts, keys too, changed."""
+    """A copy of nested lists and mappings with `change` applied to all strings, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""From what a caller gives to checked requests: every prompt as token ids, every option valid, nothing queued yet."""
+"""Turns a caller's prompts and options into checked requests with token ids; nothing is queued here."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a model and its engine can serve.
+    """Limits of a model and its engine for requests.
 
-    vocab_size: a prompt's token ids lie below it: the rows of the embedding.
-    num_logits: the tokens that can be sampled, those of both embedding and head.
-    max_model_len: tokens of prompt and answer together.
-    model_name: in errors.
-    has_base_model: whether the head is a module apart, which prompt_logprobs needs.
+    vocab_size: rows of the embedding; a prompt's token ids are below it.
+    num_logits: number of tokens that can be sampled, with rows in embedding and head.
+    max_model_len: most tokens of prompt and output together.
+    model_name: for errors.
+    has_base_model: whether the head is a separate module, which prompt_logprobs requires.
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
-    eos_token_ids: those of the model that can be sampled: its config may name others.
-    sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+    eos_token_ids: the model's, without ids that cannot be sampled.
+    sampling_defaults: defaults for fields of `SamplingParams`.
     """
 
     vocab_size: int
@@ -60,36 +60,36 @@ class RequestLimits:
 
 
 class InputProcessor:
-    """Makes `NewRequest`s for one engine; changes nothing, so that any thread may call it.
+    """Makes `NewRequest`s for one engine; stateless, hence thread-safe.
 
     Args:
-        tokenizer: None if prompts come as token ids only.
+        tokenizer: None if prompts are token ids only.
         clock: the engine's, in seconds.
     """
 
     def __init__(self, tokenizer: Any, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self.clock = clock
-        self.default_params = SamplingParams(**limits.sampling_defaults)  # of requests without any
+        self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self._tokenizer = tokenizer
         self.chat = ChatTemplate(tokenizer, allow_control_tokens=limits.allow_control_tokens)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """The compiler of structured outputs, made for the first one."""
+        """The compiler of structured outputs, made on first use."""
         from nanovllm.requests.grammar.compiler import GrammarCompiler
 
         return GrammarCompiler(self._tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
 
     def prepare(self, *, is_tried: bool = False) -> None:
-        """Do now what the first structured output and the first message with a control token's text would wait for.
+        """Prepare for the first structured output and the first message that spells a control token.
 
         Args:
             is_tried: as in `matcher`.
         """
         if self._tokenizer is None:
             return
-        with suppress(ValueError, ModuleNotFoundError):  # requests with forms will say why there can be none
+        with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
             self.grammars.prepare(is_tried=is_tried)
         if not is_tried:
             self.chat.prepare()
@@ -101,17 +101,17 @@ class InputProcessor:
         return not all(form is None or self.grammars.is_known(form) for form in forms)
 
     def matcher(self, params: SamplingParams, *, is_tried: bool = False) -> Matcher | None:
-        """Of a structured output, compiled here or found in the cache; ValueError if it cannot be."""
+        """The matcher of a structured output (compiled or cached), or None; raises ValueError for a bad form."""
         form = params.structured_output
         return None if form is None else self.grammars.matcher(form, is_tried=is_tried)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
     ) -> list[NewRequest]:
-        """The requests of one call, all of them checked; arguments as in `LLM.generate`.
+        """The checked requests of one call; arguments as in `LLM.generate`.
 
         Args:
-            request_ids: at least as many as there are prompts.
+            request_ids: at least one per prompt.
         """
         items = [prompts] if isinstance(prompts, str) else _as_list(prompts)
         if not items:
@@ -138,7 +138,7 @@ class InputProcessor:
         timeout: Any = None,
         arrival_time: float | None = None,
     ) -> list[NewRequest]:
-        """The same for a list of prompts, which arrived at `arrival_time` on the engine's clock (None for now).
+        """The checked requests of a list of prompts; arrival_time: on the engine's clock, None for now.
 
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
@@ -147,7 +147,7 @@ class InputProcessor:
         options = _one_each(count, sampling_params=params, priority=priority, cache_salt=cache_salt, timeout=timeout)
         each = zip(prompts, islice(request_ids, count), options, strict=True)
         requests: list[NewRequest] = []
-        prepared: dict[int, dict[str, Any]] = {}  # by the id of parameters, which prompts may share
+        prepared: dict[int, dict[str, Any]] = {}  # by id of the parameters, which prompts may share
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout)
@@ -178,7 +178,7 @@ class InputProcessor:
         return requests
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with what the tokenizer puts around it (`add_special_tokens`)."""
+        """Token ids of a prompt, with the tokenizer's special tokens if `add_special_tokens`."""
         if not isinstance(prompt, str):
             return _as_token_ids(prompt)
         if self._tokenizer is None:
@@ -186,14 +186,14 @@ class InputProcessor:
         if not prompt:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
         text("the prompt", prompt)
-        options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
+        options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack the option
         return _as_token_ids(self._tokenizer(prompt, **options)["input_ids"])
 
 
 def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
-    """The token ids of each word at the beginning of a text and behind a space, without duplicates.
+    """Token ids of each word at the start of a text and after a space, without duplicates.
 
-    Raises ValueError for a word that the tokenizer has no tokens for.
+    Raises ValueError for a word without tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in bad_words:
@@ -206,9 +206,9 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
 
 
 def _as_token_ids(prompt: Any) -> list[int]:
-    """Python's own numbers from a list, tuple, array or one-dimensional tensor of token ids."""
+    """Python integers from a list, tuple, array or one-dimensional tensor of token ids."""
     items = _as_list(prompt)
-    if set(map(type, items)) <= {int}:  # a prompt may be long, and this is fast
+    if set(map(type, items)) <= {int}:  # fast for long prompts
         return items
     for item in items:
         if isinstance(item, bool) or not isinstance(item, numbers.Integral):
@@ -224,7 +224,7 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _one_each(count: int, **options: Any) -> Iterator[tuple[Any, ...]]:
-    """The options of each of `count` prompts: of every option the one value given for all, or one each."""
+    """Options of each of `count` prompts; a single value of an option applies to all prompts."""
     for name, values in options.items():
         if not isinstance(values, SequenceABC) or isinstance(values, str):
             options[name] = [values] * count
@@ -234,13 +234,13 @@ def _one_each(count: int, **options: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _error_of_prompt(number: int, error: Exception) -> Exception:
-    """The error of one of several prompts, of a kind that takes a message alone, which not all subclasses do."""
+    """The error of one of several prompts, with its number; of a type with a message as only argument."""
     kind = next(kind for kind in (PromptTooLongError, TypeError, ValueError) if isinstance(error, kind))
     return kind(f"prompt {number}: {error}")
 
 
 def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any) -> None:
-    """Raise TypeError or ValueError for an option of one request."""
+    """Raise TypeError or ValueError for an invalid option of one request."""
     for (name, kind, kind_name), value in zip(OPTION_KINDS, (params, priority, cache_salt, timeout), strict=True):
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{name} must be {kind_name}, or a list of one for each prompt, not {value!r}.")
@@ -251,7 +251,7 @@ def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any) ->
 
 
 def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits) -> None:
-    """Raise ValueError for a prompt, truncated already, that cannot be served with these parameters."""
+    """Raise ValueError for an (already truncated) prompt that cannot be served with these parameters."""
     vocab_size, max_model_len = limits.vocab_size, limits.max_model_len
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")

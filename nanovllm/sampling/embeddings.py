@@ -1,6 +1,6 @@
-"""Hidden states of sampled rows, in place of the tokens that would be drawn from them: embeddings by the last token.
+"""Embeddings: hidden states of sampled rows (the prompt's last token) in place of drawn tokens.
 
-A request for its embedding computes its prompt like any other and ends with the step that computes the last row.
+A request for an embedding computes its prompt like any other, and finishes in the step of its last row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanovllm.process.device import to_host
 
 
 class EmbeddedRows:
-    """The sampled rows of a step whose hidden states are wanted, and these states once they are there.
+    """Sampled rows of a step with requested embeddings, and their hidden states after the forward pass.
 
     Args:
         places: of these rows in the order of `ScheduledBatch.sampling`.
@@ -30,7 +30,7 @@ class EmbeddedRows:
 
     @classmethod
     def from_batch(cls, batch: ScheduledBatch) -> EmbeddedRows | None:
-        """None if no request of the step asks for it."""
+        """The embedded rows of a step; None if there are none."""
         sampling = batch.sampling
         places = [place for place, sequence in enumerate(sampling) if sequence.params.embeds]
         if not places:
@@ -38,11 +38,11 @@ class EmbeddedRows:
         return cls(places, [sampling[place] for place in places], is_all=len(places) == len(sampling))
 
     def without_sequences(self) -> EmbeddedRows:
-        """The same rows for another rank, which computes their states with the first and records none."""
+        """These rows for another rank, which computes the states but records none."""
         return EmbeddedRows(self.places, [], is_all=self.is_all)
 
     def take(self, hidden_states: Tensor, sample_rows: Tensor) -> None:
-        """Keep what is wanted of the hidden states [num_rows, hidden_size] of a step, of any float dtype.
+        """Keep the embedded rows of a step's hidden states [num_rows, hidden_size], any float dtype.
 
         Args:
             sample_rows: [at least num_samples] int64, in the order of `ScheduledBatch.sampling`.
@@ -51,15 +51,15 @@ class EmbeddedRows:
         self._states = hidden_states[rows].float()
 
     def to_host(self) -> None:
-        """Send the states to the host; they are there with the step's tokens."""
+        """Copy the states to the host, asynchronously; they arrive with the step's tokens."""
         assert self._states is not None
         self._states = to_host(self._states)
 
     def record(self, token_ids: list[int]) -> None:
-        """Give each sequence its state, and put EMBEDDED in place of its token, or NON_FINITE if the state is not."""
+        """Set each sequence's embedding, and its token to EMBEDDED, or to NON_FINITE for a non-finite state."""
         assert self._states is not None
         for place, sequence, state in zip(self.places, self._sequences, self._states.numpy(), strict=True):
             is_sound = bool(torch.from_numpy(state).isfinite().all())
             token_ids[place] = EMBEDDED if is_sound else NON_FINITE
             if is_sound and not sequence.is_finished:
-                sequence.embedding = state.copy()  # not a view that keeps the step's whole tensor
+                sequence.embedding = state.copy()  # a view would keep the step's whole tensor alive

@@ -1,4 +1,4 @@
-"""Rows whose requests' own rules leave no token, apart from those whose logits the model spoilt."""
+"""Distinguishes rows without a token due to the request's options from rows with non-finite logits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nanovllm.process.device import to_device
 
 
 def emptied_rows(logits: Tensor, rows: list[int], *, are_kept: bool) -> Callable[[Tensor], None]:
-    """Returns what replaces NON_FINITE by NOTHING_LEFT in drawn tokens [num_rows], in place.
+    """A function that replaces NON_FINITE by NOTHING_LEFT in drawn tokens [num_rows], in place.
 
     Args:
-        logits: [num_rows, vocab_size], as the model gives them.
-        rows: those that options may mask.
-        are_kept: whether nothing overwrites the logits before the tokens are drawn. Then a CPU reads them only where
-            a row gave no token, which hardly ever happens; a GPU would have to wait to know.
+        logits: [num_rows, vocab_size], as returned by the model.
+        rows: rows that options may mask.
+        are_kept: whether the logits are not overwritten before the draw. Then a CPU reads them only for rows without a
+            token, which is rare; a GPU would have to synchronise.
     """
     if not rows:
         return lambda token_ids: None

@@ -1,4 +1,4 @@
-"""Filters of unlikely tokens: each keeps the logits from a floor on, and sets the others to -inf."""
+"""Filters of unlikely tokens: each keeps logits of at least a floor, and sets the others to -inf."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from nanovllm.core import sampling_params
 
-NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
-FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes of memory a token
+NUCLEUS_WIDTH = 1024  # number of top tokens searched first
+FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes per token
 
-# Of e^x (the polynomial of Cephes' expf, Moshier 1992), each product and sum rounded to float32: a definition, which
-# `kernels/csrc/sampling/rows.h` repeats, so that both forms keep the same tokens.
+# Coefficients of e^x (polynomial of Cephes' expf, Moshier 1992), with each product and sum rounded to float32.
+# `kernels/csrc/sampling/rows.h` computes the same bits, so that both keep the same tokens.
 _SERIES = 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
-_ROUNDING = 1.5 * 2**18  # float64 numbers beside it are 2^-34 apart
+_ROUNDING = 1.5 * 2**18  # float64 spacing at this number is 2^-34
 
 
 def masses(levels: Tensor) -> Tensor:
-    """Probabilities beside the best token's: e^level in float32, rounded to multiples of 2^-34.
+    """Masses: probabilities relative to the best token's, e^level in float32, rounded to multiples of 2^-34.
 
-    So their sums over up to 2^19 tokens are exact, in any order.
+    So sums over up to 2^19 tokens are exact, in any order.
 
     Args:
-        levels: float32, of logits beside their row's largest.
+        levels: float32, logits minus their row's largest.
 
     Returns float64 of the same shape.
     """
-    levels = levels.clamp(min=-32.0)  # below -25 all is 0
-    whole = (levels * 1.44269504).add_(12582912.0).sub_(12582912.0)  # adding 1.5 * 2^23 rounds to a whole number
+    levels = levels.clamp(min=-32.0)  # masses below level -25 are 0
+    whole = (levels * 1.44269504).add_(12582912.0).sub_(12582912.0)  # adding 1.5 * 2^23 rounds to an integer
     rest = levels.sub_(whole * 0.693359375).add_(whole * 2.12194440e-4)
     power = rest * 1.9875691500e-4
     for coefficient in _SERIES[:-1]:
@@ -43,31 +43,31 @@ def masses(levels: Tensor) -> Tensor:
 
 
 def total_masses(logits: Tensor, largest: Tensor) -> Tensor:
-    """The masses of rows of logits [num_rows, vocab_size] float32 beside their largest [num_rows, 1], summed up.
+    """Sums of the masses of logits [num_rows, vocab_size] float32 relative to their largest [num_rows, 1].
 
     Returns [num_rows, 1] float64.
     """
     if logits.device.type != "cpu" or len(logits) <= 1:
         return masses(logits - largest).sum(dim=-1, keepdim=True)
-    pairs = zip(logits.split(1), largest.split(1), strict=True)  # a row at a time stays within the cache
+    pairs = zip(logits.split(1), largest.split(1), strict=True)  # single rows stay in the processor's cache
     return torch.cat([total_masses(row, top) for row, top in pairs])
 
 
 def least_levels(min_p: Tensor) -> Tensor:
-    """Float32 logits beside their row's largest from which on min_p, float32, keeps tokens; the same in any batch."""
+    """Smallest levels (logit minus the row's largest, float32) that min_p keeps; the same in any batch."""
     return min_p.double().log().float()
 
 
 class Filter(NamedTuple):
-    """A stage of sampling after the temperature, in torch. Kernels name those that they have a form of.
+    """A sampling stage after the temperature, in torch; kernels name the filters that they implement.
 
     Args:
-        dtype: of its inputs, one a row, 0 where it is off.
-        encode: values of the option [num_rows] float64 -> inputs, of any dtype.
-        floor: (logits [num_rows, vocab_size] float32 that earlier filters left, the largest num_ordered of them or all
-            in descending order, inputs [num_rows, 1]) -> the smallest logit to keep [num_rows, 1]. Given all in
-            order, it must not wait for the device.
-        num_ordered: (inputs, vocab_size) -> how many of each row's largest logits `floor` needs.
+        dtype: of its inputs, one per row, 0 if the filter is off.
+        encode: option values [num_rows] float64 -> inputs, any dtype.
+        floor: (logits [num_rows, vocab_size] float32 after earlier filters, their num_ordered largest or all in
+            descending order, inputs [num_rows, 1]) -> smallest logit to keep [num_rows, 1]. Given all logits in
+            order, it must not synchronise with the device.
+        num_ordered: (inputs, vocab_size) -> number of each row's largest logits that `floor` needs.
     """
 
     dtype: type[np.int32] | type[np.float32]
@@ -82,11 +82,11 @@ def _top_k_floor(logits: Tensor, ordered: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _top_p_floor(logits: Tensor, ordered: Tensor, top_p: Tensor) -> Tensor:
-    """The logit of the token with which the mass of the most probable ones reaches top_p."""
+    """The logit at which the cumulative mass of the most probable tokens reaches top_p."""
     top = ordered[:, :1]
     target = total_masses(logits, top) * top_p
     floor, is_reached = _crossing(ordered, top, target)
-    # A nucleus is nearly always small, and finding the largest few costs a CPU a tenth of a sort.
+    # A nucleus is nearly always small, and on a CPU top-k costs a tenth of a sort.
     if ordered.shape[1] < logits.shape[1] and not is_reached.all():
         rows = (~is_reached[:, 0]).nonzero()[:, 0]
         floor[rows] = _crossing(logits[rows].sort(dim=-1, descending=True).values, top[rows], target[rows])[0]
@@ -94,9 +94,9 @@ def _top_p_floor(logits: Tensor, ordered: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _crossing(ordered: Tensor, top: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the ordered logits whose cumulative mass reaches the target, else the last; whether one does."""
+    """(first ordered logit at which the cumulative mass reaches the target, else the last; whether it is reached)."""
     reached = masses(ordered - top).cumsum(dim=-1)
-    num_before = (reached < target).sum(dim=-1, keepdim=True)  # tokens that leave something lacking
+    num_before = (reached < target).sum(dim=-1, keepdim=True)  # tokens before the target is reached
     last = ordered.shape[1] - 1
     return ordered.gather(1, num_before.clamp(max=last)), num_before <= last
 
@@ -112,14 +112,13 @@ _FILTERS = {
     ),
     "min_p": Filter(np.float32, lambda p: p, lambda logits, ordered, min_p: ordered[:, :1] + least_levels(min_p)),
 }  # fmt: skip
-FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in the order in which they act
+FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in order of application
 
 
 def keep_likely(logits: Tensor, inputs: list[NDArray[Any]]) -> Tensor:
-    """Set the logits of unlikely tokens to -inf, filter by filter, as `transformers` does; on a CPU.
+    """Set logits of unlikely tokens to -inf, filter by filter, as in `transformers`; on a CPU.
 
-    Tokens as probable as the last one kept stay too, whatever their order. Rows that do not use a filter cost nothing
-    for it.
+    Tokens as probable as the last kept one are kept too. A filter costs nothing for rows that do not use it.
 
     Args:
         logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
@@ -138,9 +137,9 @@ def keep_likely(logits: Tensor, inputs: list[NDArray[Any]]) -> Tensor:
 
 
 def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
-    """`keep_likely` for all rows alike, on any device: nothing depends on values, so a CUDA graph can capture it.
+    """`keep_likely` for any device, without data-dependent control flow, so a CUDA graph can capture it.
 
-    Returns the smallest logit that stays in each row, [num_rows, 1]; -inf for all.
+    Returns the smallest kept logit of each row, [num_rows, 1]; -inf keeps all.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     floor = torch.full_like(logits[:, :1], -torch.inf)

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens: measured on the device where the logits are, a few numbers a row sent to the host.
+"""Logprobs of tokens, computed on the logits' device; a few numbers per row are sent to the host.
 
-They are those of the model's own distribution over the tokens that can be sampled, in float32, before temperature,
-penalties and filters. A prompt's token without a logit (a head smaller than the embedding) has -inf, ranked last.
+They describe the model's raw distribution over the tokens that can be sampled, in float32, before temperature,
+penalties and filters. A prompt token without a logit (a head smaller than the embedding) has -inf, ranked last.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from nanovllm.sampling.filters import total_masses
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels
 
-MOST_BY_KERNEL = 32  # most probable tokens of a row; for more, a GPU sorts
-ROWS_AT_ONCE = 64  # a piece of a prompt takes this many rows of logits, in float32 and in the model's own dtype
+MOST_BY_KERNEL = 32  # top tokens per row; for more, a GPU sorts
+ROWS_AT_ONCE = 64  # rows of logits per piece of a prompt, in float32 and in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Log-probabilities of some rows: of the token that came, then of the k most probable ones.
+    """Logprobs of some rows: of the chosen token, then of the top k.
 
     token_ids: [num_rows, 1 + k] int64.
     logprobs: [num_rows, 1 + k] float32.
-    ranks: [num_rows] int64, of the token that came.
+    ranks: [num_rows] int64, of the chosen token.
     """
 
     token_ids: Tensor
@@ -54,8 +54,11 @@ class Measured:
         by_kernel: bool = True,
         row_kernels: RowKernels | None = None,
     ) -> Measured:
-        """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
-        from vocab_size on for tokens without a logit.
+        """Compute logprobs of the chosen tokens and the top num_top.
+
+        Args:
+            logits: [num_rows, vocab_size], any float dtype.
+            token_ids: [num_rows]; below 0 for none, vocab_size and above for tokens without a logit.
         """
         if row_kernels is not None and row_kernels.can_read(logits):
             chosen = token_ids.clamp(min=0)
@@ -71,12 +74,12 @@ class Measured:
 
     @staticmethod
     def num_words(num_rows: int, num_top: int) -> int:
-        """Of `from_words`."""
+        """Number of words of `from_words`."""
         return num_rows * (5 + 3 * num_top)
 
     @classmethod
     def from_words(cls, words: Tensor, num_rows: int, num_top: int) -> Measured:
-        """Views of one tensor [at least num_words] int32, on a device or the host."""
+        """Views of one int32 tensor [at least num_words], on a device or the host."""
         size = num_rows * (1 + num_top)
         token_ids, ranks, logprobs = words[: cls.num_words(num_rows, num_top)].split((2 * size, 2 * num_rows, size))
         return cls(
@@ -86,11 +89,11 @@ class Measured:
         )
 
     def to_host(self) -> Measured:
-        """On the way to the host; there once the device has done what it was asked before."""
+        """Copy to the host, asynchronously; complete when the device has finished its earlier work."""
         return Measured(*(to_host(tensor) for tensor in (self.token_ids, self.logprobs, self.ranks)))
 
     def rows(self, num_top: Iterable[int]) -> Iterator[TokenLogprobs]:
-        """Each row's report, with as many of the most probable tokens as it asks for."""
+        """Each row's report, with its requested number of top tokens."""
         lists = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
         for token_ids, logprobs, rank, count in zip(*lists, num_top, strict=True):
             report = {token_ids[0]: Logprob(logprobs[0], rank)}
@@ -101,7 +104,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PackedMeasured:
-    """`Measured` in the words that a captured graph writes, of which the first `count` rows are wanted."""
+    """`Measured` as words written by a captured graph; only the first `count` rows are valid."""
 
     words: Tensor  # int32; see `Measured.from_words`
     num_rows: int
@@ -109,7 +112,7 @@ class PackedMeasured:
     count: int
 
     def to_host(self) -> Measured:
-        """In one copy."""
+        """Copy to the host in one transfer."""
         words = to_host(self.words[: Measured.num_words(self.num_rows, self.num_top)])
         whole = Measured.from_words(words, self.num_rows, self.num_top)
         return Measured(*(part[: self.count] for part in (whole.token_ids, whole.logprobs, whole.ranks)))
@@ -130,7 +133,7 @@ def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 def _most_probable(logits: Tensor, num_top: int) -> Tensor:
-    """Token ids [num_rows, num_top]; on a CPU, of equal logits the lower first (a GPU's host would have to wait)."""
+    """Top token ids [num_rows, num_top]; on a CPU, lower ids first among equal logits (a GPU would synchronise)."""
     top = logits.topk(min(num_top + 1, logits.shape[1]))
     top_ids = top.indices[:, :num_top]
     if logits.device.type == "cpu":
@@ -144,7 +147,7 @@ def _most_probable(logits: Tensor, num_top: int) -> Tensor:
 def _logprobs(
     logits: Tensor, chosen: Tensor, top_ids: Tensor, largest: Tensor, total: Tensor, ranks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Measured`, by the largest logit and the total of the masses, [num_rows] each."""
+    """The fields of `Measured`, from the largest logit and the sum of masses, [num_rows] each."""
     token_ids, last = torch.cat([chosen, top_ids], dim=1), logits.shape[1] - 1
     levels = logits.gather(1, token_ids.clamp(max=last)).float() - largest[:, None]
     return token_ids, (levels - total.log().float()[:, None]).masked_fill_(token_ids > last, -torch.inf), ranks
@@ -152,11 +155,11 @@ def _logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step that give prompt log-probabilities: row p of a sequence gives that of token p + 1.
+    """A step's rows for prompt logprobs: row p of a sequence gives the logprob of token p + 1.
 
-    spans: the sequences, each with the range of positions that are reported.
+    spans: sequences, each with its range of reported positions.
     rows: [num_rows] int64, rows of the flat batch.
-    token_ids: [num_rows] int64, the tokens that came.
+    token_ids: [num_rows] int64, the prompt's next tokens.
     """
 
     spans: list[tuple[Sequence, int, int]]
@@ -165,7 +168,7 @@ class PromptRows:
 
     @classmethod
     def from_layout(cls, layout: BatchLayout) -> PromptRows | None:
-        """None if no request of the step asks for it. Only chunks have prompt rows: decodes are past their prompts."""
+        """The prompt rows of a step, or None. Only chunks have prompt rows: decodes are past their prompts."""
         spans, rows, token_ids = [], [], []
         for entry, first_row in zip(layout.chunks, layout.row_starts[layout.num_decodes : -1].tolist(), strict=True):
             sequence = entry.sequence
@@ -183,10 +186,10 @@ class PromptRows:
 
 
 class StepLogprobs:
-    """What a step returns besides its tokens: log-probabilities, embeddings, errors of requests' logits processors.
+    """Results of a step besides its tokens: logprobs, embeddings, errors of requests' logits processors.
 
     Args:
-        by_kernel: measure by the one of `kernels/`, compiled at its first call, where it exists; on a GPU.
+        by_kernel: on a GPU, use the kernel of `kernels/` if it exists; it is compiled at its first call.
         row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
     """
 
@@ -203,12 +206,12 @@ class StepLogprobs:
         self._measure = partial(Measured.from_logits, by_kernel=by_kernel, row_kernels=row_kernels)
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
-        self._rows: SequenceABC[int] = ()  # of the step's sampled rows, those measured
+        self._rows: SequenceABC[int] = ()  # the step's sampled rows with logprobs
         self._sampled: Measured | PackedMeasured | None = None
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes more of the forward pass than the logits of sampled rows."""
+        """Whether it reads more from the forward pass than logits of sampled rows."""
         return self.prompt is not None or self.embedded is not None
 
     def shift_prompt_rows(self, distance: int) -> None:
@@ -217,12 +220,12 @@ class StepLogprobs:
             self.prompt = replace(self.prompt, rows=self.prompt.rows + distance)
 
     def prompt_rows_in_pieces(self, device: torch.device) -> Iterator[Tensor]:
-        """Rows of the flat batch [num_rows] int64 whose logits `add_prompt` wants, in this order."""
+        """Rows of the flat batch [num_rows] int64, piece by piece; `add_prompt` takes their logits in this order."""
         if self.prompt is not None:
             yield from to_device(self.prompt.rows, device).split(ROWS_AT_ONCE)
 
     def add_prompt(self, logits: Tensor) -> None:
-        """Take the logits [num_rows, vocab_size] of the next piece."""
+        """Add logits [num_rows, vocab_size] of the next piece."""
         assert self.prompt is not None
         first = ROWS_AT_ONCE * len(self._prompt_pieces)
         token_ids = to_device(self.prompt.token_ids[first : first + len(logits)], logits.device)
@@ -230,15 +233,15 @@ class StepLogprobs:
         self._prompt_pieces.append(measured)
 
     def add_sampled(self, rows: SequenceABC[int], num_top: int, logits: Tensor, token_ids: Tensor) -> None:
-        """Take the logits [num_rows, vocab_size] with which these of the step's rows drew token_ids [num_rows]."""
+        """Add logits [num_rows, vocab_size] of these sampled rows, and their drawn token_ids [num_rows]."""
         self._rows, self._sampled = rows, self._measure(logits, token_ids, num_top)
 
     def add_measured(self, rows: SequenceABC[int], measured: PackedMeasured) -> None:
-        """Take what was measured when these of the step's rows drew their tokens."""
+        """Add logprobs of these sampled rows, computed with the draw."""
         self._rows, self._sampled = rows, measured
 
     def to_host(self) -> StepLogprobs:
-        """Send what was measured to the host; it is there with the step's tokens."""
+        """Copy all results to the host, asynchronously; they arrive with the step's tokens."""
         self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
         if self._sampled is not None:
             self._sampled = self._sampled.to_host()
@@ -247,10 +250,10 @@ class StepLogprobs:
         return self
 
     def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
-        """Write each sequence's log-probabilities and errors into it; call it right before `Scheduler.update`.
+        """Write logprobs and errors into the sequences; call it right before `Scheduler.update`.
 
         Args:
-            sequences, token_ids: what the step sampled; the tokens of embedded rows are replaced.
+            sequences, token_ids: the step's samples; tokens of embedded rows are replaced.
         """
         if self.embedded is not None:
             self.embedded.record(token_ids)
@@ -276,6 +279,6 @@ class StepLogprobs:
         place = 0
         for sequence, first, end in prompt.spans:
             if sequence.prompt_logprobs is not None:
-                # A preempted prompt is computed anew, maybe before this was read: then the same comes again.
+                # A preempted prompt is recomputed, maybe before this was read: the same values come again.
                 sequence.prompt_logprobs[first:end] = reports[place : place + end - first]
             place += end - first

@@ -31,10 +31,10 @@ PENALTY_INPUTS = (  # of the kernel `penalise`
 
 @dataclass(frozen=True, slots=True)
 class LatestTokens:
-    """Each sampled row's newest token, which the host may not know yet.
+    """The newest token of each sampled row, which the host may not have read yet.
 
-    token_ids: [num_rows] int64; -1 - i for the i-th of `previous`.
-    previous: tokens that the step before sampled, on the device.
+    token_ids: [num_rows] int64; -1 - i refers to entry i of `previous`.
+    previous: tokens sampled by the previous step, on the device.
     """
 
     token_ids: NDArray[np.int64]
@@ -44,11 +44,11 @@ class LatestTokens:
     def from_layout(
         cls, layout: BatchLayout, sequences: SequenceABC[Sequence], previous: Tensor | None
     ) -> LatestTokens:
-        """Of a step's sampled rows, as the host knows them now: it may have read some since the layout was made."""
+        """Latest tokens of a step's sampled rows; some may have been read since the layout was made."""
         token_ids = layout.token_ids[layout.sample_rows]
         for row in np.flatnonzero(token_ids < 0).tolist():
             sequence, position = sequences[row], layout.sampled_positions[row]
-            if sequence is not None and len(sequence.token_ids) >= position:  # other ranks' rows name no sequence
+            if sequence is not None and len(sequence.token_ids) >= position:  # None on other ranks
                 token_ids[row] = sequence.token_ids[position - 1]
         return cls(token_ids, previous)
 
@@ -63,22 +63,22 @@ def change_logits(
     by_kernels: bool = True,
     row_kernels: RowKernels | None = None,
 ) -> Tensor:
-    """Apply to each row what its request asks for; rows that ask for nothing cost nothing.
+    """Apply each request's options to its row; rows without such options cost nothing.
 
-    Allowed tokens come first, then a structured output's, bad words, biases, penalties in the order repetition,
-    frequency, presence (so far as in vLLM), and the request's own functions, which have the last word. Repetition
-    (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the negative ones;
-    frequency is taken off once for each occurrence of a token in the output, presence once.
+    The order is: allowed tokens, structured output, bad words, biases, penalties (repetition, frequency, presence; so
+    far as in vLLM), and last the request's logits processors. Repetition (Keskar et al. 2019) divides positive logits
+    of tokens in prompt or output, and multiplies negative ones; frequency is subtracted once per occurrence of a token
+    in the output, presence once.
 
-    Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
-    and undone steps need no care. That costs a copy of their tokens. A bad word costs a comparison on the host.
+    No state is kept between steps: tokens of penalised rows are sent in each step, so preempted, repeated and undone
+    steps need no special handling. That costs a copy of the tokens. A bad word costs a comparison on the host.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; overwritten if it is float32.
         sequences, positions: as in `Sampler.sample`.
-        latest: None if all tokens are known.
-        errors: takes what went wrong in a request's own functions; its row is then -inf throughout.
-        by_kernels: on a GPU, by those of `kernels/`, compiled at their first call, where they exist.
+        latest: None if the host knows all tokens.
+        errors: receives errors of logits processors; the row of such a request is set to -inf.
+        by_kernels: on a GPU, use kernels of `kernels/` if they exist; they are compiled at their first call.
         row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
 
     Returns logits, in float32 if any row was changed.
@@ -98,7 +98,7 @@ def change_logits(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The arguments of `change_logits` besides the logits."""
+    """Arguments of `change_logits` besides the logits."""
 
     sequences: SequenceABC[Sequence]
     positions: SequenceABC[int]
@@ -124,7 +124,7 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
         is_allowed.view(-1).index_fill_(0, allowed, 1)
         kernel(logits, indices, is_allowed)
         return
-    mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # to be added, so that NaN stays NaN
+    mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # added, so that NaN stays NaN
     mask.view(-1).index_fill_(0, allowed, 0.0)
     logits[indices] += mask
 
@@ -138,17 +138,17 @@ def _keep_form(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
-    """Forbid each token that would complete a bad word, prompt and output taken together as in `transformers`."""
+    """Forbid tokens that would complete a bad word, across prompt and output, as in `transformers`."""
     vocab_size, device, latest = logits.shape[1], logits.device, step.latest
-    sure: list[int] = []  # places in a flat logits
-    unsure: list[tuple[int, int, int]] = []  # such a place; which token in flight decides, and what it would have to be
+    sure: list[int] = []  # indices into the flattened logits
+    unsure: list[tuple[int, int, int]] = []  # (index, entry of `previous`, its token id that would complete the word)
     for row in rows:
         token_ids, position = step.sequences[row].token_ids, step.positions[row]
         for *beginning, last in step.sequences[row].bad_words:
             if last >= vocab_size:  # no logit: never drawn
                 continue
             place = row * vocab_size + last
-            # The newest token may be missing from those that the host knows.
+            # The host may not have read the newest token yet.
             known = token_ids[max(0, position - len(beginning)) : position].tolist()
             if len(beginning) > position or known != beginning[: len(known)]:
                 continue
@@ -172,7 +172,7 @@ def _run_all_processors(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 
 def _run_processors(row: Tensor, sequence: Sequence, position: int, errors: dict[Sequence, str]) -> None:
-    """Overwrite a row [vocab_size] with what the request's own functions make of it, each given a copy of its own."""
+    """Apply the request's logits processors to a row [vocab_size], in place; each gets copies."""
     token_ids = sequence.token_ids[:position].tolist()
     try:
         for processor in sequence.params.logits_processors:
@@ -181,7 +181,7 @@ def _run_processors(row: Tensor, sequence: Sequence, position: int, errors: dict
                 what = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
                 raise TypeError(f"it returned {what}; it must return logits of shape {list(row.shape)}")
             row.copy_(result)
-    except Exception as error:  # whatever it is, it is the request's own, and its neighbours go on
+    except Exception as error:  # fails only this request
         row.fill_(-torch.inf)
         errors[sequence] = (
             f"request {sequence.request_id!r}: its logits processor failed ({type(error).__name__}: {error})"
@@ -210,7 +210,7 @@ def _counts(tokens: list[Any], logits: Tensor) -> Tensor:
 
 
 def _flat_places(tokens: list[Any], logits: Tensor) -> Tensor:
-    """Each row's tokens as places in a flat [num_rows, vocab_size]."""
+    """Each row's tokens as indices into a flattened [num_rows, vocab_size]."""
     lengths = [len(row) for row in tokens]
     flat = np.concatenate([np.asarray(row, np.int64) for row in tokens]) if tokens else np.zeros(0, np.int64)
     return to_device(flat + np.repeat(np.arange(len(tokens)) * logits.shape[1], lengths), logits.device)
@@ -219,7 +219,7 @@ def _flat_places(tokens: list[Any], logits: Tensor) -> Tensor:
 def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor) -> None:
     rows = np.flatnonzero(latest < 0)
     if len(rows):
-        # A row whose logits were not finite ends when the step is read; until then any token will do.
+        # A row with non-finite logits ends when the step's result is read; until then any token will do.
         tokens = previous[to_device(-1 - latest[rows], counts.device)].clamp(min=0)
         places = to_device(rows * counts.shape[1], counts.device) + tokens
         counts.view(-1).scatter_add_(0, places, counts.new_ones(len(rows)))
@@ -235,7 +235,7 @@ def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 
 def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], step: _Step) -> None:
-    """Send the tokens of the rows in one copy; the kernel describes the entries before them."""
+    """Penalise by a kernel; its entries and the rows' tokens are sent in one copy."""
     entries, num_tokens = penalty_entries(rows, step.sequences, step.positions, step.latest)
     words = np.empty(entries.size + num_tokens, np.int32)
     words[: entries.size] = entries.ravel()
@@ -250,12 +250,12 @@ def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], s
 def penalty_entries(
     rows: list[int], sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
 ) -> tuple[NDArray[np.int32], int]:
-    """Entries [len(rows), PENALTY_FIELDS] of the kernel `penalise`, and how many tokens they point to."""
+    """Entries [len(rows), PENALTY_FIELDS] of the kernel `penalise`, and the number of tokens that they refer to."""
     entries, floats = np.full((len(rows), PENALTY_FIELDS), -1, np.int32), np.empty((len(rows), 3), np.float32)
     start = 0
     for place, row in enumerate(rows):
         sequence, params = sequences[row], sequences[row].params
-        first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others count the output alone
+        first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others: output only
         length = min(positions[row], len(sequence.token_ids)) - first
         entries[place, :4] = row, start, length, sequence.num_prompt_tokens - first
         floats[place] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
@@ -270,11 +270,11 @@ def penalty_entries(
 def write_tokens(
     entries: NDArray[np.int32], rows: list[int], sequences: SequenceABC[Sequence], to: NDArray[np.int32]
 ) -> None:
-    """Write the tokens that the entries of these rows point to."""
+    """Write the tokens that these rows' entries refer to."""
     for row, (_, start, length, num_prompt, *_) in zip(rows, entries.tolist(), strict=True):
         if length:
             token_ids, first = sequences[row].token_ids, sequences[row].num_prompt_tokens - num_prompt
-            # A view that lives no longer than this line, since an array cannot grow while one does.
+            # A view for this line only, since an array cannot grow while it has views.
             to[start : start + length] = np.frombuffer(token_ids, np.int32, length, first * token_ids.itemsize)
 
 
@@ -301,7 +301,7 @@ def _penalised(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: lis
     return logits - column([sequence.params.presence_penalty for sequence in sequences]) * (counts > 0)
 
 
-# In the order in which they are applied.
+# In order of application.
 _CHANGES: tuple[tuple[Callable[[Sequence], Any], Callable[[Tensor, list[int], _Step], None]], ...] = (
     (lambda sequence: sequence.params.allowed_token_ids, _keep_allowed),
     (lambda sequence: sequence.matcher, _keep_form),

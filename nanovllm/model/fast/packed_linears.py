@@ -1,7 +1,6 @@
-"""Linear layers with their weights in the order that a CPU's matrix products read fastest.
+"""Packs weights of linear layers in the order that CPU products read fastest.
 
-Products of few rows take half the time. Only for a model of the engine's own: a packed copy would not follow an owner's
-updates.
+Products of few rows take half the time. Not for live modules: a packed copy would not follow the owner's updates.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _CHECKED_AT_ONCE = 1 << 20  # elements of a weight, 8 MiB of float64
 
 
 class PackedLinear:
-    """Replaces the `forward` of a linear layer whose weight is packed.
+    """Replaces the `forward` of a linear layer by a packed product.
 
     Args:
-        num_outputs: of the layer, if others that are 0 were added behind them.
-        memory: for the packed weight; its own by default.
+        num_outputs: of the layer, if the weight is padded with zero outputs.
+        memory: holds the packed weight; newly allocated by default.
     """
 
     _function = "linear"
@@ -77,10 +76,10 @@ class PackedLinear:
 
 
 class PackedHead(PackedLinear):
-    """The same for a model's output embedding: gives float32 logits, so that rounding makes no ties among them.
+    """Replaces the `forward` of the output embedding; returns float32 logits, so that rounding makes no ties.
 
-    They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
-    Those of a padded weight are a copy.
+    They are valid until the next call: the system would clear fresh memory, page by page, in every step. Logits of a
+    padded weight are a copy.
     """
 
     _function = "linear_unrounded"
@@ -95,11 +94,11 @@ class PackedHead(PackedLinear):
 
 
 class OneDnnLinear:
-    """The same with oneDNN's blocked format: slower with few rows, but it knows AMX and needs no compiler."""
+    """A packed linear layer in oneDNN's blocked format: slower with few rows, but supports AMX without a compiler."""
 
     @staticmethod
     def can_pack(dtype: torch.dtype) -> bool:
-        """Whether oneDNN has products of this dtype on this processor: of bfloat16 only from AVX-512 on."""
+        """Whether oneDNN supports this dtype on this processor: bfloat16 requires AVX-512."""
         if dtype == torch.bfloat16:
             return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         return torch.backends.mkldnn.is_available() and dtype in _PACKED_DTYPES
@@ -112,12 +111,12 @@ class OneDnnLinear:
         return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
 
     def is_right(self, linear: nn.Linear) -> bool:
-        """Whether it computes what its layer should, in a few random rows: oneDNN has no products of float64.
+        """Whether outputs of a few random rows match a float64 product, which oneDNN does not compute.
 
-        In bfloat16 the layer's own `forward` is oneDNN too.
+        The layer's own `forward` is no reference: in bfloat16 it is oneDNN too.
         """
         generator = torch.Generator("cpu").manual_seed(0)
-        # Of a row's size: a rounding to bfloat16 is 2^-8 at most, a third of it in the mean; a bias may add one more.
+        # Relative to a row's norm: rounding to bfloat16 is up to 2^-8, a third of it on average; a bias may add one.
         tolerance = 5e-3 if linear.weight.dtype == torch.bfloat16 else 1e-4
         num_parts = min(-(-linear.weight.numel() // _CHECKED_AT_ONCE), linear.out_features)
         with torch.no_grad():
@@ -133,9 +132,9 @@ class OneDnnLinear:
 
 
 def memory_for_packing(model: nn.Module) -> HugePages | None:
-    """Memory for all packed weights beside the plain ones, which a thread begins to take.
+    """Memory for all packed weights in addition to the plain ones; a thread starts to touch its pages.
 
-    None without kernels that pack them or a compiler of theirs, or if both do not fit.
+    None without kernels or their compiler, or if plain and packed weights do not both fit.
     """
     dtype, compiler = next(model.parameters()).dtype, find_kernel("cpp", "cpp_compiler")
     if dtype not in _PACKED_DTYPES or (make := find_kernel("huge_pages", "HugePages")) is None:
@@ -161,15 +160,15 @@ def pack_linear_layers(
     packed: Collection[AnyLinear],
     memory: HugePages | None = None,
 ) -> None:
-    """Pack every linear layer, for our own products if there are kernels, else for oneDNN.
+    """Pack every linear layer: for our kernels if there are any, else for oneDNN.
 
     Args:
-        unshared: layers whose plain weights may be freed.
-        packed: layers that others have packed already.
-        memory: for our own products.
+        unshared: layers with plain weights that may be freed.
+        packed: layers packed already, to skip.
+        memory: for our kernels' weights.
     """
     if memory is not None and not packed:
-        memory.forget_tensors()  # of layers that were to be fused, and were not
+        memory.forget_tensors()  # weights packed for layers that could not be fused
     one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
     linears: Iterable[Any] = modules_of(model)
     for linear in linears:
@@ -195,35 +194,35 @@ def pack_linear_layers(
 
 
 def _with_whole_panels(linear: AnyLinear) -> AnyLinear:
-    """A quantised layer of any number of outputs, as of an odd vocabulary, with as many as kernels take at once."""
+    """A quantised layer padded to whole panels of outputs, as for an odd vocabulary; other layers unchanged."""
     from nanovllm.kernels.packed_product import PANEL
 
     return linear.padded(PANEL) if isinstance(linear, QuantisedLinear) else linear
 
 
 def warn_of_dequantising(model: nn.Module) -> None:
-    """Say how many layers run as they are, by dequantising their weights."""
+    """Warn of layers that run without a kernel and dequantise their weights in each step."""
     slow = [one for one in modules_of(model) if isinstance(one, QuantisedLinear) and one.blocks.numel()]
     if slow:
         logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", len(slow))
 
 
 def free_weights(linears: Iterable[AnyLinear], unshared: Collection[nn.Module]) -> None:
-    """Free the weights of packed layers: quantised ones, and plain ones that no other module shares."""
+    """Free weights of packed layers: quantised ones, and plain ones that no other module shares."""
     for linear in linears:
-        if isinstance(linear, QuantisedLinear):  # an embedding that shares the blocks keeps them
+        if isinstance(linear, QuantisedLinear):  # a tied embedding keeps the blocks
             linear.blocks = linear.blocks.new_empty(0, linear.blocks.shape[1])
         elif linear in unshared:
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
 def with_weights_hidden(model: nn.Module, check: Callable[[Hiding], Result]) -> tuple[Result, set[nn.Linear]]:
-    """What a check of the model returns, and the layers whose plain weights may be freed once they are packed.
+    """(result of a check of the model, layers with plain weights that may be freed after packing).
 
     Args:
-        check: hides weights in one of its passes by what it is given, and compares this pass with others. It raises
-            UnsupportedModelError where a pass fails or differs, as if a module reads a weight directly. The first pass
-            that a model makes has to see the weights: a module may keep what it computes of them then.
+        check: uses its argument to hide weights in one of its passes, and compares this pass with others. It raises
+            UnsupportedModelError if a pass fails or differs, as when a module reads a weight directly. A model's first
+            pass must see the weights, since modules may cache values derived from them.
     """
     unshared = with_own_weights(model)
     try:
@@ -235,7 +234,7 @@ def with_weights_hidden(model: nn.Module, check: Callable[[Hiding], Result]) -> 
 
 @contextmanager
 def _weights_hidden(linears: Iterable[nn.Linear]) -> Iterator[None]:
-    """Modules that read the weight of one of these directly see an empty one, while the layers themselves work."""
+    """Empty these layers' `weight` for modules that read it directly, while the layers themselves still work."""
     hidden = [(linear, linear.weight.data) for linear in linears]
     try:
         for linear, weight in hidden:
@@ -245,11 +244,11 @@ def _weights_hidden(linears: Iterable[nn.Linear]) -> Iterator[None]:
     finally:
         for linear, weight in hidden:
             linear.weight.data = weight
-            vars(linear).pop("forward", None)  # ours: with a forward of its own it is none of these
+            vars(linear).pop("forward", None)  # ours: layers with an overridden forward are excluded
 
 
 def with_own_weights(model: nn.Module) -> set[nn.Linear]:
-    """Linear layers whose weight is no other module's too (as tied embeddings are); none with a forward of its own."""
+    """Linear layers with an unshared weight (tied embeddings share theirs) and without an overridden `forward`."""
     modules = modules_of(model)
     owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())
     linears = [module for module in modules if type(module) is nn.Linear and "forward" not in vars(module)]
