@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
         self.text = ""
         self._decode_ids = decode_function(tokenizer, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
-        self._num_settled = 0  # tokens of the window whose text has been appended
+        self._num_settled = 0  # tokens of the window with text appended already
         self._num_early = 0  # characters of pending tokens that have been appended
 
     def add(self, token_id: int) -> None:

@@ -64,7 +64,7 @@ class Sample:
             self._resume(request.resumed.metrics)
 
     def _resume(self, before: RequestMetrics) -> None:
-        """Read the tokens of a resumed sequence, all of which were sent."""
+        """Read the tokens of a resumed sequence, which were all sent before."""
         sequence, params = self.sequence, self.sequence.params
         self._max_itl = before.max_itl
         token_ids = sequence.output_token_ids
