@@ -1,9 +1,9 @@
-// Rows of products with panels of bytes (kBytes) in the matrix tiles' integers (AMX-INT8), which multiply twice as many
-// bytes as bfloat16 elements: a panel is read once, half as large as one of bfloat16, and never widened.
+// Products with panels of bytes (kBytes) in integer matrix tiles (AMX-INT8), which multiply twice as many bytes as
+// bfloat16 elements: a panel is read once, half the size of a bfloat16 one, and not widened.
 //
-// A row is split into two planes of bytes, as few_rows.h does, which cost what one row of bfloat16 costs. Sums of each
-// plane are exact integers over the whole depth. So a row's result has the same bits among few rows and among many,
-// where the depth suits.
+// A row is split into two planes of bytes, as in few_rows.h, which cost as much as one bfloat16 row. Sums of each plane
+// are exact integers over the whole depth. So a row's result has the same bits among few and many rows, if the depth is
+// supported.
 #pragma once
 
 #include "few_rows.h"
@@ -14,7 +14,7 @@ namespace {
 static_assert(kRowsOfSums == kTileRows);
 constexpr int64_t kPlaneDepth = 64;  // of a tile of bytes
 
-// Memory for rows in planes; the calling thread's, which all threads of its parallel regions read.
+// Memory for rows in planes; owned by the calling thread, read by all threads of its parallel regions.
 class PlaneMemory {
  public:
   void reserve(int64_t num_rows, int64_t depth) {
@@ -51,8 +51,8 @@ inline __m512i fifteen_bits(__m512i elements, __m512 inverse) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16));
 }
 
-// Splits a row of bfloat16, in the order of panels: 64 elements of the high plane, the same of the low one, each
-// `plane` bytes further.
+// Splits a bfloat16 row in the order of panels: 64 elements of the high plane, then of the low one, `plane` bytes
+// apart.
 inline void split_row(const void* from, int64_t depth, int8_t* to, int64_t plane, float& scale) {
   const char* row = (const char*)from;
   __m512i most = _mm512_setzero_si512();
@@ -87,8 +87,8 @@ inline void split_row(const void*, int64_t, int8_t*, int64_t, float&) {}
 
 #endif
 
-// Rows [num_rows, depth] in tiles of equal numbers of rows, so that all are configured alike: for each 64 of the depth
-// those of the high plane, then those of the low one. The last tile may have rows of no meaning.
+// Rows [num_rows, depth] in tiles with equal numbers of rows, so that one tile configuration serves all: for each 64 of
+// the depth the high plane, then the low one. The last tile may contain unused rows.
 struct PlaneRows {
   const PlaneMemory* memory;
   int64_t num_rows, depth;
@@ -101,7 +101,7 @@ struct PlaneRows {
   // `row` is a multiple of rows_of_tile().
   int8_t* tile(int64_t row) const { return memory->bytes() + row * depth * 2; }
 
-  // Shares the rows among the threads of the enclosing parallel region, and waits for all of them.
+  // Divides the rows among the threads of the enclosing parallel region, with a barrier at the end.
   void fill(const Element* rows) const {
     const int64_t of_tile = rows_of_tile(), plane = of_tile * kPlaneDepth;
 #pragma omp for schedule(static)

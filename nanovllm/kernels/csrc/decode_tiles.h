@@ -1,8 +1,8 @@
-// A decode's attention in matrix tiles: tokens are the rows, and the query heads of up to 16 / NUM_GROUPS KV heads the
+// A decode's attention in matrix tiles: tokens are rows, and the query heads of up to 16 / NUM_GROUPS KV heads are
 // lanes.
 //
-// Each KV head's queries lie in lanes of their own with zeros beside them, so that the scores of all heads meet in the
-// same tiles, and one softmax serves them all. Values are brought into the tiles' order, those of two tokens in turn.
+// Each KV head's queries have separate lanes, with zeros in the others, so that the scores of all heads are in the same
+// tiles, and one softmax serves them all. Values are interleaved in the tiles' order, two tokens at a time.
 #pragma once
 
 #include "query_lanes.h"
@@ -26,7 +26,7 @@ struct Tokens {
   const Element* value(int token, int head) const { return values + (token * num_kv_heads + head) * kValueDim; }
 };
 
-// Asks for the keys and values of the next run, evenly while this one is worked on.
+// Prefetches keys and values of the next run evenly during this one.
 class Fetch {
  public:
   Fetch(const Tokens& next, int num_calls)
@@ -61,7 +61,7 @@ struct DecodeLanes {
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 
-// A template still, so that nothing is made of it where sizes do not suit.
+// A template, so that it is not instantiated for unsupported sizes.
 template <class Number>
 struct DecodeLanes<true, Number> {
   static constexpr int kMostHeads = kLanes / kGroup, kMostTokens = kTileDepth;
@@ -77,7 +77,7 @@ struct DecodeLanes<true, Number> {
   int num_heads;
   Tiles tiles;
 
-  // Takes the queries [num_kv_heads * kGroup, kDim] of some KV heads.
+  // Loads the queries [num_kv_heads * kGroup, kDim] of some KV heads.
   void begin(const Element* from, int num_kv_heads) {
     num_heads = num_kv_heads, maxima = Floats{} + kLeast, totals = Floats{};
     std::memset(queries, 0, num_heads * kDepths * sizeof(queries[0]));
@@ -87,7 +87,7 @@ struct DecodeLanes<true, Number> {
                     2 * sizeof(Element));
   }
 
-  // Adds up to kMostTokens - skipped tokens; what lies `skipped` before these is a multiple of 16 in its page.
+  // Adds up to kMostTokens - skipped tokens; `skipped` tokens before them there is a multiple of 16 within the page.
   void add(const Tokens& tokens, int skipped, const Tokens& next, float scaling, float softcap, State* states) {
     constexpr int kPairs = kMostTokens / 2;
     const int end = skipped + tokens.count;
@@ -111,7 +111,7 @@ struct DecodeLanes<true, Number> {
     }
   }
 
-  // What is left to do for the states: their sums lie in the order of `interleave`.
+  // Completes the states: their sums are in the order of `interleave`.
   void end(State* states, float scaling) const {
     for (int lane = 0; lane < num_heads * kGroup; ++lane) {
       State& state = states[lane];
@@ -127,7 +127,7 @@ struct DecodeLanes<true, Number> {
   }
 
  private:
-  // Scores of the first tokens, in whole tiles: other rows, before and behind them, are of the same page and of no use.
+  // Scores of the first tokens, in whole tiles: surplus rows before and after them are of the same page, and unused.
   void multiply_keys(const Tokens& tokens, Fetch& fetch) {
     const int64_t stride = tokens.num_kv_heads * kDim * sizeof(Element);
     const auto keys = [&](int number) {
@@ -141,8 +141,8 @@ struct DecodeLanes<true, Number> {
       tiles.template multiply_sum<1>(count, keys, stride, queries, &scores[0][0]);
   }
 
-  // Elements of the tokens `token` and `token` + 1 in turn; zeros where there is none: 0 * NaN is NaN. Within 32
-  // neighbours the order is that of the processor's interleaving: 0-3, 8-11, 16-19, 24-27, then the others.
+  // Elements of the tokens `token` and `token` + 1 interleaved; zeros for a missing token, since 0 * NaN is NaN. Within
+  // 32 neighbours the order is the processor's interleaving: 0-3, 8-11, 16-19, 24-27, then the rest.
   static void interleave(const Tokens& tokens, int head, int token, __m512i* to) {
     const bool has_first = token >= 0 && token < tokens.count, has_second = token + 1 >= 0 && token + 1 < tokens.count;
     for (int v = 0; v < kVectors; v += 2) {

@@ -1,14 +1,14 @@
-// A decode's attention in vectors, whose lanes are the elements of a key or a value.
+// A decode's attention in vectors with the elements of a key or value as lanes.
 #pragma once
 
 #include "query_lanes.h"
 
 namespace {
 
-// Heads of a group that are handled at once: as many as leave their sums in registers.
+// Heads of a group per pass: as many as keep their sums in registers.
 constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
 
-// Where a tile's keys or values of kSize elements lie, and those that come next, which the processor fetches meanwhile.
+// Addresses of a tile's keys or values of kSize elements, and of the next tile's, which are prefetched.
 template <int kSize>
 struct Rows {
   const Element* rows;
@@ -17,7 +17,7 @@ struct Rows {
   int num_next;
   const Element* operator[](int token) const { return rows + token * stride; }
   void fetch_next(int token) const { prefetch<kSize>(next + token * stride); }
-  // What a tile of `count` tokens leaves of a next one that has more.
+  // Prefetches the rest of a next tile with more than `count` tokens.
   void fetch_rest(int count) const {
     for (; count < num_next; ++count) fetch_next(count);
   }
@@ -36,7 +36,7 @@ void add_values(const float (*weights)[kTile], const Rows<kValueDim>& values, in
       for (int at = 0; at < count; at += kLanes) store(&rounded[head][at], load(&weights[head][at]));
     for (; token < count; token += 2) {
       const Element* first = values[token];
-      const Element* second = values[std::min(token + 1, count - 1)];  // where there is none, its weight is 0
+      const Element* second = values[std::min(token + 1, count - 1)];  // a missing token has weight 0
       values.fetch_next(token), values.fetch_next(token + 1);
       __m512bh pairs[kVectors];
       for (int v = 0; v < kVectors; v += 2) {

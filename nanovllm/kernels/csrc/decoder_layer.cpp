@@ -12,18 +12,18 @@ struct Norm {
   float epsilon;
 };
 
-// What nanovllm/kernels/packed_product.py describes and nanovllm/model/fast/fused_layers.py fills in.
+// Described in nanovllm/kernels/packed_product.py, filled in by nanovllm/model/fast/fused_layers.py.
 struct Layer {
   Norm input_norm, post_attention_norm;
-  Norm query_norm, key_norm;  // of each head; null weights where there is none
-  Product qkv;                // queries, keys and values side by side
+  Norm query_norm, key_norm;  // of each head; null weights for no norm
+  Product qkv;                // queries, keys and values concatenated
   Product attention_output;
-  Product gate_up;  // in each panel 16 outputs of the gate and the same 16 of what it gates
+  Product gate_up;  // each panel has 16 outputs of the gate and the same 16 of up
   Product down;
   int64_t num_heads, num_kv_heads;
 };
 
-// As `transformers` rounds: first the normed value, then its product with the weight.
+// Rounds as `transformers`: first the normed value, then its product with the weight.
 void normalize(const Norm& norm, const Element* from, const ProductRows& to, int64_t row) {
   Floats squares = {};
   for (int64_t at = 0; at < to.depth; at += kLanes) squares += load(from + at) * load(from + at);
@@ -40,11 +40,11 @@ void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to
   for (int64_t row = 0; row < num_rows; ++row) normalize(norm, from + row * to.depth, to, row);
 }
 
-// Of what products read in scratch memory: whole tiles of rows.
+// Rows of products' inputs in scratch memory: whole tiles.
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows * kTileRows; }
 
-// One head's query or key, in its place or elsewhere: normed if the model does so, then turned by its position (rotary
-// embedding, Su et al. 2021, halves paired as in GPT-NeoX).
+// Query or key of one head, in place or not: optional norm, then rotary embedding (Su et al. 2021, halves paired as in
+// GPT-NeoX).
 void turn(const Norm& norm, const Element* from, const float* cosines, const float* sines, Element* to) {
   alignas(64) Element normed[kDim];
   if (norm.weight != nullptr) normalize(norm, from, {normed, kDim}, 0), from = normed;
@@ -100,7 +100,7 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
   }
 }
 
-// What follows attention: output [num_rows, hidden_size] from what was attended [num_rows, num_heads, HEAD_DIM] and the
+// The layer after attention: output [num_rows, hidden_size] from `attended` [num_rows, num_heads, HEAD_DIM] and the
 // layer's input `hidden`. scratch: [a multiple of 16 rows, hidden_size + depth of down].
 extern "C" void attention_outputs(const Layer* layer, const Element* attended, const Element* hidden, Element* output,
                                   Element* scratch, int64_t num_rows, int num_threads) {
@@ -133,7 +133,7 @@ struct StackedLayer {
   float scaling;
 };
 
-// The arguments of both functions of paged_attention.h that are those of a step.
+// Per-step arguments of both functions of paged_attention.h.
 struct AttentionRows {
   const int64_t *decode_tables, *contexts, *members, *group_starts, *shared;
   int64_t num_decodes, num_groups, decode_width;
@@ -148,8 +148,8 @@ struct Workspace {
 
 }  // namespace
 
-// Layers one after another with full attention between their halves, in one call: what a caller does between two calls
-// is not in the processor's caches, which the weights have gone through.
+// All layers with full attention in one call: between separate calls the caller's code and data would have been evicted
+// from the processor's caches by the weights.
 extern "C" void decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionRows* step,
                                const Workspace* space, const Element* hidden, const Element* cosines,
                                const Element* sines, const int64_t* slots, int64_t num_rows, int num_threads) {

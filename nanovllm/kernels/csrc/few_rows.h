@@ -1,8 +1,8 @@
-// Products of few rows with quantised panels, in integers: each weight is read once and multiplied as it is.
+// Integer products of few rows with quantised panels: each weight is read once and multiplied without widening.
 //
-// Where AVX-512 multiplies bytes (VNNI), widening would take longer than reading what is widened. So a row of bfloat16
-// becomes integers of 15 bits with one scale, in two planes of bytes; sums of a run are exact, and its scale and
-// minimum are multiplied with these.
+// With AVX-512 VNNI, which multiplies bytes, widening would take longer than reading the weights. So a bfloat16 row
+// becomes integers of 15 bits with one scale, in two planes of bytes; sums of a run are exact, and are multiplied with
+// the run's scale and minimum.
 #pragma once
 
 #include <memory>
@@ -30,7 +30,7 @@ struct IntegerRow {
 constexpr int64_t kDeepestBytes = 65536;  // of sums in 32 bits, of bytes of 7 bits and unsigned ones of 8
 constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
 
-// Of a row, by its largest magnitude: scale is NaN if that is infinite or NaN.
+// Scale of a row by its largest magnitude: NaN if that is infinite or NaN.
 struct RowScale {
   float scale, inverse;
 
@@ -213,7 +213,7 @@ void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows,
     for (int half = 0; half < 2; ++half) store(sums + i * kPanel + half * kLanes, totals[i][half] * rows[i].scale);
 }
 
-// The same of the kind kBytes: sums are integers, as joined_planes() reads them.
+// Sums for the kind kBytes: integers, in the order of joined_planes().
 template <int kRows>
 void multiply_whole_bytes(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
   RunSums of_row[kRows][2];
@@ -262,7 +262,7 @@ inline void multiply_few(int64_t, const char*, int64_t, const IntegerRow*, int, 
 
 #endif
 
-// The calling thread's, kept for its next product.
+// Owned by the calling thread, kept for its next product.
 inline IntegerRows& own_integer_rows() {
   static thread_local IntegerRows own;
   return own;

@@ -1,6 +1,6 @@
-// Vectors of 16 lanes, and what both the model's kernels and those of sampling load.
+// Vectors of 16 lanes and loads, for the model's kernels and the sampling kernels.
 //
-// GCC's and Clang's vector extensions: the same code becomes AVX-512, AVX2 or NEON, as the processor has it.
+// With GCC's and Clang's vector extensions the code compiles to AVX-512, AVX2 or NEON.
 #pragma once
 
 #include <algorithm>

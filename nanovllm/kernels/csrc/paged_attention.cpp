@@ -1,13 +1,13 @@
-// Attention over a paged KV cache: the kernels of the `cpp` form.
+// Attention over a paged KV cache: the kernels of the backend `cpp`.
 //
-// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM, VALUE_DIM and NUM_GROUPS (query heads a KV head). The
-// heads of a group are handled together, so that K and V are read once, straight from their pages. Scores, softmax and
-// sums are float32. The softmax is the online one (Milakov and Gimelshein 2018). Nothing that lies in slots of other
-// sequences can matter.
+// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM, VALUE_DIM and NUM_GROUPS (query heads per KV head).
+// Heads of a group are processed together, so that K and V are read once, directly from their pages. Scores, softmax
+// and sums are float32, with online softmax (Milakov and Gimelshein 2018). Contents of other sequences' slots have no
+// effect.
 //
-// Chunks, and decodes that share pages, have many queries for each key: there the queries are the lanes of vectors
-// (query_lanes.h). A single decode has one group of queries for each key: its queries are the lanes of matrix tiles
-// (decode_tiles.h), or a key's elements are lanes (decode_vectors.h).
+// Chunks, and decodes that share pages, have many queries per key: queries are vector lanes (query_lanes.h). A single
+// decode has one group of queries per key: its queries are the lanes of matrix tiles (decode_tiles.h), or a key's
+// elements are vector lanes (decode_vectors.h).
 
 #include "paged_attention.h"
 
@@ -23,8 +23,8 @@ constexpr int kMaxStates = 65536;  // of the parts of a shared prefix: some tens
 
 // ----------------------------------------------------------------------------------------------------------- decodes
 
-// Tokens begin..end-1 of sequences whose tables name the same pages there: one sequence, or many with one prefix; for
-// the KV heads first_head..end_head-1.
+// Tokens begin..end-1 of one sequence, or of many with the same pages there (a shared prefix); for the KV heads
+// first_head..end_head-1.
 struct Item {
   int64_t first_member, num_members, begin, end, first_state, first_head, end_head;
 };
@@ -48,7 +48,7 @@ struct Decodes {
     return (int)std::min({item.end - begin, page_size - begin % page_size, room});
   }
 
-  // Tokens of an item from `begin` on that lie in one page, of the KV heads from `head` on; `room` of them at most.
+  // Tokens of an item from `begin` on within one page, at most `room`; of the KV heads from `head` on.
   Tokens tokens(const Item& item, int64_t begin, int64_t head, int64_t room = DecodeLanes<>::kMostTokens) const {
     const int64_t at = slot(item, begin) * num_kv_heads + head;
     const int num_heads = (int)std::min<int64_t>(DecodeLanes<>::kMostHeads, item.end_head - head);
@@ -56,7 +56,7 @@ struct Decodes {
             count_in_page(item, begin, room)};
   }
 
-  // The heads of an item in matrix tiles. `following` is what the thread will probably work on afterwards.
+  // The heads of an item in matrix tiles. `following`: the thread's probable next item.
   void attend_in_tiles(const Item& item, const Item& following, State* states) const {
     static thread_local const std::unique_ptr<DecodeLanes<>> own(new DecodeLanes<>);
     DecodeLanes<>& lanes = *own;
@@ -79,7 +79,7 @@ struct Decodes {
     lanes.tiles.release();
   }
 
-  // The same without tiles.
+  // The heads of an item without tiles.
   void attend(const Item& item, const Item& following, State* states) const {
     const int64_t num_heads = num_kv_heads * kGroup;
     for (int64_t i = item.first_head * kGroup; i < item.end_head * kGroup; ++i) states[i] = State{{}, -INFINITY, 0};
@@ -110,7 +110,7 @@ struct Decodes {
   }
 
   void attend_alone(const Item& item, const Item& following, State* states) const {
-    // With fewer heads, or runs of 16 tokens, most of what tiles multiply would be zeros.
+    // With fewer heads, or runs of 16 tokens, tiles would mostly multiply zeros.
     const bool fills_tiles = (item.end_head - item.first_head) * kGroup >= 4 && page_size % kTileDepth == 0;
     if (kDecodesSuitTiles && kTilesAreThere && fills_tiles)
       attend_in_tiles(item, following, states);
@@ -118,7 +118,7 @@ struct Decodes {
       attend(item, following, states);
   }
 
-  // The same for an item of many members, whose queries become lanes.
+  // An item of many members, with queries as lanes.
   void attend_together(const Item& item, State* states) const {
     const int64_t num_heads = num_kv_heads * kGroup;
     const int64_t* pages = tables + members[item.first_member] * table_width;
@@ -163,10 +163,10 @@ void merge(const std::vector<const State*>& states, int64_t head, const float* s
 }  // namespace
 
 // queries, outputs: [num_sequences, num_kv_heads * NUM_GROUPS, HEAD_DIM]. caches: [slots, num_kv_heads, HEAD_DIM].
-// tables: [num_sequences, table_width] page numbers; contexts: [num_sequences] tokens to see.
-// members: [num_sequences] the sequences by groups, whose first ones are group_starts [num_groups + 1]; the tables of a
-// group's members begin with the same pages for shared [num_groups] tokens, which are read once for all of them: none
-// where rows see less than all before them. window, chunk, softcap, sinks [heads]: see `Traits`.
+// tables: [num_sequences, table_width] page numbers; contexts: [num_sequences] tokens to see. members: [num_sequences]
+// sequences sorted by group; group_starts: [num_groups + 1]. Tables of a group's members start with the same pages for
+// shared [num_groups] tokens, which are read once for all members; 0 for layers with a window or chunks. window, chunk,
+// softcap, sinks [heads]: see `Traits`.
 extern "C" void paged_decode_attention(const Element* queries, const Element* key_cache, const Element* value_cache,
                                        const int64_t* tables, const int64_t* contexts, const int64_t* members,
                                        const int64_t* group_starts, const int64_t* shared, Element* outputs,
@@ -177,7 +177,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   const int64_t num_heads = num_kv_heads * kGroup;
   int64_t work = 0, num_states = 0;
   for (int64_t i = 0; i < num_sequences; ++i) work += contexts[i] - traits.first_seen(contexts[i] - 1);
-  // Small enough that all threads end together, large enough that merging is nearly free.
+  // Small enough to balance the threads, large enough to make merging nearly free.
   const int64_t share = std::min(std::max(work / (4 * num_threads), (int64_t)kTile), (int64_t)kMaxShare);
   std::vector<Item> items;
   const auto split = [&](int64_t first_member, int64_t count, int64_t begin, int64_t end) {
@@ -204,7 +204,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   for (const Item& item : items)
     for (int64_t member = 0; member < item.num_members; ++member)
       states_of[members[item.first_member + member]].push_back(states.data() + item.first_state + member * num_heads);
-  // Head by head where threads would be idle, at first those of the shared prefixes, which come first and take longest.
+  // Splits items by head if threads would be idle, starting with shared prefixes, which come first and take longest.
   const int64_t num_shared = std::count_if(items.begin(), items.end(), [](auto& item) { return item.num_members > 1; });
   std::vector<Item> by_heads;
   for (Item item : items) {
@@ -237,7 +237,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   }
 }
 
-// Chunks of consecutive positions: their rows lie one behind another in queries and outputs, from first_rows[i] on.
+// Chunks of consecutive positions, with contiguous rows in queries and outputs from first_rows[i] on.
 // starts, counts: [num_chunks] first position and number of rows; tables: [num_chunks, table_width].
 extern "C" void paged_chunk_attention(const Element* queries, const Element* key_cache, const Element* value_cache,
                                       const int64_t* tables, const int64_t* first_rows, const int64_t* starts,
@@ -251,12 +251,12 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
   };
   int64_t total = 0, rows = kRows;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += counts[chunk];
-  // Where threads would be idle, fewer rows an item, though keys and values are read for each.
+  // If threads would be idle, fewer rows per item, although each item reads keys and values.
   while (rows > kLeastRows && total / rows * num_kv_heads < 2 * num_threads) rows /= 2;
   std::vector<Part> items;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t row = 0; row < counts[chunk]; row += rows) items.push_back({chunk, row});
-  // The longest first, so that the threads end together.
+  // Longest items first, to balance the threads.
   std::sort(items.begin(), items.end(), [&](const Part& a, const Part& b) {
     return starts[a.chunk] + a.row > starts[b.chunk] + b.row;
   });

@@ -1,12 +1,11 @@
 // Products of activations with a packed weight: rows [num_rows, depth] times weight [num_outputs, depth], transposed.
 //
-// A weight is packed in panels of 32 outputs, in the order in which they are read: for each step along the depth (one
-// element, or two neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel
-// stays in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers;
-// meanwhile the next panel is fetched. So weights are read from memory once, which is all that counts with few rows,
-// and with many rows every load serves several products. Where the processor has matrix tiles, bfloat16 is multiplied
-// in these, 32 rows at a time; int8 weights of most depths are multiplied as they are (byte_tiles.h), and other kinds
-// where no more than 16 rows share them (run_tiles.h).
+// A weight is packed in panels of 32 outputs, in reading order: for each step along the depth (one element, or two
+// neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel stays in the L2
+// cache while rows pass over it, 12 at a time with 12 x 32 sums in registers; meanwhile the next panel is prefetched.
+// So weights are read from memory once, the only cost that counts with few rows, and with many rows each load serves
+// several products. With matrix tiles bfloat16 is multiplied 32 rows at a time; int8 weights of most depths are
+// multiplied without widening (byte_tiles.h), and other kinds too for up to 16 rows (run_tiles.h).
 #pragma once
 
 #include "byte_tiles.h"
@@ -38,14 +37,14 @@ struct Operand {
 
 inline bool suits_tiles(int64_t depth) { return kStep == 2 && kTilesAreThere && depth % kTileDepth == 0; }
 
-// Rows [num_rows, depth], one behind another or as tiles read them: 16 rows of 32 elements, then the next 32 of these.
+// Rows [num_rows, depth], contiguous or in the order of tiles: 32 elements of each of 16 rows, then their next 32.
 struct ProductRows {
   Element* at;
   int64_t depth;
   bool is_tiled = false;
   PlaneMemory* planes = nullptr;  // where the product splits them, if it does
 
-  // Of sixteen neighbours, the first of which is element k, a multiple of 16.
+  // Of sixteen neighbours from element k on, a multiple of 16.
   Element* place(int64_t row, int64_t k) const {
     if (!is_tiled) return at + row * depth + k;
     return at + (row / kTileRows * (depth / kTileDepth) + k / kTileDepth) * kTileRows * kTileDepth +
@@ -59,8 +58,8 @@ struct ProductRows {
   }
 };
 
-// How a panel multiplies its rows: in vectors or matrix tiles of ELEMENT, or as quantised: few_rows.h, run_tiles.h and
-// byte_tiles.h.
+// Kind of a panel's product: in vectors or matrix tiles of ELEMENT, or quantised (few_rows.h, run_tiles.h,
+// byte_tiles.h).
 enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes };
 
 inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
@@ -76,8 +75,8 @@ inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
   return suits ? Form::kByTiles : Form::kByVectors;
 }
 
-// Where a product with panels of bytes splits its rows; null if it reads them as they are. Called outside of the
-// parallel region. One row alone is as fast in vectors, where threads need not wait for one another.
+// Memory in which a product with panels of bytes splits its rows; null if it does not split them. Called outside of the
+// parallel region. A single row is as fast in vectors, without a barrier between threads.
 inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
   static thread_local PlaneMemory own;
   if (product.panels == nullptr || num_rows <= 1 || !takes_planes(product.depth)) return nullptr;
@@ -87,12 +86,12 @@ inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
   return &own;
 }
 
-// Rows that a product reads, one behind another.
+// Contiguous rows for a product.
 inline ProductRows plain_rows(const Product& product, const Element* rows, int64_t num_rows) {
   return {(Element*)rows, product.depth, false, planes_for(product, num_rows)};
 }
 
-// The same in `memory` for whole tiles of rows, in the order that it reads fastest.
+// Rows in `memory` for whole tiles of rows, in the product's fastest order.
 inline ProductRows rows_for(const Product& product, Element* memory, int64_t num_rows) {
   ProductRows rows = plain_rows(product, memory, num_rows);
   const bool takes_integers = product.panels != nullptr && (num_rows <= kFewRows || rows.planes != nullptr);
@@ -100,7 +99,7 @@ inline ProductRows rows_for(const Product& product, Element* memory, int64_t num
   return rows;
 }
 
-// sums[row][output of the panel], for kRows rows. Meanwhile `next_panel` is fetched, unless it is null.
+// sums[row][output of the panel], for kRows rows; prefetches `next_panel` unless it is null.
 template <int kRows, bool kFetches>
 __attribute__((noinline)) void multiply_rows(const Operand& operand, const Element* panel, int64_t num_steps,
                                              const Element* next_panel, float* sums) {
@@ -151,8 +150,8 @@ inline void multiply_rows(int count, const Operand& operand, const Element* pane
     multiply_rows<kRows, false>(operand, panel, num_steps, nullptr, sums);
 }
 
-// Parts of a product's rows: as many as their activations ask for, and more where the panels alone would leave threads
-// idle. The first number that lets 9 of 10 threads work all the time, or else the best.
+// Number of parts of a product's rows: as required by the size of activations, more if panels alone would leave threads
+// idle. The first number that keeps 9 of 10 threads busy, or else the best.
 inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_threads, int64_t at_once) {
   const auto idle = [=](int64_t parts) {  // rounds of all threads, for one task
     const int64_t tasks = parts * num_panels;
@@ -166,7 +165,7 @@ inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_thread
   return best;
 }
 
-// A block's sums, on their way to those who asked for them.
+// A block's sums, passed on to `take`.
 struct Sums {
   const float* at = nullptr;          // the next row's
   const float* row_scales = nullptr;  // of sums in two planes
@@ -185,7 +184,7 @@ struct Sums {
   }
 };
 
-// Those of a panel before its first block; row_scales: where sums are in two planes.
+// Sums of a panel before its first block; row_scales: for sums in two planes.
 inline Sums sums_of(const Product& product, int64_t number, const float* row_scales) {
   const auto [offset, kind] = product.panel(number);
   Sums own;
@@ -204,9 +203,9 @@ inline Sums sums_of(const Product& product, int64_t number, const float* row_sca
   return own;
 }
 
-// Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
-// row's 32 sums of a panel: take(row, first output, low half, high half), one block late: in tiles while the next block
-// is multiplied, and the next panel fetched.
+// Divides a product among the threads of the enclosing parallel region, with a barrier at the end. `take` receives each
+// row's 32 sums of a panel: take(row, first output, low half, high half), one block late: with tiles while the next
+// block is multiplied and the next panel prefetched.
 template <class Take>
 void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, int num_threads, const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
@@ -216,7 +215,7 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
   const int64_t at_once = has_planes ? unit : suits ? kRowsOfTiles : kRowsAtOnce;
   const int64_t num_units = (num_rows + unit - 1) / unit;
   if (has_planes) planes.fill(rows.at);
-  IntegerRows* few_rows = nullptr;  // what the other quantised forms read of the rows, once it is needed
+  IntegerRows* few_rows = nullptr;  // the rows for other quantised kinds, made on first use
   RunRows* run_rows = nullptr;
   Tiles tiles;
   alignas(64) float memory[2][kRowsOfTiles * kPanel];
@@ -243,7 +242,7 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
                                 : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
       Sums own = sums_of(product, number, row_scales);
       const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
-      // The next panel, that of the next product behind the last. Forms that read runs fetch these themselves.
+      // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves.
       const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
       const char* next = packed + depth * kPanel * element_bytes + (kind == kBytes ? kScaleBytes : 0);
       constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles

@@ -1,7 +1,7 @@
-// Attention of many queries to the same keys, with the queries as the lanes of vectors; what decodes share with it.
+// Attention of many queries to the same keys, with queries as vector lanes; and code shared with decodes.
 //
-// Two products for each tile of tokens: keys times queries, and values, transposed, times weights. So the softmax needs
-// no sums across lanes. The keys are read where they lie.
+// Two products per tile of tokens: keys times queries, and transposed values times weights. So the softmax needs no
+// sums across lanes. Keys are read in place.
 #pragma once
 
 #include <memory>
@@ -10,16 +10,16 @@
 
 namespace {
 
-constexpr int kTile = 64;  // tokens whose scores are held at once
+constexpr int kTile = 64;  // tokens with scores in memory at a time
 // Less than any score, and finite: a query that sees nothing of the first tiles subtracts it from itself.
 constexpr float kLeast = -1e30f;
 
-// What a layer's attention has beyond the plain one; zeros and a null pointer where it has nothing.
+// Traits of a layer beyond plain attention; zeros and a null pointer for none.
 struct Traits {
   int64_t window;      // a row at position q sees q - window + 1 to q
-  int64_t chunk;       // a row sees the positions of its own chunk alone
+  int64_t chunk;       // a row sees only the positions of its chunk
   float softcap;       // of the scores
-  const float* sinks;  // of each head: a score that joins the softmax and adds nothing
+  const float* sinks;  // per head: a score that joins the softmax without a value
 
   int64_t first_seen(int64_t position) const {
     int64_t first = 0;
@@ -30,13 +30,13 @@ struct Traits {
 };
 
 constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
-constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
-constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
+constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions with queries that fill 64 lanes evenly
+constexpr int kMaxQueries = 256;  // keeps a work item's scratch memory in the L2 cache
 // Positions of a work item.
 constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
                       : kEvenRows * kGroup < 128       ? 2 * kEvenRows
                                                        : kEvenRows;
-constexpr int kLeastRows = kPanel / greatest_common_divisor(kPanel, kGroup);  // those whose queries fill whole panels
+constexpr int kLeastRows = kPanel / greatest_common_divisor(kPanel, kGroup);  // for whole panels of queries
 constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
 
 struct Scratch {
@@ -52,14 +52,14 @@ struct Scratch {
   alignas(64) int32_t firsts[kPanels][kPanel];     // the first
 };
 
-// The thread's, kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
+// Thread-local, kept for the next call: the system would clear fresh memory, page by page, in every layer.
 Scratch& scratch() {
   static thread_local const std::unique_ptr<Scratch> own(new Scratch);
   return *own;
 }
 
 // One query head over the tokens of a work item: softmax(scores) @ values = sums / total, both scaled by e^-maximum.
-// The items that a sequence took part in are merged afterwards (Flash-Decoding, Dao et al. 2023).
+// A sequence's items are merged afterwards (Flash-Decoding, Dao et al. 2023).
 struct State {
   float sums[kValueDim];
   float maximum;
@@ -71,7 +71,7 @@ inline void prefetch(const Element* row) {
   for (int at = 0; at < kSize; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
 }
 
-// Tokens that are multiplied with weights: where matrix tiles serve, as many as fill them, the last ones at weight 0.
+// Tokens multiplied with weights: with matrix tiles padded to whole tiles, at weight 0.
 inline int padded(int count) {
   const int whole = kStep == 2 && kTilesAreThere ? kTileDepth : kStep;
   return (count + whole - 1) / whole * whole;
@@ -93,9 +93,9 @@ void multiply_all(Tiles& tiles, int num_rows, const Operand& operand, const Elem
   }
 }
 
-// Scores [token][stride] of 16 lanes become weights [token / kStep][stride][kStep] of the first `padded_end` tokens:
-// those outside of first..end-1 weigh 0. `seen` gives the scores of a token that count, `meanwhile` is called once a
-// step. Maxima and totals of the lanes follow. Returns by what the earlier sums are to be multiplied.
+// Converts scores [token][stride] of 16 lanes to weights [token / kStep][stride][kStep] of the first `padded_end`
+// tokens; tokens outside of first..end-1 get weight 0. `seen` returns a token's masked scores, `meanwhile` is called
+// once per step. Updates the lanes' maxima and totals. Returns the factor for earlier sums.
 template <class Seen, class Meanwhile>
 inline Floats weigh_lanes(float* scores, Element* weights, int stride, int first, int end, int padded_end,
                           float scaling, float softcap, Floats& maxima, Floats& totals, const Seen& seen,
@@ -126,8 +126,8 @@ inline Floats weigh_lanes(float* scores, Element* weights, int stride, int first
   return rescale;
 }
 
-// The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the
-// earlier sums are to be multiplied.
+// Converts the tile's scores of 16 of a panel's queries to weights; updates maxima and totals. Returns the factor for
+// earlier sums.
 inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling,
                     float softcap) {
   Ints positions, firsts;
@@ -161,7 +161,7 @@ void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Op
     Ints positions, firsts;
     std::memcpy(&positions, &s.positions[panel][half * kLanes], sizeof(positions));
     std::memcpy(&firsts, &s.firsts[panel][half * kLanes], sizeof(firsts));
-    // Else 0 * value, which is NaN where the value is.
+    // Skips 0 * value, which is NaN if the value is.
     const Ints sees_tile = (positions >= (int32_t)begin) & (firsts < (int32_t)(begin + count));
     for (int d = 0; d < kValueDim; ++d) {
       float* sums = &s.sums[panel][d][half * kLanes];
@@ -171,7 +171,7 @@ void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Op
   }
 }
 
-// For matrix tiles: each element's values of all tokens side by side, 0 where there is no token.
+// For matrix tiles: each element's values of all tokens adjacent, 0 for missing tokens.
 [[maybe_unused]] Operand transpose_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
   for (int first = 0; first < padded(count); first += 2 * kLanes)
     for (int d = 0; d < kValueDim; d += kLanes) {
@@ -188,7 +188,7 @@ void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Op
   return {(const Element*)s.values, kTile, kStep};
 }
 
-// A tile's values as the second product reads them: else neighbouring tokens' side by side.
+// A tile's values in the second product's order; without matrix tiles, pairs of neighbouring tokens.
 [[maybe_unused]] Operand arrange_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
   if (kTilesAreThere) return transpose_values(s, values, stride, count);
   for (int token = 0; token < count; token += 2)
@@ -206,8 +206,8 @@ void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Op
   return {(const Element*)values, 1, stride};
 }
 
-// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m) as far
-// as the layer's traits let it.
+// Loads up to kPanels * kPanel queries of one KV head: query_of(m) sees tokens up to position_of(m), within the layer's
+// traits.
 template <class QueryOf, class PositionOf>
 void begin_lanes(Scratch& s, int num_queries, const Traits& traits, const QueryOf& query_of,
                  const PositionOf& position_of) {
@@ -227,7 +227,7 @@ void begin_lanes(Scratch& s, int num_queries, const Traits& traits, const QueryO
   }
 }
 
-// Adds the tokens begin..end-1, whose keys and values lie in `pages`, to the sums of all lanes.
+// Adds tokens begin..end-1, with keys and values in `pages`, to the sums of all lanes.
 void add_to_lanes(Scratch& s, int num_queries, const Element* keys, const Element* values, const int64_t* pages,
                   int64_t begin, int64_t end, int64_t page_size, int64_t num_kv_heads, float scaling, float softcap) {
   const int num_panels = (num_queries + kPanel - 1) / kPanel;

@@ -1,9 +1,9 @@
 // Products of up to 16 rows with quantised panels in matrix tiles of bfloat16, run by run.
 //
-// Widening a panel, with its scales, takes longer than so few rows' products. Here values become whole numbers of
-// bfloat16, a constant too large, in two or three instructions for 32 of them: nibbles are masked in below an exponent.
-// A run's sums leave the tiles and are multiplied with its scales in float32; the constant is taken off by the sum of
-// the row's run, as minima are added. So results are closer to the exact product than those of bfloat16 weights.
+// Widening a panel, with its scales, takes longer than the products of so few rows. Here values become bfloat16
+// integers plus a constant, in two or three instructions per 32 values: nibbles are masked in below an exponent. A
+// run's sums are read from the tiles and multiplied with its scales in float32; the constant is subtracted by means of
+// the sum of the row's run, as minima are added. So results are closer to the exact product than with bfloat16 weights.
 #pragma once
 
 #include "tiles.h"
@@ -40,7 +40,7 @@ class RunRows {
   }
 
   const char* of_run(int64_t run) const { return (const char*)tiles.at + run * tiles.next_depth; }
-  const float* row_sums(int64_t run) const { return row_sums_[run].at; }  // [16], zero behind the rows
+  const float* row_sums(int64_t run) const { return row_sums_[run].at; }  // [16], zero after the rows
 
  private:
   struct alignas(64) RowSums {
@@ -115,7 +115,7 @@ struct WholeNumbers<ScaledBytes<float16, 32>> {
   __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
     const char* from = run + ScaledBytes<float16, 32>::kScales + half * 64;
     const __m512i sign = _mm512_set1_epi16(0x80), one = _mm512_set1_epi16(1);
-    // By float16, whose exponents are 112 less (8 of which are the unit), with three more bits.
+    // By float16 with three more bits; its exponents are 112 less, 8 of them for the unit.
     const auto number = [=](__m512i bytes) {
       const __m512i half_number = (__m512i)_mm512_cvtepu16_ph(_mm512_add_epi16(bytes, one));
       return _mm512_add_epi16(_mm512_srli_epi16(half_number, 3), _mm512_set1_epi16((112 - 8) << 7));
@@ -136,10 +136,10 @@ struct WholeNumbers<ScaledBytes<float16, 32>> {
 template <class Runs>
 __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const char* panel, int half, float* totals) {
   using Scale = typename Runs::Scale;
-  // Tiles read, and give to read, only what has left the processor's queue of stores.
+  // Loads and stores of tiles wait until earlier stores have left the processor's store queue.
   constexpr int64_t kRunsAhead = 2, kRunsBehind = 2, kRing = RunRows::kRing;
   const int64_t num_runs = rows.num_runs;
-  // The next panel is fetched evenly: half of it in each call, a share with each run.
+  // The next panel is prefetched evenly: half of it per call, a part with each run.
   constexpr int64_t kShare = (Runs::kBytes + 127) / 128;  // lines
   const char* next = panel + num_runs * Runs::kBytes + half * num_runs * kShare * 64;
   alignas(64) __m512i numbers[kRing][16];
@@ -203,7 +203,7 @@ inline void multiply_runs(int64_t, Tiles&, RunRows&, const char*, float*) {}
 
 #endif
 
-// The calling thread's, kept for its next product.
+// Owned by the calling thread, kept for its next product.
 inline RunRows& own_run_rows() {
   static thread_local RunRows own;
   return own;

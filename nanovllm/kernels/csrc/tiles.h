@@ -1,6 +1,6 @@
 // Products in the matrix tiles (AMX) of Intel's Xeons since Sapphire Rapids: 16 rows times 16 outputs in one
-// instruction, 32 deep in bfloat16, 64 in bytes. A packed panel is read as it is: 16 of its steps, 128 bytes each, are
-// two tiles side by side.
+// instruction, 32 deep in bfloat16, 64 in bytes. A packed panel is read in place: 16 of its steps, 128 bytes each, are
+// two adjacent tiles.
 //
 // The order in which a row's products are added depends on neither the other rows nor their number.
 #pragma once
@@ -20,7 +20,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;
 constexpr int kTileSteps = kTileDepth / 2;
 
-// Where 16 rows of 32 elements lie, and by how many bytes the next row, the next 32 elements and the next 16 rows.
+// Address of 16 rows of 32 elements, and strides in bytes to the next row, the next 32 elements and the next 16 rows.
 struct TileRows {
   const void* at;
   int64_t next_row, next_depth, next_tile;
@@ -36,7 +36,7 @@ inline bool ask_for_tiles() {
 
 const bool kTilesAreThere = ask_for_tiles();
 
-// The calling thread's tiles as long as this lives: sums 0 to 3, rows 4 and 5, halves of a panel 6 and 7.
+// The calling thread's tiles during this object's life: 0 to 3 sums, 4 and 5 rows, 6 and 7 halves of a panel.
 class Tiles {
  public:
   ~Tiles() { release(); }
@@ -48,7 +48,7 @@ class Tiles {
   }
 
   // sums[row][output of the panel] of up to 32 rows; num_steps is a multiple of kTileSteps. `meanwhile` is called for
-  // each 32 of the depth: what it does is hidden behind the products. It may write the panel's next 32.
+  // each 32 of the depth, and overlaps with the products. It may write the panel's next 32.
   template <class Meanwhile>
   void multiply(int num_rows, const TileRows& rows, const void* panel, int64_t num_steps, float* sums,
                 const Meanwhile& meanwhile) {
@@ -66,7 +66,7 @@ class Tiles {
     for (int64_t step = 0; step < num_steps; step += kTileSteps) {
       _tile_loadd(6, at, kPanelStride);
       _tile_loadd(7, at + 64, kPanelStride);
-      // Rows pass by, so that the panel stays in the first-level cache.
+      // Iterates over rows, so that the panel stays in the L1 cache.
       _tile_stream_loadd(4, first, rows.next_row);
       if (has_second) _tile_stream_loadd(5, second, rows.next_row);
       _tile_dpbf16ps(0, 4, 6);
@@ -91,7 +91,7 @@ class Tiles {
   }
 
   // Integer sums[plane][row][output of the panel] of up to 16 rows in two planes of bytes, with a panel of bytes
-  // [depth / 4][32][4]. Planes of so many rows lie one behind the other for each 64 of the depth; sums of a plane have
+  // [depth / 4][32][4]. For each 64 of the depth, the planes of these rows are consecutive; sums of a plane have
   // room for 16 rows. `meanwhile` as above, for each 64 of the depth.
 #ifdef __AMX_INT8__
   template <class Meanwhile>
@@ -148,7 +148,7 @@ class Tiles {
   }
 
   // sums[row][lane] of 16 * kTiles rows and 16 lanes: of `count` products, 32 deep, of the rows at rows_of(number),
-  // which are `stride` bytes apart, with packed tiles, one behind another.
+  // which are `stride` bytes apart, with consecutive packed tiles.
   template <int kTiles, class RowsOf>
   void multiply_sum(int count, const RowsOf& rows_of, int64_t stride, const void* packed, float* sums) {
     static_assert(kTiles <= 2);
@@ -224,7 +224,7 @@ class Tiles {
       layout.row_bytes[tile] = 64;
       layout.num_rows[tile] = (uint8_t)(rows < 1 ? 1 : rows > kTileRows ? kTileRows : rows);
     }
-    // Some compilers think that it reads the first eight bytes alone, and might leave out the rest.
+    // Some compilers assume that it reads only the first eight bytes, and might omit stores to the rest.
     asm volatile("" ::"r"(&layout) : "memory");
     _tile_loadconfig(&layout);
     rows_ = name;

@@ -51,7 +51,7 @@ inline void store_pairs(bfloat16* to, Halves first, Halves second) {
   std::memcpy(to, &pairs, sizeof(pairs));
 }
 
-// Sixteen outputs' elements of one step of a packed panel: two neighbours along the depth in bfloat16, else one.
+// Elements of sixteen outputs in one step of a packed panel: two neighbours along the depth in bfloat16, else one.
 [[maybe_unused]] inline void store_step(bfloat16* to, Floats first, Floats second) {
 #ifdef __AVX512BF16__
   constexpr auto in_turn = [](int at) { return at / 2 + at % 2 * kLanes; };
@@ -66,7 +66,7 @@ inline void store_pairs(bfloat16* to, Halves first, Halves second) {
 
 [[maybe_unused]] inline void store_step(float* to, Floats only, Floats) { store(to, only); }
 
-// All lanes in one, by halves: the compiler may not reorder a plain loop's operations.
+// Sum of all lanes, by halves: the compiler may not reorder a plain loop's operations.
 template <class Join>
 inline float join_lanes(Floats values, const Join& join) {
   using Half = float __attribute__((vector_size(32)));
@@ -103,7 +103,7 @@ inline Floats sums(Floats (&values)[kLanes]) {
   return add_halves<1>(values[0], values[1]);
 }
 
-// Rows become columns: swaps what lies off the diagonal in squares of 16, 8, 4 and 2 words.
+// Transposes: swaps off-diagonal blocks in squares of 16, 8, 4 and 2 words.
 template <int kDistance>
 inline void swap_corners(Words& a, Words& b) {
   constexpr auto upper = [](int lane) { return (lane & kDistance) == 0 ? lane : lane - kDistance + kLanes; };
@@ -120,8 +120,8 @@ inline void transpose(Words (&rows)[kLanes]) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
-// e^x for x <= 0, to float32's precision (the polynomial of Cephes' expf, Moshier 1992). NaN stays NaN, and what would
-// be denormal becomes 0.
+// e^x for x <= 0, to float32's precision (the polynomial of Cephes' expf, Moshier 1992). NaN stays NaN, and denormal
+// results become 0.
 inline Floats exponential(Floats x) {
   const Ints is_small = x < -87.0f;
   x = is_small ? Floats{} - 87.0f : x;
@@ -138,7 +138,7 @@ inline Floats exponential(Floats x) {
   return is_small ? Floats{} : power * (Floats)exponent;
 }
 
-// The same to 3e-6 of the value, with fewer operations: enough for weights that bfloat16 rounds to 4e-3.
+// e^x with a relative error of 3e-6 and fewer operations: enough for weights that bfloat16 rounds to 4e-3.
 inline Floats rough_exponential(Floats x) {
   const Ints is_small = x < -87.0f;
   const Floats logarithm = x * 1.44269504f;            // base 2

@@ -1,8 +1,8 @@
 // Quantised panels of a weight, widened to ELEMENT: the order in which `products.h` reads a panel.
 //
-// Quantised values are widened when their panel's turn comes, to memory of the thread's own that stays in its cache
-// while all rows pass over it: in matrix tiles a step ahead of the first rows' products. So less is read from memory,
-// and sums are those of the dequantised weights, rounded to ELEMENT (int8 weights are not rounded at all).
+// A panel is widened right before its use, to thread-local memory that stays in the cache while all rows pass over it;
+// with matrix tiles one step ahead of the first rows' products. So less is read from memory, and sums equal those of
+// the dequantised weights, rounded to ELEMENT (int8 weights are not rounded).
 #pragma once
 
 #include <memory>
@@ -31,7 +31,7 @@ enum Kind : int64_t {
 
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // of the kind kBytes
 
-// Where a packed weight has a panel, in bytes, and its Kind.
+// Offset of a panel in a packed weight, in bytes, and its Kind.
 struct Panel {
   int64_t offset, kind;
 };
@@ -40,7 +40,7 @@ struct float16 {
   uint16_t bits;
 };
 
-// Exactly, and without a processor's help as well.
+// Exact, also without hardware support.
 inline Floats load(const float16* from) {
   Halves bits;
   std::memcpy(&bits, from, sizeof(bits));
@@ -63,7 +63,7 @@ inline Floats lowest_nibbles(Words words) {
 #endif
 }
 
-// What has 16 bits at most: both halves of a panel's step from sixteen outputs' elements, which ELEMENT holds exactly.
+// For values of up to 16 bits: both halves of a panel's step from sixteen outputs' elements, exact in ELEMENT.
 [[maybe_unused]] inline void store_exact(bfloat16* to, Floats first, Floats second) {
   const Words pairs = (Words)first >> 16 | (Words)second;
   std::memcpy(to, &pairs, sizeof(pairs));
@@ -71,17 +71,17 @@ inline Floats lowest_nibbles(Words words) {
 
 [[maybe_unused]] inline void store_exact(float* to, Floats only, Floats) { store(to, only); }
 
-constexpr int64_t kAhead = 4096;  // bytes; also into the next panel, which lies behind
+constexpr int64_t kAhead = 4096;  // bytes; also into the next panel, which follows
 
-// Asks for what will be read soon: the processor's own prefetching ends with each page.
+// Prefetches: the hardware prefetcher stops at each page boundary.
 inline void fetch(const void* from, int64_t size) {
   for (int64_t at = kAhead; at < kAhead + size; at += 64) __builtin_prefetch((const char*)from + at, 0, 2);
 }
 
-// Where element i of four lies, and which element lies at i.
+// Position of element i of four, and the element at position i.
 constexpr int place_of_four(int i) { return i == 1 || i == 2 ? 3 - i : i; }
 
-// Four neighbours of each of sixteen outputs, whose bytes lie together, each 2^24 times as large.
+// Four neighbours (adjacent bytes) of each of sixteen outputs, each multiplied by 2^24.
 struct FourBytes {
   static constexpr float kUnit = 0x1p-24f;
   Words words;
@@ -104,8 +104,8 @@ struct FourBytes {
   }
 };
 
-// The power of two below each scale of the kind kBytes, with which its bytes are widened: sums of whole bytes overflow
-// where those of the weights do not.
+// Power of two below each scale of the kind kBytes, the factor in widening: sums of plain bytes could overflow where
+// sums of the weights do not.
 inline Floats unit_of(Floats scale) {
   const Words exponent = (Words)scale & 0x7f800000u, least = Words{} + 0x00800000u;
   return (Floats)(exponent > least ? exponent : least);
@@ -192,7 +192,7 @@ inline void with_runs(int64_t kind, const Use& use) {
   }
 }
 
-// A quantised panel that is widened step by step, in memory that the thread's next one overwrites.
+// A quantised panel, widened step by step in memory that the thread's next panel overwrites.
 class WidePanel {
  public:
   WidePanel(int64_t kind, const char* panel, int64_t depth) : kind_(kind), panel_(panel), from_(panel), left_(depth) {
@@ -209,7 +209,7 @@ class WidePanel {
 
   const Element* elements() const { return first_; }
 
-  // The next `depth` elements of each output, of whole runs, or those that are left.
+  // The next `depth` elements of each output, in whole runs, or the remaining ones.
   void widen(int64_t depth) {
     depth = std::min(depth, left_);
     if (depth == 0) return;

@@ -1,4 +1,4 @@
-// What the parts of the kernel share: sizes, a layer's and a step's addresses, bfloat16, the barrier over the grid.
+// Shared by the kernel's parts: sizes, addresses of a layer and a step, bfloat16, the grid barrier.
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, HAS_NORMS, HAS_BIAS,
 // SPLIT (tokens of a context's split, at least).
@@ -7,11 +7,11 @@ typedef unsigned short bf16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, LANE_DIMS = 8;  // of those that compute; one more warp fetches weights
+constexpr int WARPS = 8, THREADS = 32 * WARPS, LANE_DIMS = 8;  // computing warps; one more warp fetches weights
 constexpr int QUERY = HEADS * HEAD_DIM, KV = KV_HEADS * HEAD_DIM, QKV = QUERY + 2 * KV, GROUPS = HEADS / KV_HEADS;
 constexpr int TOKEN_LANES = HEAD_DIM / LANE_DIMS, TOKENS = 32 / TOKEN_LANES;  // of a warp at once
 constexpr int DEEPEST = INNER > QUERY ? (INNER > HIDDEN ? INNER : HIDDEN) : (QUERY > HIDDEN ? QUERY : HIDDEN);
-constexpr int AHEAD = 4;  // tokens of a group of lanes that are loaded at once
+constexpr int AHEAD = 4;  // tokens per load of a group of lanes
 constexpr int MAX_SPLITS = 32;
 constexpr float LOWEST = -1e30f;  // a score before any
 
@@ -46,7 +46,7 @@ __device__ inline u32 narrow2(float first, float second) {
 }
 __device__ inline bf16 narrow(float value) { return bf16(narrow2(value, 0.f)); }
 __device__ inline float rounded(float value) { return low(narrow2(value, 0.f)); }
-__device__ inline uint4 load_fresh(const void *from) {  // what other blocks wrote: from the L2 cache
+__device__ inline uint4 load_fresh(const void *from) {  // data written by other blocks: from the L2 cache
     return __ldcg(reinterpret_cast<const uint4 *>(from));
 }
 __device__ inline void widen(uint4 packed, float *values) {

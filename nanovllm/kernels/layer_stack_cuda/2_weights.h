@@ -1,14 +1,14 @@
-// Weights on their way into shared memory, and products with them.
+// Prefetch of weights into shared memory, and products with them.
 
-// A warp's own rows of all products of all layers, in their order, PIECE elements at a time. A warp of its own has the
-// copy engine fetch them as far ahead as shared memory holds, whatever the blocks wait for.
+// A warp's rows of all products of all layers, in order, PIECE elements at a time. A separate warp lets the copy engine
+// prefetch them as far as shared memory has room, even while the blocks wait.
 struct Rows {
     int first, stride;  // the numbers of a warp's rows of each weight
     __device__ Rows(int warp) : first(warp * gridDim.x + blockIdx.x), stride(WARPS * gridDim.x) {}
     __device__ int count(int rows) const { return rows > first ? (rows - first + stride - 1) / stride : 0; }
 };
 
-struct Slots {  // of a warp: pieces of weights, and for each two barriers: it is full, it is empty
+struct Slots {  // of a warp: pieces of weights, each with two barriers (full, empty)
     u32 pieces, full, empty;
     __device__ Slots(const uint4 *memory, const u64 *barriers, int warp) {
         pieces = u32(__cvta_generic_to_shared(memory)) + warp * SLOTS * 2 * PIECE;
@@ -29,7 +29,7 @@ __device__ inline void wait_for(u32 barrier, u32 parity) {
     while (!done);
 }
 
-struct Feed {  // one lane's, which fetches for one warp
+struct Feed {  // one lane, which fetches for one warp
     Slots slots;
     u32 slot, round;
     __device__ void fetch(const bf16 *row, int depth) {
@@ -65,7 +65,7 @@ __device__ inline void fetch_weights(const Layer *layers, int num_layers, Rows r
     }
 }
 
-struct Weights {  // a warp's, in the order in which they are fetched
+struct Weights {  // of a warp, in fetch order
     Slots slots;
     const uint4 *memory;
     u32 slot, round;
@@ -88,7 +88,7 @@ __device__ inline void add_products(uint4 weights, const float *inputs, float &s
     sum = fmaf(low(weights.w), inputs[6], sum), sum = fmaf(high(weights.w), inputs[7], sum);
 }
 
-// Multiplies each of the warp's next units, which are rows of a weight, with R rows in shared memory. All lanes call
+// Multiplies each of the warp's next units (rows of a weight) with R rows in shared memory. All lanes call
 // `take(unit, sums)`.
 template <int R, int DEPTH, typename Take>
 __device__ inline void multiply(Weights &weights, const uint4 *inputs, int num_units, Take take) {

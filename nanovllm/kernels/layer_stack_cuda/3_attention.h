@@ -1,11 +1,11 @@
-// A step's attention over the paged caches, in splits of contexts that are merged in their order.
+// A step's attention over the paged caches, in splits of contexts, merged in order.
 
 struct Tokens {  // of the step's rows, in shared memory: a barrier over the grid empties the L1 cache
     int positions[ROWS], table_starts[ROWS];
     u64 slots[ROWS];
 };
 
-struct Head {  // what a lane needs to norm and turn its 8 dimensions of a head
+struct Head {  // a lane's inputs for norm and rotary embedding of its 8 dimensions of a head
     float cosines[8], sines[8];
     __device__ void turn(float *values, const float *weights, float epsilon) const {
         if (HAS_NORMS) {
@@ -48,8 +48,8 @@ struct Softmax {
     }
 };
 
-// Attention of one row, by the query heads of one KV head, to a split of its context. The last split adds the row's own
-// token, which it writes to the caches. K and V are first loaded before the barrier: they are of earlier steps.
+// Attention of one row, for the query heads of one KV head, to a split of its context. The last split adds the row's
+// token and writes it to the caches. The first K and V are loaded before the barrier, since earlier steps wrote them.
 __device__ inline void attend(const Step &step, const Tokens &tokens, const Layer &layer, int row, int head, int split,
                               int splits, Barrier *barrier, float *shared) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dims = lane % TOKEN_LANES * LANE_DIMS;
@@ -109,7 +109,7 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
 #pragma unroll
         for (int dim = 0; dim < 8; ++dim) sum = fmaf(query[of][dim], key[dim], sum);
         sum = sum_lanes(sum, TOKEN_LANES);
-        return is_seen ? sum : 2 * LOWEST;  // of which the weight is 0, whatever the top
+        return is_seen ? sum : 2 * LOWEST;  // its weight is 0 for any top
     };
     if (adds_own) {
         float key[8], value[8];
@@ -192,7 +192,7 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
     sync_block();
 }
 
-// The splits of all heads of R rows, into shared memory.
+// Merges the splits of all heads of R rows into shared memory.
 template <int R> __device__ inline void merge_splits(const Step &step, int splits, uint4 *to) {
     for (int at = threadIdx.x; at < R * QUERY / 8; at += THREADS) {
         u64 place = u64(at / (HEAD_DIM / 8)) * splits;

@@ -1,4 +1,4 @@
-// All layers, part by part: see layer_stack.py. The grid has one block on each multiprocessor.
+// All layers, part by part: see layer_stack.py. The grid has one block per multiprocessor.
 
 // RMS norm of rows [R, HIDDEN], a warp each. The norm's weight is loaded before the barrier.
 struct Normed {
@@ -38,7 +38,7 @@ struct Normed {
     }
 };
 
-struct Block {  // what a block's warps know together
+struct Block {  // shared by a block's warps
     Layer layers[2];  // in turn
     Tokens tokens;
     __device__ void load(const Step &step, int at) {
@@ -55,7 +55,7 @@ struct Block {  // what a block's warps know together
     }
 };
 
-// R rows, of HIDDEN or INNER, which all blocks have written.
+// R rows of HIDDEN or INNER elements, written by all blocks.
 template <int R, int WIDTH> __device__ inline void copy_rows(const bf16 *from, uint4 *to) {
     constexpr int COUNT = (R * WIDTH / 8 + THREADS - 1) / THREADS;
     uint4 held[COUNT];
@@ -103,7 +103,7 @@ __device__ inline void run(const Step &step, Block &block, Rows rows, Weights we
         if (!has_waited) barrier.wait();
         barrier.arrive();
 
-        float before = 0.f;  // what the product is added to, of unit lane / R and row lane % R
+        float before = 0.f;  // summand of the product, of unit lane / R and row lane % R
         auto load_residual = [&](const bf16 *from) {
             int place = rows.first + lane / R * rows.stride;
             if (place < HIDDEN) before = wide(__ldcg(from + lane % R * HIDDEN + place));

@@ -1,10 +1,10 @@
-// Structured outputs: tokens whose bits are 0 leave the draw.
+// Structured outputs: forbids tokens with bit 0.
 
 #include <cstdint>
 #include <limits>
 
-// logits [*, vocab_size]: -infinity is added to those of `rows` [num_rows] whose bit in masks [num_rows, num_words] is
-// 0; added, so that NaN stays NaN. Bit i % 32 of word i / 32 is token i's.
+// logits [*, vocab_size]: in `rows` [num_rows], -infinity is added to tokens with bit 0 in masks [num_rows, num_words];
+// added, so that NaN stays NaN. Bit i % 32 of word i / 32 is token i's.
 extern "C" void keep_bits(float* logits, const int64_t* rows, const uint32_t* masks, int64_t num_rows,
                           int64_t vocab_size, int64_t num_words, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)

@@ -1,11 +1,11 @@
-// One token per row by the Gumbel-max rule, of those that the filters leave.
+// Draws one token per row by the Gumbel-max rule, after the filters.
 
 #include "floors.h"
 
 namespace {
 
 constexpr float kMostNoise = 22.4f;   // noise ends at 22.2
-constexpr float kNoiseError = 2e-5f;  // of this form's noise and of torch's, together, several times
+constexpr float kNoiseError = 2e-5f;  // several times the errors of this noise and torch's together
 constexpr int64_t kNotFinite = -1, kUnsure = -2;
 
 inline Words mixed(Words bits) {
@@ -14,7 +14,7 @@ inline Words mixed(Words bits) {
   return bits ^ (bits >> 16);
 }
 
-// The uniform numbers of tokens, as `noise.gumbel_noise` makes them.
+// Uniform numbers of tokens, as in `noise.gumbel_noise`.
 inline Floats uniforms_of(Words tokens, uint32_t low, uint32_t high) {
   const Words bits = mixed(mixed((tokens + 1) * 0x9e3779b9u + low) + high);
   const Floats uniform = (__builtin_convertvector((Ints)(bits >> 1), Floats) + 0.5f) * 0x1p-31f;
@@ -22,10 +22,10 @@ inline Floats uniforms_of(Words tokens, uint32_t low, uint32_t high) {
   return uniform < most ? uniform : broadcast(most);
 }
 
-// To 1e-6, for normal x > 0.
+// Logarithm to 1e-6, for normal x > 0.
 inline Floats logarithm(Floats x) {
   const Ints bits = (Ints)x;
-  const Ints exponent = (bits - 0x3f3504f3) >> 23;  // of sqrt(1/2): what is left lies within a factor of sqrt(2) of 1
+  const Ints exponent = (bits - 0x3f3504f3) >> 23;  // by sqrt(1/2): the rest is within a factor of sqrt(2) of 1
   const Floats rest = (Floats)(bits - (exponent << 23)) - 1.0f;
   Floats series = rest * 7.0376836292e-2f - 1.1514610310e-1f;  // of Cephes' logf (Moshier 1992)
   series = series * rest + 1.1676998740e-1f;
@@ -40,20 +40,20 @@ inline Floats logarithm(Floats x) {
 }
 
 inline Floats noise_of(Floats uniform) {
-  // -log(1 - u), of which 1 - u keeps too little where u is small
+  // -log(1 - u); computing 1 - u would lose precision for small u
   const Floats small = uniform * (1.0f + uniform * (0.5f + uniform * (1.0f / 3 + uniform * 0.25f)));
   return -logarithm(uniform < 0x1p-6f ? small : -logarithm(1.0f - uniform));
 }
 
-// The noise is at most -log(u), of which the bits of u are a straight line that lies above it.
+// Upper bound of the noise: it is at most -log(u), bounded by a linear function of the bits of u.
 inline Floats most_noise_of(Floats uniform) {
   return (127.0f - __builtin_convertvector((Ints)uniform, Floats) * 0x1p-23f) * 0.69314718f + 1e-4f;
 }
 
-// The best token of the levels from the floor on; kUnsure if torch's rounding of the noise might prefer another.
+// The best token among levels of at least the floor; kUnsure if torch's rounding of the noise might choose another.
 inline int64_t best_of(const float* levels, int64_t size, float floor, uint64_t key) {
   const uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
-  float best = -kInfinity, close = -kInfinity;  // what is at least `close` rivals the best
+  float best = -kInfinity, close = -kInfinity;  // scores of at least `close` rival the best
   int64_t token = 0;
   bool has_rival = false;
   const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -83,7 +83,7 @@ inline int64_t best_of(const float* levels, int64_t size, float floor, uint64_t 
 
 struct Filters {
   int32_t top_k;
-  float top_p, least;  // the level that min-p keeps
+  float top_p, least;  // least: smallest level that min-p keeps
 };
 
 template <class T>
@@ -134,9 +134,9 @@ inline void draw_rows(const T* logits, int64_t stride, const int64_t* keys, cons
 
 }  // namespace
 
-// Draw a token for each row of logits [num_rows, vocab_size], adjacent in a row; rows are `stride` apart. The other
-// arrays [num_rows] are those of `draw.DrawInputs`; least: the smallest level that min-p keeps, -infinity for all.
-// tokens [num_rows]: -1 for a row that is not finite, -2 where torch's own noise has to decide.
+// Draw a token for each row of logits [num_rows, vocab_size], contiguous, `stride` apart. The other arrays [num_rows]
+// are those of `draw.DrawInputs`; least: smallest level that min-p keeps, -infinity keeps all. tokens [num_rows]: -1
+// for a non-finite row, -2 if torch's noise must decide.
 extern "C" void draw(const void* logits, int is_bfloat16, int64_t stride, const int64_t* keys, const float* inverses,
                      const float* noise_scales, const int32_t* top_k, const float* top_p, const float* least,
                      int64_t* tokens, int64_t num_rows, int64_t vocab_size, int num_threads) {

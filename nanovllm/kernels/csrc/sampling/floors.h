@@ -1,5 +1,5 @@
-// Top-k and top-p as the smallest level that is kept, without a sort: by the weight above a few pivots, and once more
-// among the levels between two of them. Levels are logits beside their row's largest, over the temperature.
+// Top-k and top-p as the smallest kept level, without sorting: by the weight above a few pivots, then again among the
+// levels between two of them. Levels are logits minus their row's largest, divided by the temperature.
 #pragma once
 
 #include "rows.h"
@@ -7,8 +7,8 @@
 namespace {
 
 constexpr int kPivots = 8;
-constexpr int kFew = 48;             // levels that are sorted
-constexpr int kBlock = 64;           // levels of which one is looked at first, for top-k
+constexpr int kFew = 48;             // up to so many levels are sorted
+constexpr int kBlock = 64;           // levels per block; top-k looks at each block's largest first
 constexpr float kLeast = -25.0f;     // below it a mass is 0
 
 // int32 keys in the order of floats, and back.
@@ -46,7 +46,7 @@ struct Mass {
   static double weight(float level) { return masses_of(broadcast(level)).low[0]; }
 };
 
-// The weights of levels [size, padded with -infinity] at and above each pivot, of which none lies below its successor.
+// Weights of levels [size, padded with -infinity] at and above each pivot; pivots are in descending order.
 template <class Weight>
 inline void sum_above(const float* levels, int64_t size, const float (&pivots)[kPivots], double (&sums)[kPivots]) {
   Weight above[kPivots];
@@ -83,7 +83,7 @@ inline int64_t keep_between(const float* from, int64_t size, float low, float hi
   return count;
 }
 
-// Keep of `from` what may hold the floor, by the weights at and above pivots; none lies below `least`.
+// Keep the levels of `from` that may include the floor, by the weights at and above pivots; none is below `least`.
 inline Between narrowed(const float* from, int64_t size, double above, const float (&pivots)[kPivots],
                         const double (&sums)[kPivots], float least, double target, float* to) {
   float low = least, high = kInfinity;
@@ -99,7 +99,7 @@ inline Between narrowed(const float* from, int64_t size, double above, const flo
   return {to, keep_between(from, size, low, high, to), beyond};
 }
 
-// The largest level from which on the weight, with that above, reaches the target; the levels are overwritten.
+// The largest level at which the weight from it on, plus the weight above, reaches the target; overwrites the levels.
 template <class Weight>
 inline float find_floor(Between within, double target) {
   for (int round = 0;; ++round) {
@@ -117,7 +117,7 @@ inline float find_floor(Between within, double target) {
       most = std::max(most, levels[at]);
     }
     if (least == most) return least;
-    // Even steps of the values, then of their bits, which end whatever the values are.
+    // Even steps of values, then of their bits, which terminate for any values.
     const int64_t low_key = key_of(least), num_keys = (int64_t)key_of(most) - low_key;
     float pivots[kPivots];
     const bool by_value = round < 4 && most - least < kInfinity;
@@ -132,7 +132,7 @@ inline float find_floor(Between within, double target) {
   }
 }
 
-// The k-th largest level. What is k-th among the largest of each block is no more than that.
+// The k-th largest level. The k-th largest among the blocks' maxima is a lower bound.
 inline float count_floor(const float* levels, int64_t size, int64_t k, std::vector<float>& scratch) {
   float* to = scratch.data();
   float least = -kInfinity;
@@ -156,7 +156,7 @@ inline float count_floor(const float* levels, int64_t size, int64_t k, std::vect
   return find_floor<Count>({to, count, 0.0}, (double)k);
 }
 
-// The level of the token with which the mass of the most probable ones, of those from `least` on, reaches its share.
+// The level at which the cumulative mass of the most probable tokens, among those of at least `least`, reaches top_p.
 inline float mass_floor(const float* levels, int64_t size, float least, float share, std::vector<float>& scratch) {
   const float from = std::max(least, kLeast);
   constexpr float steps[kPivots] = {-0.5f, -1.5f, -2.5f, -4.0f, -6.0f, -8.0f, -12.0f, kLeast};

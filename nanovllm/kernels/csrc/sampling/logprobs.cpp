@@ -1,4 +1,4 @@
-// What log-probabilities need of a row: its largest logit and its mass beside that, a token's rank, the largest few.
+// Statistics of a row for logprobs: its largest logit, its mass relative to that, a token's rank, the top tokens.
 
 #include "rows.h"
 
@@ -13,7 +13,7 @@ inline bool is_before(const Top& a, const Top& b) {
   return a.value > b.value || (a.value == b.value && a.token < b.token);
 }
 
-// Whether the row's logits are NaN nowhere and its largest is finite; else nothing is written.
+// Whether the row has no NaN and a finite maximum; if not, nothing is written.
 template <class T>
 inline bool measure_row(const T* row, int64_t size, int64_t token, int64_t num_top, float* largest, double* mass,
                         int64_t* rank, int64_t* top_ids, std::vector<Top>& best) {
@@ -22,7 +22,7 @@ inline bool measure_row(const T* row, int64_t size, int64_t token, int64_t num_t
   const float own = token < size ? load_part(row, token, size)[0] : -kInfinity;
   Doubles total = {};
   Ints above = {};
-  best.clear();  // a heap whose first is the last of those that are kept
+  best.clear();  // a heap with the worst kept token first
   float least = -kInfinity;
   for (int64_t first = 0; first < size; first += kLanes) {
     const Floats values = load_part(row, first, size), levels = values - top;
@@ -74,10 +74,11 @@ inline void measure_rows(const T* logits, int64_t stride, const int64_t* tokens,
 
 }  // namespace
 
-// Measure rows of logits [num_rows, vocab_size], adjacent in a row; rows are `stride` apart. tokens [num_rows], from 0,
-// and from vocab_size on for one without a logit. Written: the largest logit, the mass beside it, the tokens' ranks
-// [num_rows] each, the num_top largest logits' tokens [num_rows, num_top], of equal ones the lower first. num_top is at
-// most vocab_size. is_sound [num_rows]: 0 for rows whose largest logit is not finite, of which nothing is written.
+// Measure rows of logits [num_rows, vocab_size], contiguous, `stride` apart. tokens [num_rows], at least 0; vocab_size
+// and above for tokens without a logit. Writes the largest logit, the mass relative to it, the tokens' ranks,
+// [num_rows] each, and the tokens of the num_top largest logits [num_rows, num_top], lower ids first among equal
+// logits. num_top is at most vocab_size. is_sound [num_rows]: 0 for rows with a non-finite maximum, for which nothing
+// else is written.
 extern "C" void measure(const void* logits, int is_bfloat16, int64_t stride, const int64_t* tokens, int64_t num_top,
                         float* largest, double* masses, int64_t* ranks, int64_t* top_ids, uint8_t* is_sound,
                         int64_t num_rows, int64_t vocab_size, int num_threads) {

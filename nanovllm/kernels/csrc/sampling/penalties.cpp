@@ -1,4 +1,4 @@
-// Penalties at the tokens that occur in a row's prompt and output.
+// Penalties of tokens that occur in a row's prompt and output.
 
 #include <cstdint>
 #include <cstring>
@@ -16,14 +16,14 @@ inline float float_of(int32_t bits) {
 
 }  // namespace
 
-// Penalise rows of logits [*, vocab_size], `stride` apart. An entry of `entries` [num_entries, 8]: its row; where its
-// tokens start, how many they are, how many of these are of the prompt; the place in `previous` of one more token of the
-// output, or -1; the bits of its repetition, frequency and presence penalties.
+// Penalise rows of logits [*, vocab_size], `stride` apart. An entry of `entries` [num_entries, 8]: row; start of its
+// tokens, their number, and the number of prompt tokens among them; index in `previous` of one more output token, or
+// -1; bits of its repetition, frequency and presence penalties.
 extern "C" void penalise(float* logits, int64_t stride, const int32_t* entries, const int32_t* tokens,
                          const int64_t* previous, int64_t num_entries, int64_t vocab_size, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_entries > 1)
   {
-    // 2 for each time in the output, and the lowest bit if the prompt has it; all 0 between entries.
+    // 2 per occurrence in the output, plus 1 if in the prompt; all 0 between entries.
     std::vector<int32_t> counts(vocab_size);
 #pragma omp for schedule(dynamic)
     for (int64_t at = 0; at < num_entries; ++at) {

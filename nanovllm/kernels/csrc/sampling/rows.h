@@ -1,5 +1,5 @@
-// Rows of logits as the sampler's kernels read them. Compiled without contraction: each product and each sum is rounded,
-// so that a row gives what its form in torch gives.
+// Rows of logits for the sampling kernels. Compiled without contraction: each product and each sum is rounded, so that
+// results equal torch's.
 #pragma once
 
 #ifdef __AVX512F__
@@ -33,7 +33,7 @@ inline uint32_t bits_of(Ints comparison) {
 #endif
 }
 
-// 16 values from `first` on; those past the row's end are -infinity.
+// 16 values from `first` on; -infinity past the row's end.
 template <class T>
 inline Floats load_part(const T* row, int64_t first, int64_t size) {
   if (first + kLanes <= size) return load(row + first);
@@ -92,7 +92,7 @@ inline double sum(Doubles values) {
   return total;
 }
 
-// The masses of the lanes for which a comparison holds.
+// Masses of the lanes selected by a comparison.
 inline Doubles chosen(Masses masses, Ints comparison) {
   HalfInts halves[2];
   std::memcpy(halves, &comparison, sizeof(halves));
@@ -100,7 +100,7 @@ inline Doubles chosen(Masses masses, Ints comparison) {
          (Doubles)((Longs)masses.high & __builtin_convertvector(halves[1], Longs));
 }
 
-// Append the lanes that a comparison's bits choose; up to 16 floats past them are overwritten.
+// Append the lanes selected by a comparison's bits; overwrites up to 16 floats past them.
 inline int64_t append(float* to, int64_t count, Floats values, uint32_t bits) {
 #ifdef __AVX512F__
   const __m512 packed = _mm512_maskz_compress_ps((__mmask16)bits, (__m512)values);
