@@ -10,25 +10,155 @@ The life of a block::
      +---------------------- evicted: allocated for other content <--------------+
 
 Invariant: every block but block 0 is either free or referenced, and a findable block holds, or is scheduled to hold
-before anyone reads it, exactly the tokens that its entry names behind exactly the prefix that its entry names.
+before anyone reads it, exactly the tokens of its entry after exactly the prefix of its entry.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from nanovllm.core import block_hashes
 from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.block_tables import HasBlockTable
-from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
 
 
-class BlockManager:
-    """Ref-counted blocks of `block_size` tokens with hash-chained prefix caching; every operation is O(1) per block.
+@dataclass(slots=True)
+class PrefixEntry:
+    """A findable content: a block's tokens after a given prefix.
 
-    Prefix caching by a chain of block hashes follows vLLM (Kwon et al. 2023, and its automatic prefix caching). A hash
+    `parent` is the prefix id of the block before, or the request's cache salt for a first block (a string, so that it
+    equals no prefix id).
+    """
+
+    prefix_id: int
+    block_hash: bytes
+    parent: int | str
+    tokens: bytes
+
+
+class BlockObserver(Protocol):
+    """Follows which contents are findable. One that several blocks hold is forgotten with the last of them."""
+
+    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
+        """A content became findable; `parent_hash` is the hash of the block before, None for a first block."""
+
+    def forgotten(self, block_hash: bytes) -> None:
+        """A content is no longer findable: evicted, withdrawn, or not to be trusted."""
+
+    def all_forgotten(self) -> None:
+        """Nothing is findable any longer."""
+
+
+class BlockPool:
+    """Ref-counted blocks; a free block keeps its content until it is allocated. Every operation is O(1) per block.
+
+    Args:
+        num_blocks: blocks in the pool, the null block included.
+
+    Raises ValueError for fewer than 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, since block 0 is never given out.")
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self.num_touched_blocks = 0  # handed out at least once: those never used come first, in order
+        # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
+        self.on_idle: Callable[[int, PrefixEntry], None] | None = None
+        # The books, which only this class changes; `block_checks` and the live view read them.
+        self.ref_counts = [0] * num_blocks
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
+        self.entry_of: list[PrefixEntry | None] = [None] * num_blocks
+        self.holders: dict[int, dict[int, None]] = {}  # prefix id -> the blocks that hold its content, in order
+        self.num_findable_blocks = 0  # a counter, since it is read after every step and pools are large
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_blocks)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Number of free blocks among these: a claim takes them."""
+        return sum(self.ref_counts[block] == 0 for block in blocks)
+
+    def pop_free(self, num_blocks: int) -> list[int]:
+        """Free blocks, those freed longest ago first, with one reference each. Raises RuntimeError for too few."""
+        if num_blocks > len(self.free_blocks):
+            raise RuntimeError(
+                f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: the scheduler must check first"
+            )
+        blocks = []
+        for _ in range(num_blocks):
+            block, _ = self.free_blocks.popitem(last=False)
+            self.ref_counts[block] = 1
+            self.num_touched_blocks = max(self.num_touched_blocks, block)
+            if self.entry_of[block] is not None:
+                self.forget_block(block)
+                self.num_evictions += 1
+            blocks.append(block)
+        return blocks
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self.free_blocks[block]
+            self.ref_counts[block] += 1
+
+    def unpin(self, blocks: list[int]) -> None:
+        """Drop a reference to each block of a chain, its tail first, since the tail is of no use without the head."""
+        for block in reversed(blocks):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self.free_blocks[block] = None
+                entry = self.entry_of[block]
+                if entry is None:
+                    self.free_blocks.move_to_end(block, last=False)  # nothing to lose: the next to be taken
+                elif self.on_idle is not None:
+                    self.on_idle(block, entry)
+
+    def hold(self, block: int, entry: PrefixEntry) -> None:
+        """Make the block findable under `entry`."""
+        self.entry_of[block] = entry
+        self.holders.setdefault(entry.prefix_id, {})[block] = None
+        self.num_findable_blocks += 1
+
+    def forget_block(self, block: int) -> None:
+        """Make a block unfindable, if it is not. If it is free, it is the next to be taken."""
+        entry = self.entry_of[block]
+        if entry is None:
+            return
+        self.entry_of[block] = None
+        self.num_findable_blocks -= 1
+        holders = self.holders[entry.prefix_id]
+        del holders[block]
+        if self.ref_counts[block] == 0:
+            self.free_blocks.move_to_end(block, last=False)
+        if not holders:
+            del self.holders[entry.prefix_id]
+            self._on_lost(entry)
+
+    def forget_content(self, entry: PrefixEntry) -> None:
+        """Make every block that holds this content unfindable."""
+        for block in list(self.holders.get(entry.prefix_id, ())):
+            self.forget_block(block)
+
+    def forget_all(self) -> None:
+        self.entry_of = [None] * self.num_blocks
+        self.holders.clear()
+        self.num_findable_blocks = 0
+
+    def _on_lost(self, entry: PrefixEntry) -> None:
+        """Called when no block of the pool holds a content any longer."""
+
+
+class BlockManager(BlockPool):
+    """Block tables over one pool, and an index of its prefixes by a chain of block hashes.
+
+    The chain of hashes follows vLLM (Kwon et al. 2023, and its automatic prefix caching). A hash
     only finds a candidate here: a hit needs equal tokens and the same parent prefix id, so that a collision costs a
     miss and never a wrong answer.
 
@@ -36,37 +166,26 @@ class BlockManager:
         num_blocks: blocks in the cache, the null block included.
         block_size: tokens per block.
         enable_prefix_caching: False makes every lookup a miss.
-        hash_seed: what else the KV depends on (model identity, dtype); it enters the first hash of each chain.
+        hash_seed: everything else that KV depends on (model identity, dtype); part of the first hash of each chain.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, hash_seed: str = ""
     ) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, since block 0 is never given out.")
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_evictions = 0
-        self.num_touched_blocks = 0  # handed out at least once: those never used come first, in order
-        self.observer: BlockObserver | None = None
-        # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
-        self.on_idle: Callable[[int, PrefixEntry], None] | None = None
         self.hash_seed = hash_seed
-        # The books, which only this class changes; `block_checks` and the live view read them.
-        self.ref_counts = [0] * num_blocks
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
-        self.entries: dict[bytes, PrefixEntry] = {}  # by block hash
-        self.entry_of: list[PrefixEntry | None] = [None] * num_blocks
-        self.num_findable_blocks = 0  # a counter, since it is read after every step and pools are large
+        self.observer: BlockObserver | None = None
+        self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
         self._last_prefix_id = 0
-        self._uncommitted: dict[int, list[int]] = {}  # step id -> blocks that it made findable
-
-    # ------------------------------------------------------------------------------------------------ capacity
+        self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
     @property
-    def num_free_blocks(self) -> int:
-        return len(self.free_blocks)
+    def pools(self) -> list[BlockPool]:
+        return [self]
+
+    # ------------------------------------------------------------------------------------------------ capacity
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -74,17 +193,13 @@ class BlockManager:
     def has_free(self, num_blocks: int) -> bool:
         return num_blocks <= len(self.free_blocks)
 
-    def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free: a claim takes them."""
-        return sum(self.ref_counts[block] == 0 for block in blocks)
-
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
         """Free blocks that the sequence takes until it has `num_tokens`, if it claims `hits` first."""
         lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
         return lacking + self.num_free_among(hits)
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
-        """Where a chunk of positions start..end-1 should end: at `end`, or on a block boundary before it."""
+        """The end of a chunk of positions start..end-1: `end`, or a block boundary before it."""
         return end  # blocks keep every position, so any will do
 
     def rewindable(self, sequence: Sequence, num_tokens: int) -> int:
@@ -96,8 +211,8 @@ class BlockManager:
     def lookup(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
 
-        Starts behind its computed tokens, if they end on a block boundary, and stops before its last known token, which
-        has to be computed for the logits; so have prompt tokens whose log-probabilities are wanted.
+        Starts after its computed tokens, if they end on a block boundary, and stops before its last known token, which
+        is computed for its logits. So are prompt tokens of a request for prompt_logprobs.
         """
         is_in_block = sequence.num_computed_tokens % self.block_size != 0
         if is_in_block or not self.enable_prefix_caching:
@@ -106,14 +221,12 @@ class BlockManager:
         return self._hits(sequence, len(sequence.block_table), end)
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
-        return [next(iter(entry.blocks)) for entry in self._find(sequence, first, end)]
+        holders = self.holders
+        return [next(iter(holders[entry.prefix_id])) for entry in self._find(sequence, first, end)]
 
-    def claim(self, sequence: HasBlockTable, blocks: Collection[int]) -> None:
+    def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
-        for block in blocks:
-            if self.ref_counts[block] == 0:
-                del self.free_blocks[block]
-            self.ref_counts[block] += 1
+        self.pin(blocks)
         sequence.block_table.extend(blocks)
 
     def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
@@ -122,18 +235,23 @@ class BlockManager:
             return
         parent = self.parent_of(sequence, first)
         for index in range(first, end):
-            if parent is None:  # a collision or a reset cut the chain; what follows cannot be found
+            if parent is None:  # a collision or a reset cut the chain: later blocks cannot be found
                 return
             block = sequence.block_table[index]
             held = self.entry_of[block]
             if held is None:
-                held = self._add(sequence, index, block, parent)
+                held = self._add(sequence, index, parent)
                 if held is None:
                     return
-                self._uncommitted.setdefault(step_id, []).append(block)
+                self._hold(self, block, held, step_id)
             parent = held.prefix_id
 
-    def _add(self, sequence: Sequence, index: int, block: int, parent: int | str) -> PrefixEntry | None:
+    def _hold(self, pool: BlockPool, block: int, entry: PrefixEntry, step_id: int) -> None:
+        pool.hold(block, entry)
+        self._uncommitted.setdefault(step_id, []).append((pool, block))
+
+    def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
+        """The entry of the sequence's block `index`, new if need be; None if another content has its hash."""
         block_hash = self._block_hash(sequence, index)
         entry = self.entries.get(block_hash)
         if entry is None:
@@ -144,9 +262,6 @@ class BlockManager:
                 self.observer.findable(entry, sequence.block_hashes[index - 1] if index else None)
         elif not self._matches(entry, parent, sequence, index):
             return None  # another content has this hash: it keeps it
-        entry.blocks[block] = None
-        self.entry_of[block] = entry
-        self.num_findable_blocks += 1
         return entry
 
     def _matches(self, entry: PrefixEntry, parent: int | str | None, sequence: Sequence, index: int) -> bool:
@@ -180,60 +295,36 @@ class BlockManager:
             chain.append(self._digest(parent_hash + sequence.block_tokens(len(chain), self.block_size)))
         return chain[index]
 
-    def _forget_block(self, block: int, entry: PrefixEntry) -> None:
-        """Make one block unfindable; its entry dies with its last block. If it is free, it is the next to be taken."""
-        self.entry_of[block] = None
-        self.num_findable_blocks -= 1
-        del entry.blocks[block]
-        if not entry.blocks:
-            self._forget_entry(entry)
-        if self.ref_counts[block] == 0:
-            self.free_blocks.move_to_end(block, last=False)
-
-    def _forget_entry(self, entry: PrefixEntry) -> None:
+    def _on_lost(self, entry: PrefixEntry) -> None:
         del self.entries[entry.block_hash]
         if self.observer is not None:
             self.observer.forgotten(entry.block_hash)
 
     def forget(self, sequence: Sequence) -> None:
-        """Make the content of the sequence's full blocks unfindable, and all that was computed behind it."""
+        """Make the content of the sequence's full blocks unfindable, and every longer prefix."""
         dead = {entry.prefix_id for entry in self._find(sequence, 0, len(sequence.token_ids) // self.block_size)}
-        for entry in list(self.entries.values()):  # in order of registration, so parents come before children
+        for entry in list(self.entries.values()):
             if entry.prefix_id in dead or entry.parent in dead:
                 dead.add(entry.prefix_id)
-                for block in list(entry.blocks):
-                    self._forget_block(block, entry)
+                for pool in self.pools:
+                    pool.forget_content(entry)
 
     def reset_prefix_cache(self) -> None:
         """Make every block unfindable. Blocks in use stay with their sequences."""
         self.entries.clear()
-        self.entry_of = [None] * self.num_blocks
-        self.num_findable_blocks = 0
         self._uncommitted.clear()
+        for pool in self.pools:
+            pool.forget_all()
         if self.observer is not None:
             self.observer.all_forgotten()
 
     # ---------------------------------------------------------------------------------- allocation and release
 
-    def allocate(self, sequence: HasBlockTable, num_blocks: int) -> None:
-        """Append `num_blocks` free blocks to the table, those freed longest ago first.
+    def allocate(self, sequence: Sequence, num_blocks: int) -> None:
+        """Append `num_blocks` free blocks to the table. The caller has checked that enough are free."""
+        sequence.block_table += self.pop_free(num_blocks)
 
-        The caller has checked that enough are free.
-        """
-        if num_blocks > len(self.free_blocks):
-            raise RuntimeError(
-                f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: the scheduler must check first"
-            )
-        for _ in range(num_blocks):
-            block, _ = self.free_blocks.popitem(last=False)
-            self.ref_counts[block] = 1
-            self.num_touched_blocks = max(self.num_touched_blocks, block)
-            if (entry := self.entry_of[block]) is not None:
-                self._forget_block(block, entry)
-                self.num_evictions += 1
-            sequence.block_table.append(block)
-
-    def release(self, sequence: HasBlockTable, num_kept: int = 0) -> None:
+    def release(self, sequence: Sequence, num_kept: int = 0) -> None:
         """Give back all but the first blocks of the sequence; findable ones stay so until they are evicted.
 
         In place: batches in flight that refer to the table only read the part that stays. If none stays, the sequence
@@ -244,18 +335,7 @@ class BlockManager:
             del sequence.block_table[num_kept:]
         else:
             sequence.block_table = []
-        self._give_back(blocks)
-
-    def _give_back(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self.free_blocks[block] = None
-                entry = self.entry_of[block]
-                if entry is None:
-                    self.free_blocks.move_to_end(block, last=False)  # nothing to lose: the next to be taken
-                elif self.on_idle is not None:
-                    self.on_idle(block, entry)
+        self.unpin(blocks)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
@@ -265,6 +345,5 @@ class BlockManager:
 
     def withdraw(self, step_id: int) -> None:
         """Step `step_id` failed: the blocks that it made findable no longer are."""
-        for block in self._uncommitted.pop(step_id, ()):
-            if (entry := self.entry_of[block]) is not None:
-                self._forget_block(block, entry)
+        for pool, block in self._uncommitted.pop(step_id, ()):
+            pool.forget_block(block)

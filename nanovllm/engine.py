@@ -20,7 +20,6 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import pools_of
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
@@ -75,7 +74,7 @@ class Engine:
         self.scheduler = scheduler
         self.block_manager = scheduler.block_manager
         self.eos_token_ids = eos_token_ids
-        self.requests: dict[str, Request] = {}  # those that run or wait, by id
+        self.requests: dict[str, Request] = {}  # running or waiting, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
         self._output_processor = OutputProcessor(self.requests)
@@ -88,12 +87,12 @@ class Engine:
 
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for this many more samples; any thread may ask."""
-        limit, places = self.config.max_queue, self.config.max_num_seqs
+        limit, num_slots = self.config.max_queue, self.config.max_num_seqs
         num_unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
-        if limit is not None and num_unfinished + count > places + limit:
+        if limit is not None and num_unfinished + count > num_slots + limit:
             raise QueueFullError(
-                f"{num_unfinished} requests (each sample counted) are unfinished; with {count} more "
-                f"there would be more than max_num_seqs ({places}) to run and max_queue ({limit}) to wait. Try again "
+                f"{num_unfinished} requests (each sample counted) are unfinished; with {count} more there "
+                f"would be more than max_num_seqs ({num_slots}) to run and max_queue ({limit}) to wait. Try again "
                 "later, or raise max_queue."
             )
 
@@ -178,10 +177,10 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """Launch the next batch and read the oldest in flight; with overlap, the one just launched is left to run.
+        """Launch the next batch and read the oldest in flight; with overlap, the new batch is left to run.
 
-        Appends to `outputs` the requests that ended, and those that stream and advanced. Raises StepError for a step
-        that failed and was undone, with those launched after it; its requests stay queued.
+        Appends outputs of requests that ended, and of streamed requests that advanced. Raises StepError for a step
+        that failed and was undone, with all steps launched after it; its requests stay queued.
         """
         try:
             with self._changing():
@@ -213,12 +212,12 @@ class Engine:
         self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)
 
     def _draw_in_flight(self) -> None:
-        """Draw what waited for the host to read the step before."""
+        """Draw steps that waited until the host had read the step before."""
         for step in self._in_flight:
             step.draw()
 
     def _draw_for_other_ranks(self) -> None:
-        """Draw what nobody will read: several ranks draw together, and the others wait for this one."""
+        """Draw unread steps: ranks draw together, and the others wait for this one."""
         if self.when_failed is not None:
             with suppress(Exception), interrupts_put_off():  # the next step reports a rank that failed
                 self._draw_in_flight()
@@ -242,7 +241,7 @@ class Engine:
         return StepError(list(dict.fromkeys(sequence.request_id for sequence in sequences)), error)
 
     def _deliver(self, step: LaunchedStep, advanced: list[Sequence]) -> None:
-        """Detokenise a step's tokens, finish what ends by its text, append outputs."""
+        """Detokenise a step's tokens, finish samples at stop strings, append outputs."""
         self._in_flight.popleft()
         if self._failed_steps:
             for entry in step.batch.entries:
@@ -307,7 +306,7 @@ class Engine:
     def stats(self) -> EngineStats:
         if os.getpid() != self._process_id:
             raise ForkedChildError("Engine", self._process_id)
-        pools, caches = pools_of(self.block_manager), self.model_runner.binding.caches
+        pools, caches = self.block_manager.pools, self.model_runner.binding.caches
         return replace(
             self.observers.stats(self.scheduler),
             kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),

@@ -1,6 +1,6 @@
 """Runs a scheduled batch through the model: slot mapping, block masks, one forward pass, sampling.
 
-Invariant: a step's K and V go only to the slots of its own rows (its padding's to the null block), and no slot that is
+Invariant: a step writes K and V only to the slots of its rows (padding to the null block), and no slot that is
 read holds NaN of another request (where a backend reads more than a sequence's own slots, begun blocks are cleared).
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools
-from nanovllm.cache.group_layouts import with_groups
 from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.batch_layout import build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.cuda_graphs import GraphExecutor
@@ -66,7 +65,7 @@ class ModelRunner:
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=self._row_kernels)
         self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
-        self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its last index
+        self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
         binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:

@@ -68,7 +68,7 @@ class AgedAlike(GroupBlocks):
     def free_unseen(self, table: list[int], first: int, end: int, junctions: object) -> None:
         for index in range(first, end):
             block, table[index] = table[index], 0
-            self._give_back([block])
+            self.unpin([block])
 
 
 def round_robin(*, keeps_tails: bool) -> float:
@@ -84,7 +84,7 @@ def round_robin(*, keeps_tails: bool) -> float:
         kinds, (num_full, num_window), BLOCK_SIZE, max_model_len=32_768, max_chunk_tokens=config.max_num_batched_tokens
     )
     if not keeps_tails:
-        manager.managers[1].__class__ = AgedAlike
+        manager.groups[1].__class__ = AgedAlike
     scheduler = Scheduler(config, manager)
     choice, drawn = random.Random(0), iter(range(10**6, 10**8))
     histories = [[choice.randrange(10**6) for _ in range(num_first)] for _ in range(num_conversations)]

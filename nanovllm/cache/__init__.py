@@ -1,1 +1,1 @@
-"""What layers keep of a sequence: kinds, pools, block tables and the prefix index of each group. No torch."""
+"""State that layers keep of a sequence: kinds, pools, block tables and the prefix index. No torch."""

@@ -1,4 +1,4 @@
-"""Block managers of models whose layers do not all keep the same positions: a pool and block tables for each group.
+"""Block managers for models with several kinds of layers: one pool and one block table per sequence in each group.
 
 Layers with a sliding window, or attention in chunks, need only the end of a sequence. Their group frees a block when a
 step that passed it was *read*: a step that fails moves the window back, and steps in flight still see it::
@@ -12,10 +12,13 @@ junction (where a known prefix ended and requests went on in different ways), or
 list like the blocks of a finished sequence.
 
 A prefix hit ends where all groups agree: the first group holds all blocks before it, each window group those within
-sight of what follows. Which prefix a block stands behind is the prefix tree's knowledge.
+sight of what follows.
 
-The design of a manager for each kind of layer follows vLLM's hybrid KV-cache manager, and what to retain follows its
-experience that blocks from behind windows flooded the list of free blocks.
+Invariant: a prefix is in the index while the first group holds its last block or a longer prefix is in the index. For a
+window group holds the end of a prefix without its beginning, and every hit ends with a block of each group.
+
+One pool per kind of layer follows vLLM's hybrid KV-cache manager. Kept tails follow its experience that blocks from
+before the windows flooded the list of free blocks.
 """
 
 from __future__ import annotations
@@ -23,59 +26,32 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
-from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.block_tables import GroupTable, GroupTables, HasBlockTable
+from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CacheGroupStats
-from nanovllm.core.prefix_entry import PrefixEntry
-from nanovllm.core.sequence import Sequence
-
-
-def known_prefixes(manager: BlockManager) -> dict[bytes, PrefixEntry] | dict[bytes, PrefixNode]:
-    """What observers of the manager were told to be findable, by block hash, in this order."""
-    if isinstance(manager, CacheGroups) and not manager.kind.is_full:
-        return manager.tree.nodes
-    return manager.entries
-
-
-def pools_of(manager: BlockManager) -> list[BlockManager]:
-    """The pool of each cache group."""
-    return [*manager.managers] if isinstance(manager, CacheGroups) else [manager]
+from nanovllm.core.sequence import GroupTables, Sequence
 
 
 def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
     """The pools of a manager of cache groups; empty for another."""
     return tuple(
         CacheGroupStats(
-            pool.kind.window,
-            pool.kind.chunk,
-            pool.num_blocks - 1,
-            pool.num_blocks - 1 - len(pool.free_blocks),
-            pool.num_findable_blocks,
-            pool.num_evictions,
+            *group.kind.spans,
+            group.pool.num_blocks - 1,
+            group.pool.num_blocks - 1 - len(group.pool.free_blocks),
+            group.pool.num_findable_blocks,
+            group.pool.num_evictions,
         )
-        for pool in (manager.managers if isinstance(manager, CacheGroups) else ())
+        for group in (manager.groups if isinstance(manager, CacheGroups) else ())
     )
 
 
-class GroupHits(list[int]):
-    """A prefix hit: as a list, the blocks of the first group; in `by_group`, as many blocks of each group.
-
-    The null block stands where a window group needs none.
-    """
-
-    def __init__(self, by_group: list[list[int]]) -> None:
-        super().__init__(by_group[0])
-        self.by_group = by_group
-
-
 class GroupCounts(int):
-    """Numbers of blocks: as an int, that of the first group; in `by_group`, that of each group."""
+    """Numbers of blocks of each group (`by_group`); as an int, the number of the first group."""
 
     by_group: AnySequence[int]
 
@@ -91,19 +67,19 @@ class GroupCounts(int):
     __radd__ = __add__
 
 
-class CacheGroups(GroupBlocks):
-    """The block manager of the first group; passes each operation of the scheduler on to those of the further groups.
+class CacheGroups(BlockManager):
+    """A pool and block tables for each cache group, and one prefix index; the base class is the first group's pool.
 
-    All tables of a sequence are equally long. Capacity is that of the group which has the least left. The oldest
-    sequence always finishes: each pool holds what one sequence needs at most, and a preemption frees in all of them.
+    All tables of a sequence are equally long. The group with the fewest free blocks limits capacity. The oldest
+    sequence always finishes: each pool has room for one longest sequence, and a preemption frees blocks in all pools.
 
     Args:
         kinds: one a group, full attention first if there is any.
         num_blocks: of each group, the null block included.
-        max_chunk_tokens: that steps in flight compute of one prompt at most, for the decision to admit it.
+        max_chunk_tokens: most tokens of one prompt that steps in flight compute; for the decision to admit it.
         enable_prefix_caching, hash_seed: as of `BlockManager`.
 
-    Raises ValueError for a pool that cannot hold what one sequence of `max_model_len` needs.
+    Raises ValueError for a pool that cannot hold one sequence of `max_model_len`.
     """
 
     def __init__(
@@ -117,139 +93,145 @@ class CacheGroups(GroupBlocks):
         enable_prefix_caching: bool = True,
         hash_seed: str = "",
     ) -> None:
-        tree = PrefixTree(self._became_known, self._became_unknown)
-        super().__init__(kinds[0], num_blocks[0], block_size, tree)
-        self.enable_prefix_caching, self.hash_seed = enable_prefix_caching, hash_seed
-        further = zip(kinds[1:], num_blocks[1:], strict=True)
-        self.managers: list[GroupBlocks] = [self, *(GroupBlocks(kind, n, block_size, tree) for kind, n in further)]
-        chunk_blocks = self.num_blocks_for(max_chunk_tokens)
-        self._peaks: list[int] = []  # of one sequence, with what steps in flight compute
-        for manager in self.managers:
-            needed = manager.kind.max_blocks(max_model_len, block_size)
-            if needed > manager.num_blocks - 1:
-                raise ValueError(
-                    f"a pool of {manager.num_blocks} blocks (block 0 is reserved) for layers with window "
-                    f"{manager.kind.window} and chunk {manager.kind.chunk} cannot hold the {needed} blocks that one "
-                    f"sequence of {max_model_len} tokens needs. Give it at least {needed + 1} blocks."
-                )
-            self._peaks.append(needed if manager.kind.is_full else min(manager.num_blocks - 1, needed + chunk_blocks))
+        super().__init__(num_blocks[0], block_size, enable_prefix_caching=enable_prefix_caching, hash_seed=hash_seed)
+        pools = (self, *map(BlockPool, num_blocks[1:]))
+        limits = {"max_model_len": max_model_len, "max_chunk_tokens": max_chunk_tokens}
+        self.groups = [GroupBlocks(kind, pool, block_size, **limits) for kind, pool in zip(kinds, pools, strict=True)]
+        self.by_id: dict[int | str, PrefixEntry] = {}
+        self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
 
-    def _became_known(self, node: PrefixNode) -> None:
-        if self.observer is not None and not self.kind.is_full:
-            self.observer.findable(node, None if node.above is None else node.above.block_hash)
+    @property
+    def pools(self) -> list[BlockPool]:
+        return [group.pool for group in self.groups]
 
-    def _became_unknown(self, node: PrefixNode) -> None:
-        if self.observer is not None and not self.kind.is_full:
-            self.observer.forgotten(node.block_hash)
-
-    def tables_of(self, sequence: Sequence) -> list[HasBlockTable]:
-        """What has the sequence's block table in each group."""
-        return [sequence, *self._group_tables(sequence).further]
+    def tables_of(self, sequence: Sequence) -> Iterator[tuple[GroupBlocks, list[int]]]:
+        """Each group with the sequence's block table there."""
+        return zip(self.groups, (sequence.block_table, *self._group_tables(sequence).further), strict=True)
 
     def _group_tables(self, sequence: Sequence) -> GroupTables:
         if sequence.group_tables is None:
-            num_groups = len(self.managers)
-            sequence.group_tables = GroupTables([GroupTable() for _ in range(num_groups - 1)], [0] * num_groups)
+            num_groups = len(self.groups)
+            sequence.group_tables = GroupTables([[] for _ in range(num_groups - 1)], [0] * num_groups)
         return sequence.group_tables
 
     # ------------------------------------------------------------------------------------------------ capacity
 
     @property
     def num_free_blocks(self) -> int:
-        return min(len(manager.free_blocks) for manager in self.managers)
+        return min(len(group.pool.free_blocks) for group in self.groups)
 
     def has_free(self, num_blocks: int) -> bool:
-        counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.managers)
-        return all(n <= len(manager.free_blocks) for n, manager in zip(counts, self.managers, strict=True))
+        counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.groups)
+        return all(n <= len(group.pool.free_blocks) for n, group in zip(counts, self.groups, strict=True))
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> GroupCounts:
-        """Of a window group, no more than a sequence ever holds at a time."""
-        lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
-        by_group = hits.by_group if isinstance(hits, GroupHits) else [hits] * len(self.managers)
+        """Counts for a window group at most the blocks that one sequence holds at a time."""
+        held = len(sequence.block_table)
+        lacking = self.num_blocks_for(num_tokens) - held - len(hits)
         first_held = self._group_tables(sequence).first_held
         counts = []
-        for manager, peak, claimed, first in zip(self.managers, self._peaks, by_group, first_held, strict=True):
-            wanted = lacking
-            if not manager.kind.is_full:
-                wanted = min(lacking, max(0, peak - (len(sequence.block_table) - first)))
-            counts.append(min(wanted + manager.num_free_among(claimed), manager.num_blocks - 1))
+        for group, first, found in zip(self.groups, first_held, self.hits_by_group(sequence, hits), strict=True):
+            wanted = lacking if group.kind.is_full else min(lacking, max(0, group.max_held - (held - first)))
+            counts.append(min(wanted + group.num_free_among(found), group.pool.num_blocks - 1))
         return GroupCounts(counts)
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
-        """The longest prefix on which all groups agree; where it falls short of what is known is a junction."""
-        nodes = self.tree.find(self._blocks(sequence, first, end), self.parent_of(sequence, first))
-        length, agreed = len(nodes), -1
+        """The longest prefix in all groups. The end of a longer prefix in the index becomes a junction."""
+        entries = self._find(sequence, first, end)
+        length, agreed = len(entries), -1
         while agreed != length:
             agreed = length
-            for manager in self.managers:
-                length = manager.longest(nodes, first, length)
-        if length < len(nodes):
-            self._group_tables(sequence).junctions.add(first + len(nodes))
-        by_group = [manager.blocks_of(nodes[:length], first) for manager in self.managers]
+            for group in self.groups:
+                length = group.longest_hit(entries, first, length)
+        if length < len(entries):
+            self._group_tables(sequence).junctions.add(first + len(entries))
+        by_group = [group.hit_blocks(entries[:length], first) for group in self.groups]
         if first and any(
-            len(manager.free_blocks) <= manager.num_free_among(blocks)
-            for manager, blocks in zip(self.managers, by_group, strict=True)
+            len(group.pool.free_blocks) <= group.num_free_among(blocks)
+            for group, blocks in zip(self.groups, by_group, strict=True)
         ):  # the sequence holds blocks: with these there would be none left to compute in
-            by_group = [[] for _ in by_group]
-        return GroupHits(by_group)
+            return []
+        return by_group[0]
 
-    def _blocks(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        for index in range(first, end):
-            yield self._block_hash(sequence, index), sequence.block_tokens(index, self.block_size)
+    def hits_by_group(self, sequence: Sequence, hits: Collection[int]) -> list[list[int]]:
+        """The blocks of a hit in each group; `hits` are those of the first group, as `lookup` found them."""
+        entries = self._hit_entries(hits)
+        return [group.hit_blocks(entries, len(sequence.block_table)) for group in self.groups]
 
-    def claim(self, sequence: HasBlockTable, blocks: Collection[int]) -> None:
-        assert isinstance(sequence, Sequence) and isinstance(blocks, GroupHits)
-        for manager, table, found in zip(self.managers, self.tables_of(sequence), blocks.by_group, strict=True):
-            GroupBlocks.claim(manager, table, found)
+    def _hit_entries(self, hits: Collection[int]) -> list[PrefixEntry]:
+        entries: list[PrefixEntry] = []
+        for block in reversed([*hits]):  # a window group has the null block at first, but never at last
+            entry = self.by_id[entries[-1].parent] if entries else self.entry_of[block]
+            assert entry is not None
+            entries.append(entry)
+        return entries[::-1]
+
+    def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
+        entries, by_group = self._hit_entries(blocks), self.hits_by_group(sequence, blocks)
+        for (group, table), found in zip(self.tables_of(sequence), by_group, strict=True):
+            group.claim(found, entries)
+            table.extend(found)
 
     def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
-        if not self.enable_prefix_caching:
-            return
-        parent = self.parent_of(sequence, first)
-        for index, (block_hash, tokens) in enumerate(self._blocks(sequence, first, end), first):
-            if parent is None:
+        super().register(sequence, first, end, step_id)
+        _, *further = self.tables_of(sequence)
+        for index in range(first, end):
+            entry = self.entry_of[sequence.block_table[index]]
+            if entry is None:
                 return
-            node = self.tree.add(block_hash, tokens, parent)
-            if node is None:
-                return
-            node.num_users += 1  # so that it stays until every group had its chance
-            for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
-                manager.hold(node, table.block_table[index], step_id)
-            self.tree.release(node)
-            parent = node.prefix_id
+            for group, table in further:
+                if table[index] != NULL_BLOCK and group.pool.entry_of[table[index]] is None:
+                    self._hold(group.pool, table[index], entry, step_id)
 
-    def forget(self, sequence: Sequence) -> None:
-        blocks = self._blocks(sequence, 0, len(sequence.token_ids) // self.block_size)
-        for node in list(self.tree.and_longer(self.tree.find(blocks, sequence.cache_salt))):
-            for manager in self.managers:
-                manager.forget_prefix(node)
+    def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
+        if sequence.block_table[index] == NULL_BLOCK:
+            return None
+        entry = super()._add(sequence, index, parent)
+        if entry is not None and entry.prefix_id not in self.by_id:
+            self.by_id[entry.prefix_id] = entry
+            self.num_longer[entry.prefix_id] = 0
+            if parent in self.num_longer:
+                self.num_longer[parent] += 1
+        return entry
+
+    def _on_lost(self, entry: PrefixEntry) -> None:
+        lost: PrefixEntry | None = entry
+        while lost is not None and lost.prefix_id not in self.holders and not self.num_longer[lost.prefix_id]:
+            super()._on_lost(lost)
+            del self.by_id[lost.prefix_id], self.num_longer[lost.prefix_id]
+            for group in self.groups:
+                group.forget(lost)
+            lost = self.by_id.get(lost.parent)
+            if lost is not None:
+                self.num_longer[lost.prefix_id] -= 1
 
     def reset_prefix_cache(self) -> None:
-        self.tree.clear()
-        for manager in self.managers:
-            GroupBlocks.reset_prefix_cache(manager)
+        self.by_id.clear()
+        self.num_longer.clear()
+        for group in self.groups:
+            group.claimed.clear()
+        super().reset_prefix_cache()
 
     # ---------------------------------------------------------------------------------- allocation and release
 
-    def allocate(self, sequence: HasBlockTable, num_blocks: int) -> None:
-        assert isinstance(sequence, Sequence)
-        for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
-            BlockManager.allocate(manager, table, num_blocks)
+    def allocate(self, sequence: Sequence, num_blocks: int) -> None:
+        for group, table in self.tables_of(sequence):
+            table += group.pool.pop_free(num_blocks)
 
-    def release(self, sequence: HasBlockTable, num_kept: int = 0) -> None:
-        assert isinstance(sequence, Sequence)
-        for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
-            BlockManager.release(manager, table, num_kept)
+    def release(self, sequence: Sequence, num_kept: int = 0) -> None:
+        for group, table in self.tables_of(sequence):
+            group.unpin(table[num_kept:])
+            if num_kept:
+                del table[num_kept:]
         if not num_kept:
-            sequence.group_tables = None
+            sequence.block_table, sequence.group_tables = [], None
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
-        for manager in self.managers:
-            BlockManager.commit(manager, step_id)
+        super().commit(step_id)
         for sequence, start, num_new_tokens, _, table, _ in entries:
             end = start + num_new_tokens
             if start // self.block_size != end // self.block_size and sequence.block_table is table:
@@ -259,15 +241,11 @@ class CacheGroups(GroupBlocks):
         """Free the blocks that no later row sees, now that `num_read` tokens are computed for certain."""
         tables, prompt = self._group_tables(sequence), sequence.num_prompt_tokens
         junctions = {(prompt - 1) // self.block_size, prompt // self.block_size, *tables.junctions}
-        for number, (manager, table) in enumerate(zip(self.managers, self.tables_of(sequence), strict=True)):
-            first, end = tables.first_held[number], manager.first_block(num_read)
+        for number, (group, table) in enumerate(self.tables_of(sequence)):
+            first, end = tables.first_held[number], group.first_block(num_read)
             if end > first:
-                manager.free_unseen(table.block_table, first, end, junctions)
+                group.free_unseen(table, first, end, junctions)
                 tables.first_held[number] = end
-
-    def withdraw(self, step_id: int) -> None:
-        for manager in self.managers:
-            BlockManager.withdraw(manager, step_id)
 
 
 def build_block_manager(config: EngineConfig, pools: CachePools, *, hash_seed: str = "") -> BlockManager:

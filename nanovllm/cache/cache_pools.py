@@ -11,7 +11,7 @@ from nanovllm.core.config import EngineConfig
 
 
 class CacheGroup(NamedTuple):
-    """Layers that keep the same of a sequence: they share block tables and a pool of blocks.
+    """Layers of one kind, with common block tables and one pool of blocks.
 
     layers: their indices in the model.
     block_bytes: of one block over all of them.
@@ -109,15 +109,15 @@ def resolve_pool(
 def resolve_pools(
     config: EngineConfig, groups: Sequence[CacheGroup], memory_bytes: int, *, max_model_len_is_set: bool
 ) -> tuple[EngineConfig, CachePools]:
-    """Resolve num_kv_blocks, the blocks of the first group, and those of the others.
+    """Resolve num_kv_blocks (of the first group) and the pools of the other groups.
 
-    The split is static, by what sequences of half of max_model_len need: all of their blocks in the group of full
-    attention, a window in the others, the same for running sequences and for cached ones. `window_pool_share` sets it.
+    The split is static, for sequences of half of max_model_len: all of their blocks in the group of full attention, a
+    window in the others, the same for running sequences and for cached ones. `window_pool_share` overrides it.
 
     Args:
         memory_bytes, max_model_len_is_set: as of `resolve_pool`.
 
-    Raises ValueError if a pool cannot hold what one sequence of max_model_len needs of it.
+    Raises ValueError if a pool cannot hold one sequence of max_model_len.
     """
     groups = tuple(groups)
     if len(groups) == 1:
@@ -132,10 +132,8 @@ def resolve_pools(
             )
             return config, CachePools(groups, (config.num_kv_blocks,))
     pools = CachePools(groups, _split(config, groups, memory_bytes))
-    longest = config.max_model_len
-    if groups[0].kind.is_full and (fitting := max(0, pools.num_blocks[0] - 1) * config.block_size) < longest:
-        if max_model_len_is_set or fitting < 2:
-            raise ValueError(_too_small(config, pools, 0))
+    longest, fitting = config.max_model_len, (pools.num_blocks[0] - 1) * config.block_size
+    if groups[0].kind.is_full and not max_model_len_is_set and 2 <= fitting < longest:
         longest = fitting
     for number, (group, count) in enumerate(zip(*pools, strict=True)):
         if count - 1 < group.kind.max_blocks(longest, config.block_size):
@@ -169,7 +167,7 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
 
 
 def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float]:
-    """Blocks of each group in proportion to one another."""
+    """Relative numbers of blocks of the groups."""
     blocks: list[float] = [group.kind.max_blocks(config.max_model_len, config.block_size) for group in groups]
     if groups[0].kind.is_full:
         blocks[0] /= 2

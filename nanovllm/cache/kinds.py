@@ -1,4 +1,4 @@
-"""What a layer keeps of a sequence, from which masks, block tables and pools follow, and how its attention differs."""
+"""Kinds of state that layers keep of a sequence, and the traits of attention layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StateKind(NamedTuple):
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     def first_block(self, num_tokens: int, block_size: int) -> int:
-        """The first block that a sequence needs to go on behind `num_tokens` computed tokens.
+        """The first block that a sequence needs after `num_tokens` computed tokens.
 
         Counted from the last block boundary, so that a prefix hit there finds all that it needs; the last full block is
         always needed, since it names the prefix of the next one.
@@ -97,14 +97,14 @@ FULL = StateKind()
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """One attention layer, as an attention backend and the KV cache have to know it.
+    """Traits of one attention layer, for its backend and its KV cache.
 
     num_heads, num_kv_heads: of queries; of keys and values.
     head_dim, value_dim: elements of one head of queries and keys; of one head of values and of the result.
-    sight: which positions its rows see, and so which are kept.
+    sight: the positions that its rows see, and therefore keep.
     softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None where they stay.
     has_sinks: a learned score a head joins the softmax and adds nothing to its result (gpt-oss).
-    shares: index of the earlier layer whose K and V it attends to; None where it has its own.
+    shares: index of the earlier layer that computes its K and V; None for the layer itself.
     """
 
     num_heads: int
@@ -131,7 +131,7 @@ class LayerTraits:
         return replace(self, sight=self.sight.within(num_positions))
 
     def shares_of(self, index: int) -> int:
-        """The layer whose K and V the layer with this index attends to."""
+        """Index of the layer that computes the K and V of layer `index`."""
         return index if self.shares is None else self.shares
 
     @property
@@ -157,7 +157,7 @@ class LayerTraits:
 
 
 def kinds_of(traits: Iterable[LayerTraits]) -> tuple[LayerTraits, ...]:
-    """The different traits in the order of their first layers; whose K and V a layer sees makes no difference."""
+    """The different traits in the order of their first layers, regardless of `shares`."""
     return tuple(dict.fromkeys(kind_of(layer) for layer in traits))
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from nanovllm.core.outputs import ErrorKind
 from nanovllm.core.sequence import Sequence
 
-# The runner's answers in place of a token: a row of the model's logits is not finite, or what the request asks for left
-# no token that could be drawn.
+# The runner's answers in place of a token: a row of the model's logits is not finite, or the request's options forbid
+# every token.
 NON_FINITE = -1
 NOTHING_LEFT = -2
-EMBEDDED = -3  # not an error: the hidden state of the row is what was asked for
-# What they end a request with, after "request ...: ".
+EMBEDDED = -3  # not an error: the request asked for the hidden state of the row
+# The error that each gives a request, after "request ...: ".
 SAMPLING_ERRORS = {
     NON_FINITE: (
         ErrorKind.INTERNAL,
@@ -36,7 +36,7 @@ class ScheduledSequence(NamedTuple):
     start: int  # position of its first new token
     num_new_tokens: int
     num_samples: int  # tokens drawn from its last rows: 1 if its last known token is computed, 0 if not; a run: more
-    block_table: list[int]  # the list at scheduling time: it may grow, but never changes what it held
+    block_table: list[int]  # the list at scheduling time: it may grow, but its blocks never change
     num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to
 
 
@@ -58,7 +58,7 @@ class ScheduledBatch:
         destination is written; no block is a destination twice.
     prefills: these chunks.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
-        At most max_num_seqs tokens in all, whose logits take memory.
+        At most max_num_seqs tokens in all, since their logits take memory.
     draws_runs: whether some sequence draws more than one token.
     """
 

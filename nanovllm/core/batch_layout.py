@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -30,12 +30,12 @@ class BatchLayout:
     token_ids: [num_tokens] int64; -1 - i for the i-th token that the step before samples.
     positions: [num_tokens] int64, position of each row's token in its sequence.
     slot_mapping: [num_tokens] int64, cache slot that takes the row's K and V.
-    sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`: the last
+    sample_rows: [num_samples] int64, rows that need logits, in the order of `ScheduledBatch.sampling`: the last
         `num_samples` rows of each entry.
     sampled_positions: [num_samples] int64, positions of the tokens drawn from them.
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
-    others: where layers form several cache groups, the same rows in each further one.
+    others: the same rows in each cache group after the first.
     """
 
     entries: list[ScheduledSequence]
@@ -97,7 +97,7 @@ def build_layout(
 
     # A row's position is its index in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
-    slot_mapping, blocks_to_clear = map_slots(entries, starts, counts, positions, block_size)
+    slot_mapping, blocks_to_clear = _map_slots(entries, starts, counts, positions, block_size)
     return BatchLayout(
         entries=entries,
         num_decodes=num_decodes,
@@ -111,6 +111,25 @@ def build_layout(
     )
 
 
+def with_groups(layout: BatchLayout, num_groups: int, block_size: int) -> BatchLayout:
+    """Adds the rows of each further cache group to a layout; call it right after the step was scheduled."""
+    if num_groups == 1:
+        return layout
+    starts = np.fromiter((entry.start for entry in layout.entries), np.int64, len(layout.entries))
+    counts = np.diff(layout.row_starts)
+    others = []
+    for number in range(num_groups - 1):
+        entries = [entry._replace(block_table=_table(entry, number)) for entry in layout.entries]
+        slot_mapping, to_clear = _map_slots(entries, starts, counts, layout.positions, block_size)
+        others.append(replace(layout, entries=entries, slot_mapping=slot_mapping, blocks_to_clear=to_clear))
+    return replace(layout, others=tuple(others))
+
+
+def _table(entry: ScheduledSequence, number: int) -> list[int]:
+    tables = entry.sequence.group_tables
+    return entry.block_table if tables is None else tables.further[number]  # a dummy has one for all
+
+
 def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each last number the `counts` numbers up to it."""
     numbers = lasts.repeat(counts)
@@ -119,7 +138,7 @@ def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.in
     return numbers
 
 
-def map_slots(
+def _map_slots(
     entries: list[ScheduledSequence],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],

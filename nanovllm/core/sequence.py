@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
-from nanovllm.core.block_tables import GroupTables
 from nanovllm.core.outputs import ErrorKind, OutputKind, TokenLogprobs
 from nanovllm.core.resumed import Resumed
 from nanovllm.core.sampling_params import SamplingParams
@@ -19,13 +18,13 @@ class NewRequest:
     """A checked request, as the input processor hands it to `Engine.add`.
 
     prompt: the prompt as text, if it was given as text.
-    prompt_token_ids: what is to be computed of the prompt, at least one token.
+    prompt_token_ids: the tokens to compute, at least one.
     bad_words: the token ids that spell each of the bad words.
     priority: lower runs first.
     cache_salt: requests share cached prefixes only within one salt.
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
-    resumed: if it ran elsewhere before: its tokens are recomputed, and it goes on where it was.
+    resumed: progress in an earlier engine; its tokens are recomputed.
     matcher: of params.structured_output, before the first token; each sample copies it.
     """
 
@@ -43,6 +42,20 @@ class NewRequest:
     matcher: Matcher | None = None
 
 
+@dataclass(slots=True)
+class GroupTables:
+    """State of a sequence in cache groups; `Sequence.block_table` is the table of the first group.
+
+    further: block tables of the other groups; the null block replaces each block that left the window.
+    first_held: in each group, the first block that was not freed yet.
+    junctions: lengths in blocks of known prefixes that were only partly in the cache.
+    """
+
+    further: list[list[int]]
+    first_held: list[int]
+    junctions: set[int] = field(default_factory=set)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Known tokens, computed tokens and the blocks that hold them.
@@ -55,8 +68,8 @@ class Sequence:
                      | block | block | block | bl..|            block_table
 
     Nothing says "prefill" or "decode": a step computes some of the difference between known and computed tokens.
-    When a sequence gives all its blocks back it gets a *new* block table, so that a batch that still refers to the old
-    one stays what it was.
+    When a sequence gives all its blocks back it gets a *new* block table, so that a batch in flight keeps the old one
+    unchanged.
     """
 
     request: InitVar[NewRequest]
@@ -71,7 +84,7 @@ class Sequence:
     params: SamplingParams = field(init=False)
     priority: int = field(init=False)
     cache_salt: str = field(init=False)
-    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # token ids that must never follow one another
+    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # sequences of token ids that are never completed
     arrival_time: float = field(init=False)  # seconds, on the engine's clock
     key: tuple[float, int] = field(init=False)  # the order of scheduling, smaller first; the scheduler lets it age
     num_prompt_tokens: int = field(init=False)
@@ -84,7 +97,7 @@ class Sequence:
     num_known_tokens: int = field(init=False)  # those in token_ids, and those sampled and not read yet
     num_computed_tokens: int = 0  # with KV in the cache, or launched to be written there
     block_table: list[int] = field(default_factory=list)
-    group_tables: GroupTables | None = None  # where layers form several cache groups: beside that of the first group
+    group_tables: GroupTables | None = None  # only with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
 
     is_running: bool = False

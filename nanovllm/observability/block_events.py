@@ -10,10 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.block_manager import BlockManager, PrefixEntry
 from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 
@@ -61,9 +59,9 @@ class BlockEvents(Observer):
 
     @classmethod
     def follow(cls, manager: BlockManager, observers: StepObservers, receive: Receiver) -> None:
-        """Call `receive` with each batch of events; the engine must not have computed anything yet."""
-        if known := known_prefixes(manager):
-            raise RuntimeError(f"{len(known)} blocks are findable already; follow a new engine.")
+        """Call `receive` with each batch of events of an engine that has not computed anything yet."""
+        if manager.entries:
+            raise RuntimeError(f"{len(manager.entries)} blocks are findable already; follow a new engine.")
         events = manager.observer
         if not isinstance(events, cls):
             events = manager.observer = cls()

@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from nanovllm.cache.cache_groups import known_prefixes
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.core.outputs import RequestMetrics
 from nanovllm.core.sequence import NewRequest
@@ -164,7 +163,7 @@ class Replica:
         """Queue lengths and findable blocks, for the routers."""
 
         def look(engine: Any) -> bytes:
-            entries = known_prefixes(engine.block_manager)  # oldest first
+            entries = engine.block_manager.entries  # in the order in which they became findable
             return fingerprints(islice(entries, max(0, len(entries) - MAX_REPORTED), None))
 
         blocks, stats = await asyncio.wrap_future(self._thread.submit(look)), self._thread.heartbeat().stats

@@ -45,11 +45,11 @@ def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
             del manager.free_blocks[free]
             manager.free_blocks[first.block_table[0]] = None
         case "an entry without blocks":
-            head.blocks.clear()
+            manager.holders[head.prefix_id].clear()
         case "an entry under another hash":
             manager.entries[b"other"] = manager.entries.pop(head.block_hash)
         case "a stranger's block":
-            head.blocks[free] = None
+            manager.holders[head.prefix_id][free] = None
         case "a block that no entry names":
             manager.entry_of[free] = head
         case "one prefix id twice":

@@ -8,10 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.block_manager import BlockManager, PrefixEntry
 from nanovllm.cache.kinds import FULL, StateKind
-from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
@@ -127,7 +125,7 @@ def test_the_walks_meet(situation: str, walks: list[Loop]):
         met["preemptions"] += loop.scheduler.stats.num_preemptions
         met["prefix-cache hits"] += loop.scheduler.stats.prefix_cache_hits
         met["prefixes shared within a step"] += loop.model.num_shared_in_step
-        met["evictions"] += sum(manager.num_evictions for manager in loop.manager.managers)
+        met["evictions"] += sum(pool.num_evictions for pool in loop.manager.pools)
         met["failed steps"] += loop.scheduler.stats.num_failed_steps
     assert met[situation] > 20
 
@@ -164,7 +162,7 @@ def test_observers_hear_what_is_known_and_no_more(mix: int):
                 loop.fail()
             elif loop.in_flight:
                 loop.read()
-        assert list(followed.hashes) == list(known_prefixes(scheduler.block_manager))
+        assert list(followed.hashes) == list(scheduler.block_manager.entries)
     assert followed.hashes
     loop.drain()
     loop.manager.reset_prefix_cache()

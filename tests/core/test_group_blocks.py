@@ -126,9 +126,9 @@ def test_what_falls_behind_a_window_does_not_push_kept_tails_out():
     for number in range(1, 4):  # each leaves two kept tails, and passes 25 blocks of the window pool's 40
         loop.add([number, *tokens(100)], max_tokens=1)
         loop.drain()
-    manager = loop.manager.managers[1]
-    assert manager.num_evictions == 0
-    assert manager.num_findable_blocks <= 4 * 4
+    pool = loop.manager.pools[1]
+    assert pool.num_evictions == 0
+    assert pool.num_findable_blocks <= 4 * 4
 
 
 def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_window():
@@ -144,11 +144,11 @@ def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_wi
     manager.withdraw(0)
     manager.register(own, 0, 9, step_id=1)
     manager.commit(1)
-    windows = manager.managers[1]
+    windows = manager.groups[1]
     assert not windows.claimed
     windows.free_unseen(tables_of(own)[1], 6, 9, junctions=[])
     found = manager.lookup(later)
-    assert len(found) == 9 and found.by_group[1:] == [[0] * 6 + tables_of(other)[1][6:]]
+    assert len(found) == 9 and manager.hits_by_group(later, found)[1:] == [[0] * 6 + tables_of(other)[1][6:]]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_a_hit_that_would_leave_no_block_to_compute_in_is_none_in_any_group():
     manager.commit(0)
     manager.release(first)
     found = manager.lookup(own)
-    assert (len(found), list(map(len, found.by_group))) == (9, [9, 9])
+    assert (len(found), list(map(len, manager.hits_by_group(own, found)))) == (9, [9, 9])
     manager.allocate(other, 52 - 1 - 9)  # nothing is free but what was found
     none = manager.lookup(own)
-    assert (none, none.by_group) == ([], [[], []])
+    assert (none, manager.hits_by_group(own, none)) == ([], [[], []])
     assert manager.num_blocks_lacking(own, 8, none).by_group == [1, 1]
 
 
@@ -209,8 +209,8 @@ def test_forgetting_a_sequence_forgets_it_in_every_group():
     loop.add(tokens(20), max_tokens=9)
     loop.launch(non_finite={"0"})
     loop.read()
-    assert not loop.manager.tree.nodes
-    assert all(manager.num_findable_blocks == 0 for manager in loop.manager.managers)
+    assert not loop.manager.entries
+    assert all(pool.num_findable_blocks == 0 for pool in loop.manager.pools)
 
 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused():
@@ -285,8 +285,8 @@ def test_each_group_tells_of_the_findable_blocks_that_become_idle_in_its_own_poo
     """Behind the window those before the prompt's end: the others are forgotten."""
     loop = make_loop(FULL, WINDOW)
     idle: list[list[int]] = [[], []]
-    for group, manager in enumerate(loop.manager.managers):
-        manager.on_idle = lambda block, entry, group=group: idle[group].append(block)
+    for group, pool in enumerate(loop.manager.pools):
+        pool.on_idle = lambda block, entry, group=group: idle[group].append(block)
     sequence = loop.add(tokens(40), max_tokens=12)
     loop.launch()
     full, window = (list(table) for table in tables_of(sequence))

@@ -91,14 +91,10 @@ def make_group_scheduler(
     return Scheduler(config, manager)
 
 
-def managers_of(manager: BlockManager) -> list[BlockManager]:
-    return list(manager.managers) if isinstance(manager, CacheGroups) else [manager]
-
-
 def tables_of(sequence: Sequence) -> list[list[int]]:
     """The sequence's block table in each group."""
     tables = sequence.group_tables
-    return [sequence.block_table, *(table.block_table for table in (tables.further if tables else ()))]
+    return [sequence.block_table, *(tables.further if tables else ())]
 
 
 def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
@@ -164,10 +160,12 @@ class MockModel:
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
         self.block_size = scheduler.block_size
-        managers = managers_of(scheduler.block_manager)
-        self.kinds = [getattr(manager, "kind", FULL) for manager in managers]
+        manager = scheduler.block_manager
+        self.kinds = [group.kind for group in manager.groups] if isinstance(manager, CacheGroups) else [FULL]
         # The cache of each group.
-        self.slots: list[list[int | Poison | None]] = [[UNWRITTEN] * (m.num_blocks * self.block_size) for m in managers]
+        self.slots: list[list[int | Poison | None]] = [
+            [UNWRITTEN] * (pool.num_blocks * self.block_size) for pool in manager.pools
+        ]
         self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
         self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
         self._on_device: dict[str, _OnDevice] = {}
@@ -462,8 +460,8 @@ class Loop:
             else:
                 check(sequence.finish_reason == "length" and sequence.stop_reason is None, f"{sequence}")
             check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
-        for manager in managers_of(self.manager):
-            check(len(manager.free_blocks) == manager.num_blocks - 1, "blocks leaked")
+        for pool in self.manager.pools:
+            check(len(pool.free_blocks) == pool.num_blocks - 1, "blocks leaked")
 
     def _check_order(self) -> None:
         """Check that both queues are in order of aged priority, then of arrival."""

@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import build_block_manager, known_prefixes
+from nanovllm.cache.cache_groups import build_block_manager
 from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
@@ -105,8 +105,8 @@ class Replica:
         return len(self.scheduler.running)
 
     def num_hits(self, hashes: AnySequence[bytes]) -> int:
-        """Number of a prompt's leading blocks in the prefix cache, see `ReplicaView`."""
-        return num_leading_hits(hashes, known_prefixes(self.scheduler.block_manager))
+        """Blocks of a prompt in the prefix cache; with the queues this makes it a `ReplicaView`."""
+        return num_leading_hits(hashes, self.scheduler.block_manager.entries)
 
     @property
     def has_unfinished(self) -> bool:
