@@ -1,4 +1,4 @@
-"""The asynchronous front door: many clients, in one event loop or several, share one engine in a thread of its own."""
+"""The asynchronous front door: clients in one event loop or several share an engine that runs in its own thread."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AsyncLLM(AsyncScoring):
     every open stream and every later call raises EngineDeadError, caused by the error. See docs/guide/async.md.
     """
 
-    _open = staticmethod(open_engine)  # the front on Ray has an opener of its own
+    _open = staticmethod(open_engine)  # the front on Ray overrides it
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class AsyncLLM(AsyncScoring):
             request_ids: one for each prompt, its name in outputs; None makes new ones.
             sampling_params, output_kind, **options: as in `generate`, for all of them.
 
-        Raises what `generate` does before its first output; QueueFullError if not all of them have room.
+        Raises the errors of `generate`; QueueFullError if not all of them have room.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, not a string; put it into a list.")
@@ -178,7 +178,7 @@ class AsyncLLM(AsyncScoring):
         return await self._submit(prepare, request_ids, output_kind, sampling_params, (messages, tools))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
+        """Token ids of a text, with the tokenizer's special tokens if `add_special_tokens`."""
         work = partial(self._input_processor.tokenize, prompt, add_special_tokens=add_special_tokens)
         return await self.prepare(work, prompt)
 
@@ -190,7 +190,7 @@ class AsyncLLM(AsyncScoring):
         return await self.prepare(work, (messages, tools))
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids, each of which the tokenizer must know."""
+        """The text of token ids; all must be in the tokenizer's vocabulary."""
         return await self.prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
 
     async def _submit(
@@ -312,7 +312,7 @@ class AsyncLLM(AsyncScoring):
         """The result of look(engine), called in the engine's thread between two steps; it must change nothing.
 
         With replicas `look` gets the `ReplicaPool`.
-        Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
+        Raises EngineDeadError, RuntimeError once it is closed, and any error of `look`.
         """
         return await self._run(look)
 

@@ -49,7 +49,7 @@ def build_engine(
     trace: TraceWriter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
+    """Load, hook and warm up a model; arguments and errors as for `LLM`, `clock` as for `Engine`."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
     publisher = None
@@ -72,7 +72,7 @@ def build_engine(
     if trace is not None:
         trace.begin(model_runner.config)
     limits = _limits(loaded, model_runner)
-    # The seed: whatever the KV of a token depends on besides its prefix.
+    # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
     if publisher is not None:
@@ -91,7 +91,7 @@ def build_engine(
 
 
 def _free_threads(loaded: loader.LoadedModel) -> int | None:
-    """One less than all while a thread takes memory: passes whose threads lack a core take five times as long."""
+    """All threads but one while a thread takes memory: a pass with more threads than cores takes five times as long."""
     is_taking = loaded.memory is not None and loaded.memory.is_taking
     return max(1, torch.get_num_threads() - 1) if is_taking else None
 
@@ -111,9 +111,9 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
 
 
 def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner]:
-    """Load the model's first part here and the others in processes of their own, which this starts.
+    """Start the processes of the other ranks, and load each rank's shard of the model.
 
-    Raises ValueError, before anything is loaded, for what cannot be sharded, and DeviceError if a process fails.
+    Raises ValueError before loading if the model cannot be sharded, and DeviceError if a process fails.
     """
     from nanovllm.execution.workers import WorkerProcesses
     from nanovllm.model.sharded_loading import check_shards, load_sharded
@@ -171,11 +171,11 @@ def build_worker(start: Start, ranks: Ranks) -> RankRunner:
 def resolve_options(
     binding: ModelBinding, loaded: loader.LoadedModel, config: EngineConfig
 ) -> tuple[EngineConfig, AttentionChoice, CachePools]:
-    """Settle every option from what the user set, what the model is and what the device is.
+    """Resolve every option for the model and the device.
 
     Limits come first, then the attention backend and CUDA graphs, then the KV cache's size, for which a GPU runs a
     step.
-    Raises ValueError for options that contradict one another, the model or the device.
+    Raises ValueError for options that contradict each other, the model or the device.
     """
     layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
     longest = max_model_len or loaded.max_position_embeddings

@@ -32,7 +32,7 @@ class LaunchedStep:
     def launch(
         cls, model_runner: ModelRunner, batch: ScheduledBatch, start: float, clock: Callable[[], float], *, draws: bool
     ) -> LaunchedStep:
-        """Launch a batch whose scheduling began at the time `start`; without `draws`, `draw` is to be called."""
+        """Launch a batch; its scheduling began at time `start`. Without `draws` the caller calls `draw` later."""
         scheduled = clock()
         step = cls(batch, StepTimes(start, scheduled - start), clock)
         if draws:

@@ -42,9 +42,9 @@ def open_engine(
     *,
     trace: Any = None,
     **of_replicas: bool,
-) -> EngineInterface:
-    """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
-    # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
+) -> AnyEngine:
+    """The engine or pool for a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
+    # Imports are local: a front starts its replicas before it loads modules that only engines need.
     if options.get("data_parallel_size", 1) == 1:
         with collector_paused():  # transformers is imported here
             from nanovllm.build import build_engine
@@ -60,12 +60,12 @@ class LLM(Scoring):
 
     Args:
         model: "smollm2-135m-instruct" (the embedded default), a folder, GGUF file or hub id, or a loaded `transformers`
-            causal language model, which is then used as it is, without a copy, and stays its owner's between calls.
+            causal language model, which is used without a copy and belongs to its owner between calls.
         tokenizer: a tokenizer, a folder, GGUF file or hub id of one; None takes the model's own. A loaded module
             without one takes prompts as token ids only.
         on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
             not called again.
-        trace: writes what every request and step does to a file; close it after the LLM.
+        trace: writes the events of every request and step to a file; close it after the LLM.
         **options: see `EngineConfig`.
 
     Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
@@ -92,7 +92,7 @@ class LLM(Scoring):
         self._owner: int | None = None  # the thread that holds it
         self._request_ids: Iterator[str] = map(str, itertools.count())
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: where its call looks
-        self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
+        self._abandoned: deque[str] = deque()  # request ids of calls that have ended
         self._close = weakref.finalize(self, engine.close)  # an LLM that is dropped gives its memory back at once
         self._close.atexit = False
         take_memory_when_idle(engine)
@@ -120,8 +120,8 @@ class LLM(Scoring):
             use_tqdm: show a progress bar on stderr.
 
         Options but use_tqdm are one value for all prompts, or a list with one for each. A bad prompt or option raises
-        before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request whose
-        logits are not finite ends with finish_reason "error"; any other failure ends them all and raises.
+        before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request with
+        non-finite logits ends with finish_reason "error"; any other failure ends them all and raises.
         """
         engine = self._open_engine()
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
@@ -263,7 +263,7 @@ class LLM(Scoring):
                 self._owner = None
 
     def _abort_abandoned(self) -> None:
-        """End the requests whose calls have ended."""
+        """Abort requests of calls that have ended."""
         while self._abandoned:
             request_id = self._abandoned.popleft()
             self._inboxes.pop(request_id, None)
@@ -279,7 +279,7 @@ class LLM(Scoring):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters use; for others: `dataclasses.replace(llm.default_sampling_params, ...)`."""
+        """Parameters of requests without any; vary them by `dataclasses.replace(llm.default_sampling_params, ...)`."""
         return self._open_engine().input_processor.default_params
 
     @property

@@ -8,11 +8,11 @@ step that passed it was *read*: a step that fails moves the window back, and ste
                              kept tail       window
 
 These blocks are evicted first, unless a later request is likely to ask for them: before the end of the prompt, before a
-junction (where a known prefix ended and requests went on in different ways), or claimed before. Those age in the free
-list like the blocks of a finished sequence.
+junction (the end of a known prefix after which requests differ), or claimed before. Those age in the free list like the
+blocks of a finished sequence.
 
-A prefix hit ends where all groups agree: the first group holds all blocks before it, each window group those within
-sight of what follows.
+A prefix hit ends where all groups agree: the group of full attention holds all blocks before it, each window group the
+blocks that the next token sees.
 
 Invariant: a prefix is in the index while the first group holds its last block or a longer prefix is in the index. For a
 window group holds the end of a prefix without its beginning, and every hit ends with a block of each group.
@@ -156,7 +156,7 @@ class CacheGroups(BlockManager):
         return by_group[0]
 
     def hits_by_group(self, sequence: Sequence, hits: Collection[int]) -> list[list[int]]:
-        """The blocks of a hit in each group; `hits` are those of the first group, as `lookup` found them."""
+        """The blocks of a hit in each group; `hits` are the first group's, from `lookup`."""
         entries = self._hit_entries(hits)
         return [group.hit_blocks(entries, len(sequence.block_table)) for group in self.groups]
 

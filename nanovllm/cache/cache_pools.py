@@ -1,4 +1,4 @@
-"""Sizes of the cache groups' pools: how memory is split among layers that see a whole sequence or its end alone."""
+"""Sizes of the pools: the memory split between groups with full attention and groups with windows or chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CachePools(NamedTuple):
 
     @property
     def is_one_full(self) -> bool:
-        """Whether one block manager with one table a sequence does, as for a model of full attention alone."""
+        """Whether a plain `BlockManager` serves the model: full attention alone."""
         return len(self.groups) == 1 and self.groups[0].kind.is_full
 
     @property
@@ -43,7 +43,7 @@ class CachePools(NamedTuple):
         return [of_layer[layer] for layer in sorted(of_layer)]
 
     def num_longest(self, max_model_len: int, block_size: int) -> int:
-        """Sequences of max_model_len that fit at once."""
+        """Number of sequences of max_model_len that fit at once."""
         pairs = zip(self.groups, self.num_blocks, strict=True)
         return min((count - 1) // group.kind.max_blocks(max_model_len, block_size) for group, count in pairs)
 
@@ -78,7 +78,7 @@ def resolve_pool(
 
     Args:
         block_bytes: bytes of one block over all layers.
-        memory_bytes: memory that the device has left.
+        memory_bytes: free memory of the device.
         max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
 
     Raises ValueError if the pool cannot hold one sequence of max_model_len.
@@ -156,7 +156,7 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
         memory = max(0, memory_bytes)
     scale = memory / sum(group.block_bytes * weight for group, weight in zip(groups, weights, strict=True))
     counts = [max(n, int(scale * weight)) for n, weight in zip(least, weights, strict=True)]
-    if not is_asked:  # more blocks could never be used, but to cache as many sequences again as run
+    if not is_asked:  # no more than blocks of all running sequences, and as many cached windows again
         chunk = -(-2 * config.max_num_batched_tokens // config.block_size)
         for number, kind in enumerate(kinds):
             most = config.max_num_seqs * needed[number] * (1 if kind.is_full else 2) + (0 if kind.is_full else chunk)

@@ -56,9 +56,9 @@ class GroupBlocks:
         self.claimed.discard(entry.prefix_id)
 
     def longest_hit(self, entries: AnySequence[PrefixEntry], first: int, end: int) -> int:
-        """The length of the longest hit among the first `end` entries, which stand at block `first` and on.
+        """Length of the longest hit in entries[:end]; entries[0] is block `first` of the sequence.
 
-        Scanned from the right; blocks before `first` are the sequence's own.
+        Scanned from the right; the sequence holds the blocks before `first`.
         """
         holders = self.pool.holders
         if self.kind.is_full:
@@ -70,17 +70,17 @@ class GroupBlocks:
                 index -= 1
             if index <= needed:
                 return end
-            end = index = index - 1  # no longer hit can do without the block that is missing
+            end = index = index - 1  # every longer hit needs the missing block
         return 0
 
     def hit_blocks(self, entries: AnySequence[PrefixEntry], first: int) -> list[int]:
-        """The block of each entry of a hit, which stands at block `first` and on."""
+        """A block for each entry of a hit; entries[0] is block `first` of the sequence."""
         needed = max(0, self.first_block((first + len(entries)) * self.block_size) - first)
         holders = self.pool.holders
         return [NULL_BLOCK] * needed + [next(iter(holders[entry.prefix_id])) for entry in entries[needed:]]
 
     def free_unseen(self, table: list[int], first: int, end: int, junctions: Collection[int]) -> None:
-        """Free the table's blocks first..end-1; forgets their contents except in kept tails.
+        """Free blocks first..end-1 of the table, and forget their contents except in kept tails.
 
         Args:
             junctions: lengths in blocks at which later requests may branch off.

@@ -28,7 +28,7 @@ class StateKind(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every block is needed as long as its sequence runs."""
+        """Whether a sequence needs all its blocks until it ends."""
         return self.window is None and self.chunk is None
 
     @property
@@ -36,7 +36,7 @@ class StateKind(NamedTuple):
         return self.window, self.chunk
 
     def within(self, num_positions: int) -> StateKind:
-        """The kind for sequences of at most `num_positions`: no window or chunk that holds all of them."""
+        """The kind for sequences of at most `num_positions`, without a window or chunk that holds them all."""
         if self.record_bytes is not None:
             return self
         window, chunk = (span if span and span < num_positions else None for span in self.spans)
@@ -47,7 +47,7 @@ class StateKind(NamedTuple):
         return token_bytes * block_size if self.record_bytes is None else self.record_bytes
 
     def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first position that a row at each of `positions` sees; it never decreases from one to the next."""
+        """The first position that a row at each of `positions` sees; non-decreasing in the position."""
         first = np.zeros_like(positions)
         if self.window is not None:
             first = np.maximum(first, positions - (self.window - 1))
@@ -70,7 +70,7 @@ class StateKind(NamedTuple):
         return max(0, min(self.first_position(num_full * block_size) // block_size, num_full - 1))
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
-        """Blocks that one sequence needs at most, the next token's included, once its steps were read."""
+        """Most blocks that one sequence needs, including the block of its next token, once its steps were read."""
         longest, span = -(-max_model_len // block_size), max_model_len
         if self.window is not None:
             span = min(span, self.window - 1)
@@ -79,11 +79,11 @@ class StateKind(NamedTuple):
         return longest if self.is_full else min(longest, max(1, -(-span // block_size)) + 1)
 
     def num_seen(self, num_tokens: int) -> int:
-        """Positions that the last of `num_tokens` sees."""
+        """Number of positions that the last of `num_tokens` tokens sees."""
         return num_tokens - self.first_position(num_tokens - 1)
 
     def num_pairs(self, start: int, count: int) -> int:
-        """Pairs of a row and a position that it sees, for `count` rows from position `start` on."""
+        """Number of pairs (row, visible position) of `count` rows from position `start` on."""
         if self.is_full:
             return count * start + count * (count + 1) // 2
         if self.chunk is None and self.window is not None:
@@ -102,8 +102,8 @@ class LayerTraits:
     num_heads, num_kv_heads: of queries; of keys and values.
     head_dim, value_dim: elements of one head of queries and keys; of one head of values and of the result.
     sight: the positions that its rows see, and therefore keep.
-    softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None where they stay.
-    has_sinks: a learned score a head joins the softmax and adds nothing to its result (gpt-oss).
+    softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None for no cap.
+    has_sinks: each head has a learned score that joins the softmax without a value (gpt-oss).
     shares: index of the earlier layer that computes its K and V; None for the layer itself.
     """
 
@@ -136,11 +136,11 @@ class LayerTraits:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is full causal attention and nothing else, with K and V of one width."""
+        """Whether it is full causal attention alone, with K and V of one width."""
         return self.first_beyond() is None
 
     def first_beyond(self, *served: str) -> str | None:
-        """The first thing beyond plain attention that is not among `served`, in words; None if there is none.
+        """Description of the first trait beyond plain attention that is not in `served`; None without one.
 
         Args:
             served: of "window", "chunk", "softcap", "sinks", "widths".

@@ -13,7 +13,7 @@ HASH_BYTES = 16
 
 
 def root_hash(hash_seed: str, cache_salt: str) -> bytes:
-    """The parent of every first block. `hash_seed` is what KV depends on besides the tokens, such as the model."""
+    """The parent of every first block. `hash_seed` names all that KV depends on besides tokens, such as the model."""
     return digest(f"{len(hash_seed)}:{hash_seed}{cache_salt}".encode("utf-8", "surrogatepass"))
 
 
@@ -23,7 +23,7 @@ class PromptHashes(Sequence[bytes]):
     As long as a prefix hit can be: it ends before the last token, which is always computed.
 
     Args:
-        token_ids: the prompt; an array of int32 is taken as it is.
+        token_ids: the prompt; an array of int32 is not copied.
         block_size, hash_seed: those of the block managers that are asked.
         known: the first of the hashes, extended in place.
     """
@@ -67,7 +67,7 @@ class PromptHashes(Sequence[bytes]):
 
 
 def num_leading_hits(hashes: Iterable[bytes], held: Container[bytes]) -> int:
-    """How many of the hashes are held, up to the first that is not."""
+    """Number of leading hashes that are in `held`."""
     count = 0
     for block_hash in hashes:
         if block_hash not in held:

@@ -1,7 +1,7 @@
 """`EngineConfig`, the engine's options: validated on construction, resolved once against model and device, frozen.
 
 None means "not set": the option takes the device's default and yields to options that were set. Only options that
-were set can contradict one another.
+were set can contradict each other.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class EngineConfig:
         self._check_kv_events()
 
     def _check_together(self) -> None:
-        """Raise ValueError for options that contradict one another, whatever the model and the device."""
+        """Raise ValueError for options that contradict each other on every model and device."""
         if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
             raise ValueError(
                 f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
@@ -269,7 +269,7 @@ class EngineConfig:
         Args:
             block_size: default where the user set none; None for the device's.
 
-        Raises ValueError for options that contradict one another or the model.
+        Raises ValueError for options that contradict each other or the model.
         """
         if self.max_model_len is not None and self.max_model_len > max_position_embeddings:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Default limits of each device, and how limits that were not set yield to those that were."""
+"""Default limits of each device; a default yields to limits that the user set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Default limits of a device; docs/guide/tuning.md has the measurements behind them."""
+    """Default limits of a device, as measured in docs/guide/tuning.md."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -28,13 +28,13 @@ def fit_budget(
 ) -> tuple[int, int, int]:
     """Return token budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
 
-    A chunk of at least one block then fits beside max_num_seqs decodes, so prefills always proceed.
+    A step then has room for max_num_seqs decodes and one block of a prompt, so prefills always proceed.
 
     Args:
         budget, num_seqs, block_size: the limits as set; None yields to the others.
-        usual_block_size: block_size where nothing speaks against it.
+        usual_block_size: default of block_size.
 
-    Raises ValueError for limits that contradict one another.
+    Raises ValueError for limits that contradict each other.
     """
     fitted_seqs, fitted_block = num_seqs or defaults.max_num_seqs, block_size or usual_block_size
     if budget is None:

@@ -7,13 +7,13 @@ from typing import Any
 
 
 class ModelLoadError(ValueError):
-    """The model or its tokenizer could not be found or read; the message names what is missing and where."""
+    """The model or its tokenizer could not be found or read; the message names the missing part and its path."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model does something that the engine does not implement; the message names it and what would serve it.
+    """The model needs a feature that the engine does not have; the message names it and an alternative.
 
-    `reason` is its key in `nanovllm.model.unsupported.REASONS`; empty for what another option would allow.
+    `reason` is its key in `nanovllm.model.unsupported.REASONS`; empty if another option allows the model.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
@@ -30,7 +30,7 @@ class CompilerError(KernelBuildError):
 
 
 class ProcessorClassError(ValueError):
-    """NANOVLLM_CPU_CLASS names no class of processors that this one belongs to."""
+    """NANOVLLM_CPU_CLASS names no class of processors that includes this one."""
 
 
 class DeviceError(RuntimeError):
@@ -84,4 +84,4 @@ class QueueFullError(RuntimeError):
 
 
 class NotFusedError(ValueError):
-    """A layer is of another kind than a fused one computes, and runs as it is; the message says in what."""
+    """A layer has no fused form and runs unfused; the message names the difference."""

@@ -1,7 +1,7 @@
-"""What does not work beyond one process: the reasons and remedies that refusals show.
+"""Features that do not work beyond one process, with the reason and remedy that each refusal shows.
 
 A mode is the option that turns it on, or the package. Options name their own refusals (`option(refused=...)`); here are
-those of calls, arguments and commands. What has no reason works, which the tests of the product table run.
+those of calls, arguments and commands. A feature without a reason works, as the tests of the product table show.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REPLICAS = "data_parallel_size"
 TENSOR_PARALLEL = "tensor_parallel_size"
 RAY = "nanovllm.ray"
 
-# Feature -> mode -> why it is refused there, and what would work instead.
+# Feature -> mode -> reason and remedy.
 REFUSALS: dict[str, Mapping[str, str]] = {
     "a loaded module as model": {
         REPLICAS: "a module lives in this process. Save it (save_pretrained) and pass the folder.",
@@ -49,7 +49,7 @@ def refuse(feature: str, mode: str, reason: str | None = None) -> NoReturn:
 
 
 def check_one_process(feature: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if engine options ask for more than the one process that a feature knows."""
+    """Raise ValueError if engine options need several processes and the feature works in one."""
     for mode in REFUSALS[feature]:
         if options.get(mode, 1) != 1:
             refuse(feature, mode)

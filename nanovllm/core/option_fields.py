@@ -28,7 +28,7 @@ def option(
 
     Args:
         help: text of flags, `help()` and the reference.
-        check: of `core.validation`, whose `check_fields` calls it; None: that of the annotation.
+        check: of `core.validation`, called by its `check_fields`; None: the check of the annotation.
         flag: name of the flag, and in a server's file; None: the field's.
         refused: mode of `core.features` that the option does not work with -> reason and remedy.
         more: as for `dataclasses.field`.

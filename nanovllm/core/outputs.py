@@ -211,7 +211,7 @@ class CacheGroupStats:
 
     @property
     def name(self) -> str:
-        """What its layers see, in words."""
+        """Window and chunk of its layers, in words."""
         parts = {"window": self.window, "chunks of": self.chunk}
         return " in ".join(f"{words} {size}" for words, size in parts.items() if size is not None) or "full attention"
 

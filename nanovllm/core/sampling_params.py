@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-COLD_TEMPERATURE = 0.02  # below it float32 rounds the noise beside logits over the temperature away
+COLD_TEMPERATURE = 0.02  # below it float32 rounds away noise that is added to logits / temperature
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # all samples of a request are queued at once
@@ -151,7 +151,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, default, check in _OPTIONS:
             value = getattr(self, name)
-            if value is not default:  # a default is right as it is, and most options keep theirs
+            if value is not default:  # defaults need no check, and most options keep theirs
                 object.__setattr__(self, name, check(name, value))
         for word in self.bad_words:
             if not word.strip():

@@ -1,9 +1,8 @@
-"""Seeds of requests and their samples, made by SplitMix64: any of them can be computed by itself."""
+"""Seeds of requests and their samples, by SplitMix64: each is computed without the others."""
 
 from __future__ import annotations
 
-# SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
-# counter.
+# SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): output i is a mixed counter.
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK_64 = 2**64 - 1
@@ -18,10 +17,10 @@ def mix64(value: int) -> int:
 
 
 def sample_seeds(seed: int | None, count: int, *, engine_seed: int, request_number: int) -> list[int]:
-    """The seeds of a request's samples: the request's own for the first, another for each of the others.
+    """Seeds of a request's samples; the first sample has the seed of the request.
 
     Args:
-        seed: None if the request has none of its own; then each request of an engine has another.
+        seed: of the request; None derives one from the engine's seed and the number of the request.
     """
     if seed is None:
         seed = mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)

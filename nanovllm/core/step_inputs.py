@@ -1,4 +1,4 @@
-"""What steps bring to the device: a feature names its arrays once, and whoever packs a step knows no more of them."""
+"""Inputs of a step on the device: each feature names its arrays once, and packing code knows only these names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nanovllm.core.batch_layout import BatchLayout
 class StepInput(NamedTuple):
     """One array of a packed step; zeros where the feature writes nothing.
 
-    sizes: of its dimensions: numbers, or names of what the packed step counts, padding included: "samples", "rows",
-        "decodes", "pairs" (of decodes), "tiles", "chunk_rows". None: one dimension, all that is left; for the last.
+    sizes: of its dimensions: numbers, or counts of the packed step with padding: "samples", "rows", "decodes", "pairs"
+        (of decodes), "tiles", "chunk_rows". None, for the last array: one dimension with all words that are left.
     """
 
     name: str
@@ -25,8 +25,8 @@ class HostStep(NamedTuple):
     """A step to be packed.
 
     plan: by the attention backend.
-    draws: what the device draws with, `sampling.draw.DrawInputs`; None if the host's sampler draws.
-    num_decodes: rows of the decodes, padding included; those of chunks come behind.
+    draws: `sampling.draw.DrawInputs` of the device's draw; None if the host's sampler draws.
+    num_decodes: rows of decodes, padding included; rows of chunks follow.
     """
 
     layout: BatchLayout

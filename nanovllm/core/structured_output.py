@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_FORM_BYTES = 256 * 1024  # of a schema, a regex, a grammar or all choices, in UTF-8
-MAX_SCHEMA_DEPTH = 100  # objects and arrays within one another in a schema
+MAX_SCHEMA_DEPTH = 100  # nested objects and arrays in a schema
 MAX_CHOICES = 10_000
 
 
@@ -27,7 +27,7 @@ class GrammarError(Exception):
 
 
 class Matcher(Protocol):
-    """What a sample's sequence holds of its grammar; see `grammar.matcher`."""
+    """State of a sample in its grammar; see `grammar.matcher`."""
 
     num_tokens: int  # of the output, consumed so far
     num_words: int  # of a mask
@@ -54,8 +54,8 @@ class StructuredOutput:
         `[lazy]` ends a rule of one expression as early as it can.
     choice: one of these texts.
 
-    Raises TypeError or ValueError that names the field, what is wrong and its limit. What only a compiler can tell, an
-    error in a grammar or a keyword that is not supported, is a ValueError where the request is made.
+    Raises TypeError or ValueError that names field, fault and limit. Faults that only a compiler finds, such as
+    an error in a grammar or an unsupported keyword, are a ValueError of the call that makes the request.
     """
 
     json_schema: Any = None
@@ -96,7 +96,7 @@ KINDS = tuple(field.name for field in fields(StructuredOutput))
 
 
 def with_white_space(schema: Any) -> Any:
-    """The schema with an end to the white space of its documents, unless it says by `x-guidance` what that may be."""
+    """The schema with a limit on white space in its documents, unless its `x-guidance` sets one."""
     if schema is True:  # any document
         schema = {}
     if not isinstance(schema, dict):
@@ -176,7 +176,7 @@ def _too_deep() -> ValueError:
 
 
 def _check_text_depth(schema: str) -> None:
-    """Before the text is parsed, whose depth Python's stack limits. Brackets within strings do not count."""
+    """Checks depth before json.loads, which recurses on Python's stack. Brackets within strings do not count."""
     depth, in_string, is_escaped = 0, False, False
     for character in schema:
         if in_string:
@@ -195,7 +195,7 @@ def _check_text_depth(schema: str) -> None:
 
 
 def _check_depth(schema: Any) -> None:
-    """Raise ValueError for too many levels, or for a schema whose parts, each met wherever it stands, are too many."""
+    """Raise ValueError for too many levels, or too many parts in all, shared parts counted at each place."""
     level = [] if isinstance(schema, bool) else [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         found = {
@@ -218,7 +218,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _num_containers(value: Any, known: dict[int, int]) -> int:
-    """Objects and arrays of the JSON text, which repeats what several parts share; `known` has those that were met."""
+    """Number of objects and arrays in the JSON text, which repeats shared parts; `known` has the counts so far."""
     if id(value) not in known:
         known[id(value)] = 1 + sum(_num_containers(inner, known) for inner in _containers(value))
     return known[id(value)]
