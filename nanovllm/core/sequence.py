@@ -1,4 +1,4 @@
-"""A request's sequence: known tokens, computed tokens, and the blocks of its KV cache."""
+"""A checked request, and its sequence: known tokens, computed tokens, and the blocks of its KV cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,35 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
-from nanovllm.core.outputs import ErrorKind, OutputKind, TokenLogprobs
-from nanovllm.core.resumed import Resumed
+from nanovllm.core.outputs import ErrorKind, OutputKind, RequestMetrics, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import Matcher
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSample:
+    """Tokens of a sample from another engine; with a finish_reason it has ended there."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Progress and metrics of a request when its engine died, for the engine that continues it.
+
+    samples: one each, in order of their index.
+    prompt_logprobs: complete if any sample has a token.
+    error: of a sample with finish_reason "error".
+    """
+
+    samples: list[ResumedSample]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

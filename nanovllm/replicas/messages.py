@@ -32,9 +32,8 @@ from nanovllm.core.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from nanovllm.core.resumed import Resumed
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
-from nanovllm.core.sequence import NewRequest
+from nanovllm.core.sequence import NewRequest, Resumed
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.scores import AnswerLogits

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
-from nanovllm.core.resumed import Resumed, ResumedSample
-from nanovllm.core.sequence import NewRequest
+from nanovllm.core.sequence import NewRequest, Resumed, ResumedSample
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits

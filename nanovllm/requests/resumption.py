@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.core.resumed import Resumed
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import Resumed, Sequence
 
 
 def restore(sequence: Sequence, resumed: Resumed) -> None:

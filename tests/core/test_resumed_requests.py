@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.core.outputs import OutputKind, RequestMetrics
-from nanovllm.core.resumed import Resumed, ResumedSample
+from nanovllm.core.sequence import Resumed, ResumedSample
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts
 
