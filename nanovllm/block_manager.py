@@ -94,7 +94,8 @@ class BlockPool:
         for _ in range(num_blocks):
             block, _ = self.free_blocks.popitem(last=False)
             self.ref_counts[block] = 1
-            self.num_touched_blocks = max(self.num_touched_blocks, block)
+            if block > self.num_touched_blocks:
+                self.num_touched_blocks = block
             if self.entry_of[block] is not None:
                 self.forget_block(block)
                 self.num_evictions += 1
@@ -243,12 +244,9 @@ class BlockManager(BlockPool):
                 held = self._add(sequence, index, parent)
                 if held is None:
                     return
-                self._hold(self, block, held, step_id)
+                self.hold(block, held)
+                self._uncommitted.setdefault(step_id, []).append((self, block))
             parent = held.prefix_id
-
-    def _hold(self, pool: BlockPool, block: int, entry: PrefixEntry, step_id: int) -> None:
-        pool.hold(block, entry)
-        self._uncommitted.setdefault(step_id, []).append((pool, block))
 
     def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
         """The entry of the sequence's block `index`, new if need be; None if another content has its hash."""

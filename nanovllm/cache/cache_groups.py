@@ -183,7 +183,8 @@ class CacheGroups(BlockManager):
                 return
             for group, table in further:
                 if table[index] != NULL_BLOCK and group.pool.entry_of[table[index]] is None:
-                    self._hold(group.pool, table[index], entry, step_id)
+                    group.pool.hold(table[index], entry)
+                    self._uncommitted.setdefault(step_id, []).append((group.pool, table[index]))
 
     def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
         if sequence.block_table[index] == NULL_BLOCK:
