@@ -7,6 +7,7 @@ import pytest
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_groups import GroupCounts
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
@@ -149,6 +150,32 @@ def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_wi
     windows.free_unseen(tables_of(own)[1], 6, 9, junctions=[])
     found = manager.lookup(later)
     assert len(found) == 9 and manager.hits_by_group(later, found)[1:] == [[0] * 6 + tables_of(other)[1][6:]]
+
+
+def test_registering_blocks_twice_changes_nothing():
+    manager = make_loop(FULL, WINDOW).manager
+    own = Sequence(NewRequest("own", tokens(40), SamplingParams()), arrival=0, max_model_len=200)
+    manager.allocate(own, 9)
+    own.num_computed_tokens = 36
+    for step_id in (0, 1):
+        manager.register(own, 0, 9, step_id)
+    assert [pool.num_findable_blocks for pool in manager.pools] == [9, 9]
+    manager.withdraw(1)  # the first step made them findable
+    assert [pool.num_findable_blocks for pool in manager.pools] == [9, 9]
+    check_blocks(manager, [own])
+
+
+def test_a_block_that_a_run_left_behind_its_window_is_not_registered():
+    """A step that draws a run passes several blocks before they are registered."""
+    manager = make_loop(WINDOW).manager
+    own = Sequence(NewRequest("own", tokens(40), SamplingParams()), arrival=0, max_model_len=200)
+    manager.allocate(own, 9)
+    own.num_computed_tokens = 36
+    manager.commit(0, [ScheduledSequence(own, 0, 36, 1, own.block_table, 0)])
+    assert own.block_table[:6] == [0] * 6
+    manager.register(own, 0, 9, step_id=1)
+    assert (manager.num_findable_blocks, manager.entries) == (0, {})
+    check_blocks(manager, [own])
 
 
 @pytest.mark.parametrize(
