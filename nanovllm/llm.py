@@ -42,7 +42,7 @@ def open_engine(
     *,
     trace: Any = None,
     **of_replicas: bool,
-) -> AnyEngine:
+) -> EngineInterface:
     """The engine or pool for a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Imports are local: a front starts its replicas before it loads modules that only engines need.
     if options.get("data_parallel_size", 1) == 1:
