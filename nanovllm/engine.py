@@ -187,7 +187,8 @@ class Engine:
                 if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
                     self._drop_computed()  # the owner of a live module edited it
                 start = self.clock()
-                self._end_overdue(start)
+                if self._deadlines:
+                    self._end_overdue(start)
             self._draw_in_flight()
             with self._changing():
                 batch = self.scheduler.schedule()
@@ -206,7 +207,8 @@ class Engine:
                 raise failure from error
             raise  # Ctrl-C, while a graph was captured or a second time
         with self._changing():
-            oldest.report.record(oldest.batch.sampling, token_ids)
+            if oldest.report is not None:
+                oldest.report.record(oldest.batch.sampling, token_ids)
             advanced = self.scheduler.update(oldest.batch, token_ids)
             self._deliver(oldest, advanced)
         self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)

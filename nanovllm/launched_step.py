@@ -27,6 +27,7 @@ class LaunchedStep:
     clock: Callable[[], float]
     _pending: PendingTokens | None = None  # until it is drawn
     _draw: Callable[[], PendingTokens] | None = None
+    report: StepLogprobs | None = None  # what was asked for besides tokens, once these are there
 
     @classmethod
     def launch(
@@ -54,15 +55,10 @@ class LaunchedStep:
             self.times.launch_time += self.clock() - begin
 
     def wait(self) -> list[int]:
-        """Its tokens in the order of `batch.sampling`; from then on `report` is complete."""
+        """Its tokens in the order of `batch.sampling`, and its report."""
         assert self._pending is not None
         begin = self.clock()
-        token_ids = self._pending.result()
+        token_ids, self.report = self._pending.result(), self._pending.report
         self.times.read_time = self.clock()
         self.times.wait_time = self.times.read_time - begin
         return token_ids
-
-    @property
-    def report(self) -> StepLogprobs:
-        assert self._pending is not None
-        return self._pending.report

@@ -61,9 +61,9 @@ class ModelRunner:
         self.config, self.pools = config, pools
         self._choice = choice
         self._begin_report: Callable[..., StepLogprobs]
-        self._row_kernels = load_row_kernels() if choice.kernels else None
-        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=self._row_kernels)
-        self.sampler = self._build_sampler()
+        row_kernels = load_row_kernels() if choice.kernels else None
+        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=row_kernels)
+        self.sampler = self._build_sampler(compiles=choice.uses_graphs, row_kernels=row_kernels)
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
         binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
@@ -106,8 +106,11 @@ class ModelRunner:
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
-        layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
-        report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
+        if len(self.pools.groups) > 1:
+            layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
+        report = None
+        if not all(entry.sequence.is_plain for entry in batch.entries):
+            report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
         try:
             if self.device.type == "cuda":
                 self._follow_last_stream()
@@ -118,7 +121,7 @@ class ModelRunner:
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}
         return partial(self._draw, draw, report)
 
-    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
+    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs | None) -> PendingTokens:
         try:
             if self.device.type == "cuda":
                 self._follow_last_stream()
@@ -135,15 +138,12 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------ start-up and idle
 
-    def _build_sampler(self) -> Sampler:
-        return Sampler(**self._sampler_options())
-
-    def _sampler_options(self) -> dict[str, Any]:
-        return {"compiles": self._choice.uses_graphs, "row_kernels": self._row_kernels}
+    def _build_sampler(self, **options: Any) -> Sampler:
+        return Sampler(**options)
 
     def _execute_dummies(self, batches: Iterable[Spans]) -> None:
         for spans in batches:
-            self.execute(dummy_batch(self.binding, self.config, spans)).result()
+            self.launch(dummy_batch(self.binding, self.config, spans))  # without its draw, which is ready
 
     def _run_few_decodes(self) -> None:
         """Some steps of few decodes without graphs, for a numerical check."""

@@ -65,8 +65,8 @@ class RankRunner(ModelRunner):
             self._launch = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
-    def _build_sampler(self) -> RankSampler:
-        sampler = RankSampler(self.binding, **self._sampler_options())
+    def _build_sampler(self, **options: Any) -> RankSampler:
+        sampler = RankSampler(self.binding, **options)
         self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self._choice.uses_graphs)
         return sampler
 
@@ -76,7 +76,7 @@ class RankRunner(ModelRunner):
         with computing_with(self.workers.num_threads):
             return super().launch(batch)
 
-    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
+    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs | None) -> PendingTokens:
         if self.workers is None:
             return super()._draw(draw, report)
         with computing_with(self.workers.num_threads):
@@ -84,7 +84,7 @@ class RankRunner(ModelRunner):
         return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self.workers)
 
     def _launch_together(
-        self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs
+        self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs | None
     ) -> Callable[[], Tensor]:
         assert self.workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())

@@ -1,4 +1,4 @@
-"""`SamplingParams`, the sampling options of one request: validated on construction, immutable afterwards."""
+"""`SamplingParams`, the options of one request, validated on construction and immutable; seeds of its samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 from nanovllm.core.option_fields import documented, option
@@ -20,6 +21,9 @@ COLD_TEMPERATURE = 0.02  # below it float32 rounds away noise that is added to l
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # all samples of a request are queued at once
+# SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): its i-th output is a mixed counter.
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 # (token ids of prompt and output so far, logits [vocab_size] float32 on the model's device) -> logits of that shape.
 # It may modify the logits in place.
@@ -190,13 +194,12 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether any option changes the logits before the temperature."""
-        # Evaluated for every request in every step, hence one expression instead of several properties.
-        return (
-            bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.needs_host_tokens)
-            or self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
+        return self.needs_host_sampler or self.structured_output is not None or self.penalises
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own logits, and nothing else is asked of the prompt's rows."""
+        return _STAGES(self) == _NO_STAGES and not self.embeds
 
     @property
     def needs_host_sampler(self) -> bool:
@@ -217,6 +220,12 @@ class SamplingParams:
 CHECKS = {field.name: field.metadata["check"] for field in fields(SamplingParams)}
 # (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
 _OPTIONS = tuple((field.name, field.default, CHECKS[field.name]) for field in fields(SamplingParams))
+# Options that take a step through further stages of sampling than the draw, and their values where they do not.
+_STAGES = attrgetter(
+    "allowed_token_ids", "structured_output", "bad_words", "logit_bias", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "logits_processors", "logprobs", "prompt_logprobs", "min_tokens",
+)  # fmt: skip
+_NO_STAGES = _STAGES(SamplingParams())
 
 
 class EmbeddingParams(SamplingParams):
@@ -231,3 +240,22 @@ class EmbeddingParams(SamplingParams):
 
     def __init__(self, *, truncate_prompt_tokens: int | None = None) -> None:
         SamplingParams.__init__(self, truncate_prompt_tokens=truncate_prompt_tokens, temperature=0.0, max_tokens=1)
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finaliser on a Python int, modulo 2**64."""
+    value &= MAX_SEED
+    value = ((value ^ (value >> 30)) * MIX_1) & MAX_SEED
+    value = ((value ^ (value >> 27)) * MIX_2) & MAX_SEED
+    return value ^ (value >> 31)
+
+
+def sample_seeds(seed: int | None, count: int, *, engine_seed: int, request_number: int) -> list[int]:
+    """The seeds of a request's samples: the request's own for the first, another for each of the others.
+
+    Args:
+        seed: None if the request has none of its own; then each request of an engine has another.
+    """
+    if seed is None:
+        seed = mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)
+    return [seed, *(mix64(mix64(seed ^ MAX_SEED) + index * GAMMA) for index in range(1, count))]

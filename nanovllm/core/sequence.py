@@ -116,6 +116,8 @@ class Sequence:
     max_num_tokens: int = field(init=False)  # prompt and output
     stop_token_ids: frozenset[int] = field(init=False)
     needs_host_tokens: bool = field(init=False)  # kept, since it is asked for in every overlapped step
+    changes_logits: bool = field(init=False)  # likewise
+    is_plain: bool = field(init=False)  # likewise: a step of plain sequences passes no stage of sampling but the draw
     matcher: Matcher | None = field(init=False)  # of its structured output; the sampler moves it
 
     token_ids: array[int] = field(init=False)  # int32: a block's tokens are hashed and compared as bytes
@@ -151,7 +153,9 @@ class Sequence:
         room = max_model_len - self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + min(params.max_tokens or room, room)
         self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
-        self.needs_host_tokens = params.needs_host_tokens
+        self.is_plain = params.is_plain
+        self.needs_host_tokens = not self.is_plain and params.needs_host_tokens
+        self.changes_logits = not self.is_plain and params.changes_logits
         self.matcher = None if request.matcher is None else request.matcher.copy()
         if params.logprobs is not None:
             self.logprobs = []

@@ -90,9 +90,13 @@ class GraphExecutor:
         self._addresses = binding.weight_addresses()  # of the weights that the graphs read
 
     def launch(
-        self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs
+        self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None
     ) -> Callable[[], Tensor]:
-        """Compute a step; returns its draw: of tokens [num_samples] int64, valid until the next launch."""
+        """Compute a step; returns its draw: of tokens [num_samples] int64, valid until the next launch.
+
+        Args:
+            report: None if every sequence is plain.
+        """
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
         extras = self._extras.needed(sequences, positions)
@@ -102,26 +106,27 @@ class GraphExecutor:
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, len(tiles.blocks))
         # A report reads more rows than the sampled ones, and a hook is the owner's own code, to be called in each step.
-        is_whole = report.reads_rows or self._binding.has_hooks()
+        is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         if batch.copies:
             self._binding.caches.copy_blocks(batch.copies, self._block_size)
         self._upload(shape, layout, tiles, draws)
-        if is_whole:
+        if is_whole and report is not None:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
-        else:
+        if not is_whole:
             self._run(self._forwards.graphs.get(shape), partial(self._forward, shape))
 
         def draw() -> Tensor:
             latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
-            if head.is_rare and self._extras.upload(head, sequences, positions, latest, report.errors):
+            errors = {} if report is None else report.errors
+            if head.is_rare and self._extras.upload(head, sequences, positions, latest, errors):
                 self._drop_heads(lambda head: head.penalises)
             if is_whole:
                 self._run_whole(shape, head, report)
             elif count:
                 self._run(self._head_graph(head), partial(self._head, head))
-            if head.num_top is not None:
+            if head.num_top is not None and report is not None:
                 report.add_measured(range(count), self._extras.measured(head, count))
             if draws is None and count:
                 assert self._logits is not None
@@ -193,7 +198,7 @@ class GraphExecutor:
         states = self._states[: head.num_samples]
         self._take_logits(self._binding.head(states) if self._splits_head else states, head)
 
-    def _run_whole(self, shape: GraphShape, head: HeadShape, report: StepLogprobs) -> None:
+    def _run_whole(self, shape: GraphShape, head: HeadShape, report: StepLogprobs | None) -> None:
         """The step as one forward pass from tokens to logits."""
         rows = self._draw_inputs.sample_rows[: head.num_samples]
         self._take_logits(self._binding.forward_step(*self._attention_step(shape), rows, report), head)

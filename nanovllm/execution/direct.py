@@ -16,7 +16,7 @@ from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.step_inputs import row_values, with_sampled
+from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
@@ -54,12 +54,18 @@ class DirectExecutor:
         self._null_block_is_dirty = False
 
     def launch(
-        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs
+        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs | None
     ) -> Callable[[], Tensor]:
-        """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device."""
+        """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device.
+
+        Args:
+            report: None if every sequence is plain.
+        """
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
-        values = row_values(layout, self._kind_groups)
+        layouts = layout, *layout.others  # of each group
+        slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
+        values = layout.token_ids, layout.positions, *slots_of_kinds
         inputs = np.zeros((len(values), num_rows), np.int64)
         inputs[:, :num_tokens] = values
         token_ids, positions, *_ = rows = torch.from_numpy(inputs).to(device)
@@ -69,7 +75,7 @@ class DirectExecutor:
         if batch.copies:
             binding.caches.copy_blocks(batch.copies, self._block_size)
         if self.backend.reads_whole_blocks:
-            for group, of_group in enumerate((layout, *layout.others)):
+            for group, of_group in enumerate(layouts):
                 # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
                 blocks = of_group.blocks_to_clear
                 if self._null_block_is_dirty:
@@ -79,15 +85,16 @@ class DirectExecutor:
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
-        if report.prompt is None and report.embedded is not None and report.embedded.is_all:  # no logits are needed
-            report.embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
+        embedded = None if report is None or report.prompt is not None else report.embedded
+        if embedded is not None and embedded.is_all:  # no logits are needed
+            embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
             return partial(self._draw_nothing, sample_rows)
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         return partial(self._draw, logits, batch, layout, report)
 
-    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepLogprobs) -> Tensor:
+    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepLogprobs | None) -> Tensor:
         with torch.no_grad():
-            latest = LatestTokens.from_layout(layout, batch.sampling, self._sampled)
+            latest = None if report is None else LatestTokens.from_layout(layout, batch.sampling, self._sampled)
             positions = layout.sampled_positions.tolist()
             self._sampled = self._sampler.sample(logits, batch.sampling, positions, latest, report)
         return self._sampled

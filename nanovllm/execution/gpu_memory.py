@@ -21,7 +21,6 @@ from nanovllm.execution.dummy_batches import dummy_batch
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
-from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 
 GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the device
@@ -53,7 +52,7 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     torch.cuda.reset_peak_memory_stats(binding.device)
     before = torch.cuda.memory_allocated(binding.device)
     layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
-    executor.launch(batch, layout, backend.plan(layout), StepLogprobs())()
+    executor.launch(batch, layout, backend.plan(layout), None)()
     torch.cuda.synchronize(binding.device)
     peaks = StepPeaks(sampler.peak_before - before, torch.cuda.max_memory_allocated(binding.device) - before)
     del executor

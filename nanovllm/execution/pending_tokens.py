@@ -16,16 +16,16 @@ class PendingTokens:
     """A launched step's sampled tokens and log-probabilities, on their way to the host."""
 
     token_ids: Tensor  # [num_samples] int64, on the host
-    report: StepLogprobs
+    report: StepLogprobs | None  # None if nothing but tokens was asked for
     arrival: torch.cuda.Event | None  # None if they are there
 
     @classmethod
-    def send(cls, token_ids: Tensor, report: StepLogprobs) -> PendingTokens:
+    def send(cls, token_ids: Tensor, report: StepLogprobs | None) -> PendingTokens:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
         if token_ids.device.type == "cpu":
             return cls(token_ids, report, None)
         arrival = torch.cuda.Event()
-        pending = cls(to_host(token_ids), report.to_host(), arrival)
+        pending = cls(to_host(token_ids), report and report.to_host(), arrival)
         arrival.record(torch.cuda.current_stream(token_ids.device))
         return pending
 

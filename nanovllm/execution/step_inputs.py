@@ -105,16 +105,12 @@ class RowInputs(StepFeature):
     def fill(self, to: Any, step: HostStep) -> None:
         layout, real, padded = step.layout, step.layout.num_decodes, step.num_decodes
         slots = to.slot_mapping if self._kind_groups else [to.slot_mapping]
-        values = row_values(layout, self._kind_groups)
+        layouts = layout, *layout.others  # of each group
+        slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
+        values = layout.token_ids, layout.positions, *slots_of_kinds
         for rows, of_layout in zip((to.token_ids, to.positions, *slots), values, strict=True):
             rows[:real] = of_layout[:real]
             rows[padded : padded + layout.num_tokens - real] = of_layout[real:]
-
-
-def row_values(layout: BatchLayout, kind_groups: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Token ids, positions and, for each kind of layers where there are several groups, slots; [num_tokens] each."""
-    layouts = layout, *layout.others  # of each group
-    return [layout.token_ids, layout.positions, *(layouts[group].slot_mapping for group in kind_groups or (0,))]
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:

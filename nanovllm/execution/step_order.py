@@ -28,9 +28,9 @@ class StepOrder:
 
     @classmethod
     def from_step(
-        cls, batch: ScheduledBatch, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs
+        cls, batch: ScheduledBatch, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs | None
     ) -> StepOrder:
-        prompt, embedded = report.prompt, report.embedded
+        prompt, embedded = (None, None) if report is None else (report.prompt, report.embedded)
         return cls(
             _without_sequences(layout), batch.copies, draws,
             None if prompt is None else replace(prompt, spans=[]),

@@ -29,7 +29,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.features import refuse
 from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
-from nanovllm.core.seeds import sample_seeds
+from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import text
 from nanovllm.observability.step_records import StepObservers, StepRecord

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.core.seeds import sample_seeds
+from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.resumption import restore

@@ -1,4 +1,8 @@
-"""Draws one token per row of logits by the Gumbel-max rule: its inputs, and its torch implementation."""
+"""One token per row of logits, by the Gumbel-max rule: the inputs of the draw, and the draw on each device.
+
+`draw` computes all rows alike, so that a CUDA graph can capture it. On a CPU it goes row by row, in C++ or in torch, so
+that a row's noise stays within the cache.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,10 +22,14 @@ from nanovllm.core.sampling_params import COLD_TEMPERATURE
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import to_device
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely, keep_likely_by_sort, least_levels
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 
-# Clamp of the temperature: its inverse stays a normal number; with 0 as inverse, 0 x -inf would be NaN.
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
+
+_UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
+# The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
 _MAX_TEMPERATURE = float(2**126)
 
 
@@ -71,9 +79,10 @@ class DrawInputs(DrawTensors):
         num_options = 1 + len(FILTERS)
         table = np.fromiter(values, np.float64, num_options * len(sequences)).reshape(-1, num_options).T
         temperatures, has_noise = table[0], table[0] > 0
+        seeds = [sequence.seed for sequence in sequences] if has_noise.any() else None
         inverse = np.reciprocal(np.where(has_noise, temperatures, 1.0).clip(max=_MAX_TEMPERATURE).astype(np.float32))
         return cls(
-            noise_keys([sequence.seed for sequence in sequences], positions),
+            np.zeros(len(sequences), np.int64) if seeds is None else noise_keys(seeds, positions),
             inverse,
             has_noise.astype(np.float32),
             *(
@@ -142,6 +151,57 @@ def _levels(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
     return (logits - offsets[:, None]) * inverse[:, None], offsets
 
 
+def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:
+    """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
+
+    The kernels' noise differs from torch's in its last digits. Where these might decide, one row in twenty thousand,
+    torch draws, so the tokens are the same with and without kernels. So it does for rows with a filter that
+    they lack.
+    """
+    if row_kernels is None or not row_kernels.can_read(logits):
+        scores, token_ids = best_on_cpu(logits, inputs)
+        return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
+    least = least_levels(torch.from_numpy(inputs.min_p))  # -inf where it is off
+    token_ids = torch.from_numpy(row_kernels.draw(logits, inputs, least))
+    is_left = token_ids.numpy() == _UNSURE
+    for name in FILTERS.keys() - row_kernels.filters:
+        is_left |= getattr(inputs, name) != 0
+    rows = np.flatnonzero(is_left)
+    if len(rows):
+        token_ids[rows] = draw_on_cpu(logits[rows], DrawInputs(*(values[rows] for values in inputs)))
+    return token_ids
+
+
+def best_on_cpu(
+    logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
+
+    Args:
+        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
+        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
+
+    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
+    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
+    """
+    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
+    largest = own_largest if largest is None else largest
+    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
+    rows = np.flatnonzero(inputs.noise_scales).tolist()
+    if rows:
+        is_all = len(rows) == len(logits)
+        chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
+        levels = chosen.float() - tops[:, None].float()
+        levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
+        levels = keep_likely(levels, [values[rows] for values in inputs.filters])
+        counters = token_counters(logits.shape[1], logits.device, first_token)
+        pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
+        drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]
+        scores[rows] = torch.cat([best.values for best in drawn])
+        token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
+    return scores, token_ids
+
+
 class DrawExtras(NamedTuple):
     """Options of a step's rows that a captured graph applies in addition to `draw`.
 
@@ -159,7 +219,7 @@ def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -
     penalises, num_top, has_masks = False, None, False
     for sequence, position in zip(sequences, positions, strict=True):
         params = sequence.params
-        if params.changes_logits:
+        if sequence.changes_logits:
             if params.needs_host_sampler:
                 return None
             penalises = penalises or params.penalises

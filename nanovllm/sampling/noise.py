@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.core.seeds import GAMMA, MIX_1, MIX_2
+from nanovllm.core.sampling_params import GAMMA, MIX_1, MIX_2
 
 # SplitMix64's scheme in 32 bits, at a third of the cost: counters in steps of the golden ratio, mixed by Wellons'
 # `lowbias32` once with each half of the row's key.

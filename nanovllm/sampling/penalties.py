@@ -83,7 +83,7 @@ def change_logits(
 
     Returns logits, in float32 if any row was changed.
     """
-    rows = [row for row, sequence in enumerate(sequences) if sequence.params.changes_logits]
+    rows = [row for row, sequence in enumerate(sequences) if sequence.changes_logits]
     if not rows:
         return logits
     logits = logits.float()

@@ -17,8 +17,7 @@ from torch import Tensor
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.sequence import Sequence
 from nanovllm.process.device import find_kernel, to_device
-from nanovllm.sampling.draw import DrawInputs, draw, floors_by_sort
-from nanovllm.sampling.draw_on_cpu import draw_on_cpu
+from nanovllm.sampling.draw import DrawInputs, draw, draw_on_cpu, floors_by_sort
 from nanovllm.sampling.emptied_rows import emptied_rows
 from nanovllm.sampling.filters import FILTERS
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -68,6 +67,8 @@ class Sampler:
         Returns [num_rows] int64 on the logits' device; NON_FINITE for a row with NaN or infinity, NOTHING_LEFT if the
         request's options forbid all tokens.
         """
+        if all(sequence.is_plain for sequence in sequences):
+            return self._draw(logits, sequences, positions)
         report = report or StepLogprobs()
         reported, early, limited = [], [], []  # rows
         for row, sequence in enumerate(sequences):
@@ -81,8 +82,8 @@ class Sampler:
                 limited.append(row)
         raw = None
         if reported:
-            # Changes to logits of other dtypes copy them.
-            changes_in_place = logits.dtype == torch.float32 and any(s.params.changes_logits for s in sequences)
+            # What changes other logits than float32 ones copies them.
+            changes_in_place = logits.dtype == torch.float32 and any(s.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
         mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)
         self._suppress_stop_tokens(logits, sequences, early)

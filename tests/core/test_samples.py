@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.core.seeds import sample_seeds
+from nanovllm.core.sampling_params import sample_seeds
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm.core.sampling_params import MAX_SEED, MIN_TEMPERATURE, SamplingParams
+from nanovllm.core.sampling_params import MAX_SEED, MIN_TEMPERATURE, EmbeddingParams, SamplingParams
 from nanovllm.core.validation import FrozenDict
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -207,3 +207,20 @@ def test_params_are_immutable_and_can_be_shared():
 def test_the_documentation_has_every_parameter_in_its_table():
     text = (Path(__file__).parents[2] / "docs" / "guide" / "api.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {field.name for field in fields(SamplingParams)}
+
+
+def test_each_option_leaves_a_request_plain_or_names_a_stage_of_sampling_beyond_the_draw():
+    stages = {
+        "allowed_token_ids": [5], "structured_output": {"regex": "a"}, "bad_words": ["a"], "logit_bias": {5: 1.0},
+        "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "logits_processors": [max],
+        "logprobs": 0, "prompt_logprobs": 0, "min_tokens": 1,
+    }  # fmt: skip
+    plain = {
+        "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "n": 2, "seed": 3, "truncate_prompt_tokens": 5,
+        "max_tokens": 5, "ignore_eos": True, "stop_token_ids": [5], "stop": ["a"], "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }  # fmt: skip
+    of_stages = {"prompt_logprobs_start"}  # beside prompt_logprobs
+    assert stages.keys() | plain.keys() | of_stages == {field.name for field in fields(SamplingParams)}
+    assert SamplingParams().is_plain and SamplingParams(**plain).is_plain and not EmbeddingParams().is_plain
+    assert [name for name, value in stages.items() if SamplingParams(**{name: value}).is_plain] == []

@@ -257,3 +257,16 @@ def test_words_of_a_graph_hold_what_was_measured(num_top):
     found = PackedMeasured(words, num_rows=8, num_top=num_top, count=5).to_host()
     assert torch.equal(found.token_ids, measured.token_ids) and torch.equal(found.ranks, measured.ranks)
     assert torch.equal(found.logprobs, measured.logprobs)
+
+
+def test_only_a_step_with_a_request_that_asks_for_more_than_tokens_makes_a_report(monkeypatch):
+    plain, asking = SamplingParams(max_tokens=2, top_p=0.9), SamplingParams(max_tokens=2, logprobs=1)
+    with open_llm() as llm:
+        runner, made = llm._engine.model_runner, []
+        begin = runner._begin_report
+        monkeypatch.setattr(runner, "_begin_report", lambda *rows: (made.append(rows), begin(*rows))[1])
+        generate(llm, [[5, 6], [7]], plain)
+        assert made == []
+        _, asked = generate(llm, [[5, 6], [7]], [plain, asking])
+    assert len(made) == 2
+    assert len(asked.outputs[0].logprobs) == 2

@@ -15,8 +15,7 @@ from nanovllm import SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
-from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.draw_on_cpu import best_on_cpu, draw_on_cpu
+from nanovllm.sampling.draw import DrawInputs, best_on_cpu, draw_on_cpu
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import masses
 from nanovllm.sampling.logprobs import Measured, StepLogprobs

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.seeds import mix64, sample_seeds
+from nanovllm.core.sampling_params import SamplingParams, mix64, sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
