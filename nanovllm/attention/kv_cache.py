@@ -6,14 +6,16 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.first_touch import FirstTouch
+from nanovllm.attention.first_touch import PIECE_BYTES, FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
+from nanovllm.cache.kinds import kind_of, kinds_of
 from nanovllm.core.batch import Copy
 from nanovllm.process.device import find_kernel, fresh_pages, to_device, use_huge_pages, use_small_pages
 
@@ -36,8 +38,14 @@ class KVCaches:
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
         self._group_bytes: Counter[int] = Counter()
-        self._first_touch = FirstTouch([])
+        self._first_touch: FirstTouch | None = None  # of a CPU's caches, unless they are smaller than one piece
         self.of_layers: list[LayerCache] = []
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The number of each layer's kind among those of the engine, for steps: their traits are settled by then."""
+        kinds = kinds_of(layer.traits for layer in self._layers)
+        return [kinds.index(kind_of(layer.traits)) for layer in self._layers]
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of K and V for this many tokens over all layers."""
@@ -73,8 +81,8 @@ class KVCaches:
         for group, caches in self._together:
             self._group_bytes[group] += caches.nbytes
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
-        if self._device.type == "cpu":
-            self._first_touch = FirstTouch([caches for _, caches in self._together])
+        is_worth_touching = self._device.type == "cpu" and sum(self._group_bytes.values()) >= PIECE_BYTES
+        self._first_touch = FirstTouch([caches for _, caches in self._together]) if is_worth_touching else None
 
     def _zeros(self, *shape: int) -> Tensor:
         dtype = self._layers[0].dtype
@@ -95,7 +103,7 @@ class KVCaches:
         """Memory that the caches take, where `shares` of the blocks were handed out: on a GPU all of it."""
         if self._device.type != "cpu":
             return self.bytes_of([1.0] * len(shares))
-        return max(self.bytes_of(shares), self._first_touch.num_bytes)
+        return max(self.bytes_of(shares), self._first_touch.num_bytes if self._first_touch else 0)
 
     def take_memory(self) -> None:
         """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
@@ -108,7 +116,7 @@ class KVCaches:
 
     def take_some_memory(self) -> bool:
         """Take a piece of a CPU's memory, a few milliseconds, at any time; False if none is left or free."""
-        return self._first_touch.take_next()
+        return self._first_touch is not None and self._first_touch.take_next()
 
     def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:
         """Zero blocks [n] int64 of every cache of a group.
@@ -131,7 +139,8 @@ class KVCaches:
                 caches.index_copy_(1, destinations, caches.index_select(1, sources))
 
     def release(self) -> None:
-        self._first_touch.stop()
+        if self._first_touch is not None:
+            self._first_touch.stop()
         self.of_layers = []
         self._together = []
         self._group_bytes.clear()

@@ -26,19 +26,18 @@ from nanovllm.attention.operator import (
 )
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.experts import pack_experts
+from nanovllm.model.fast import packed_linears
 from nanovllm.model.fast.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
-from nanovllm.model.fast.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
-from nanovllm.model.patches import AttributePatches, Change, layer_changes
+from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
-from nanovllm.model.redirections import redirected_to
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.logprobs import StepLogprobs
 
@@ -109,7 +108,7 @@ class ModelBinding:
         if is_live or self.device.type != "cpu":
             self.vocab_size = check()
         else:
-            self.vocab_size, self._unshared = with_weights_hidden(model, check)
+            self.vocab_size, self._unshared = packed_linears.with_weights_hidden(model, check)
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
         with self._probing(StateProbe()):
             self.has_base_model = self._passes.has_base_model(self.device)
@@ -148,13 +147,16 @@ class ModelBinding:
                 self._fused_layers = fuse_layers(
                     self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches[0],
-                    on_fused=lambda fused: free_weights(fused.linears, self._unshared), memory=self.memory,
+                    on_fused=lambda fused: packed_linears.free_weights(fused.linears, self._unshared),
+                    memory=self.memory,
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
-        pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed, memory=self.memory)
+        packed_linears.pack_linear_layers(
+            self.model, kernels, unshared=self._unshared, packed=packed, memory=self.memory
+        )
         if kernels is not None:
             pack_experts(self.model, kernels)
         self._passes.find_faster(self._fused_layers, run_batches[1])
@@ -191,6 +193,8 @@ class ModelBinding:
 
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
+        if not self.is_live:  # quantised weights are an engine's own
+            packed_linears.warn_of_dequantising(self.model)
         self._compiled_calls = compile_calls(self.model, self.layer_modules)
         self.min_rows = 2
 
@@ -257,7 +261,7 @@ class ModelBinding:
         self._patches.undo()  # leftovers of an interrupt
         changes = redirected_to(self.model, attention_name) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
-        changes += layer_changes(self.layers, self.caches.of_layers, handle) + self._rotary
+        changes += layer_changes(self.layers, self.caches.of_layers, self.caches.kinds, handle) + self._rotary
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
         for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from nanovllm.model.module_watch import modules_of
-from nanovllm.model.patches import Change
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -47,12 +45,6 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 def experts_of(model: nn.Module) -> list[Any]:
     """Modules that use the experts interface, recognised by the attributes set by the library's decorator."""
     return [module for module in modules_of(model) if {"is_transposed", "has_gate", "has_bias"} <= vars(module).keys()]
-
-
-def redirected_experts(configs: Iterable[Any]) -> list[Change]:
-    """Changes that select our experts implementation, in every config that names one."""
-    name = "_experts_implementation_internal"
-    return [(vars(config), name, EXPERTS_NAME) for config in configs if name in vars(config)]
 
 
 def why_not_captured(model: nn.Module) -> str | None:

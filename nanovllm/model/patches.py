@@ -1,13 +1,19 @@
-"""Temporary changes of attributes of a caller's objects, undone exactly; and the changes for attention modules."""
+"""Attributes set on a caller's objects for a while, and put back exactly as they were.
+
+Those of a model while an engine or a probe computes its forward pass, and those of its attention layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES, AttentionLayer
-from nanovllm.cache.kinds import kind_of, kinds_of
+from nanovllm.model.experts import EXPERTS_NAME
+from nanovllm.model.module_watch import modules_of
 
 Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
 
@@ -40,22 +46,46 @@ class AttributePatches:
             self._undo.pop()
 
 
+def redirected_to(model: nn.Module, attention_name: str) -> list[Change]:
+    """Changes to that attention implementation, our experts, eval mode and uncompiled calls.
+
+    The owner's compiled calls would be compiled again for our passes.
+    """
+    changes: list[Change] = []
+    configs: dict[int, Any] = {}
+    for module in modules_of(model):
+        attributes = vars(module)
+        if attributes["training"]:
+            changes.append((attributes, "training", False))
+        if attributes.get("_compiled_call_impl") is not None:
+            changes.append((attributes, "_compiled_call_impl", None))
+        config = attributes.get("config")
+        if hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    for config in configs.values():
+        attributes = vars(config)
+        changes.append((attributes, "_attn_implementation_internal", attention_name))
+        if "_experts_implementation_internal" in attributes:
+            changes.append((attributes, "_experts_implementation_internal", EXPERTS_NAME))
+    return changes
+
+
 def layer_changes(
-    layers: Sequence[AttentionLayer], caches: Sequence[LayerCache], engine_handle: int | None
+    layers: Sequence[AttentionLayer], caches: Sequence[LayerCache], kinds: Sequence[int], engine_handle: int | None
 ) -> list[Change]:
     """Attributes of hooked attention modules.
 
     Args:
         caches: K and V of each layer.
-        engine_handle: set if the model does not pass its keyword arguments on to attention.
+        kinds: the number of each layer's kind.
+        engine_handle: for a model that does not pass its keyword arguments on to attention.
     """
     changes: list[Change] = []
-    kinds = kinds_of(layer.traits for layer in layers)
-    for layer, cache in zip(layers, caches, strict=True):
-        attributes, traits = vars(layer.module), layer.traits
+    for layer, cache, kind in zip(layers, caches, kinds, strict=True):
+        attributes = vars(layer.module)
         changes.append((attributes, LAYER_CACHE, cache))
-        changes.append((attributes, LAYER_KIND, kinds.index(kind_of(traits))))
-        changes.append((attributes, LAYER_SHARES, traits.shares is not None))
+        changes.append((attributes, LAYER_KIND, kind))
+        changes.append((attributes, LAYER_SHARES, layer.traits.shares is not None))
         if engine_handle is not None:
             changes.append((attributes, LAYER_ENGINE, engine_handle))
     return changes

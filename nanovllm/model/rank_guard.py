@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 
 from nanovllm.model.guard import FULL, first_difference, plain_tokens
-from nanovllm.model.patches import AttributePatches
+from nanovllm.model.patches import AttributePatches, redirected_to
 from nanovllm.model.ranks import Ranks
-from nanovllm.model.redirections import redirected_to
 from nanovllm.model.sharding import PART_OF_LAYER, plan_shards
 from nanovllm.model.unsupported import unsupported
 

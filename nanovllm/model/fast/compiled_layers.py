@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.attention.block_mask import own_code
 from nanovllm.model.fast.joined_sums import join_last_sum
-from nanovllm.model.fast.packed_linears import warn_of_dequantising
 from nanovllm.model.module_watch import modules_of
 
 # On a GPU layers are compiled twice: for few rows, with small independent kernels combined into one launch, and for
@@ -42,7 +41,6 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
         layers: the decoder layers of `model`, all of one kind.
     """
     if next(model.parameters()).device.type == "cpu":
-        warn_of_dequantising(model)
         compiled = _compiled(fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
     few = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_few)
