@@ -75,7 +75,7 @@ class SdpaAttention:
     ) -> None:
         self.kinds = tuple(kinds)
         self.sights = tuple(dict.fromkeys(traits.sight for traits in kinds))
-        self._holds_scores = any(_holds_scores(traits) for traits in kinds)
+        self._holds_scores = tuple(_holds_scores(traits) for traits in kinds)
         self.block_size = block_size
         self.max_group_blocks = max(1, GROUP_BYTES // block_bytes)
         self.dtype = dtype
@@ -88,15 +88,18 @@ class SdpaAttention:
 
     def plan(self, layout: BatchLayout) -> SdpaPlan:
         """The masks of one step, shared by all layers."""
-        seen = {sight: Seen(self._decode_groups(layout, sight), self._chunks(layout, sight)) for sight in self.sights}
-        return SdpaPlan(self.kinds, self.block_size, seen)
+        seen = {}
+        for sight in self.sights:
+            groups = self._decode_groups(layout, sight) if layout.num_decodes else []
+            seen[sight] = Seen(groups, self._chunks(layout, sight))
+        return SdpaPlan(self.kinds, self._holds_scores, self.block_size, seen)
 
     def _chunks(self, layout: BatchLayout, sight: StateKind) -> list[_Chunk]:
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
             count = entry.num_new_tokens
-            step = count if sight.is_full and not self._holds_scores else PIECE_ROWS
+            step = count if sight.is_full and not any(self._holds_scores) else PIECE_ROWS
             for row in range(0, count, step):
                 rows = slice(first_row + row, first_row + min(row + step, count))
                 positions = layout.positions[rows]
@@ -110,8 +113,6 @@ class SdpaAttention:
         return chunks
 
     def _decode_groups(self, layout: BatchLayout, sight: StateKind) -> list[_DecodeGroup]:
-        if not layout.num_decodes:
-            return []
         positions = layout.positions[: layout.num_decodes]
         first_blocks = sight.first_seen(positions) // self.block_size
         num_blocks = positions // self.block_size + 1 - first_blocks
@@ -164,6 +165,7 @@ class SdpaPlan:
     """One step's groups and chunks; `attend` is called once a layer."""
 
     kinds: tuple[LayerTraits, ...]
+    holds_scores: tuple[bool, ...]  # of each kind
     block_size: int
     seen: dict[StateKind, Seen]
 
@@ -188,7 +190,7 @@ class SdpaPlan:
                 self._gather(cache, group.blocks).view(size, -1, *cache.shape[1:])[:, : group.context].transpose(1, 2)
                 for cache in (key_cache, value_cache)
             )
-            if _holds_scores(traits):
+            if self.holds_scores[kind]:
                 attended = _attend_by_scores(folded[:, :, :, None], keys, values, group.mask, scaling, traits, sinks)
             else:
                 mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
@@ -217,7 +219,7 @@ class SdpaPlan:
                     self._gather(value_cache, chunk.blocks)[: chunk.context],
                 )
             )  # [1, heads, rows or keys, head_dim]
-            if _holds_scores(traits):
+            if self.holds_scores[kind]:
                 mask = chunk.mask
                 if mask is None:
                     count = chunk.context

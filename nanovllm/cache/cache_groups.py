@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry
-from nanovllm.cache.cache_pools import CachePools
+from nanovllm.block_manager import BlockManager
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
-from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
-from nanovllm.core.config import EngineConfig
+from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.block_tables import GroupTable, GroupTables, HasBlockTable
 from nanovllm.core.outputs import CacheGroupStats
 from nanovllm.core.sequence import GroupTables, Sequence
 
@@ -248,22 +248,6 @@ class CacheGroups(BlockManager):
                 group.free_unseen(table, first, end, junctions)
                 tables.first_held[number] = end
 
-
-def build_block_manager(config: EngineConfig, pools: CachePools, *, hash_seed: str = "") -> BlockManager:
-    """The block manager of an engine: a plain one for full attention alone. The config is fully resolved."""
-    if pools.is_one_full:
-        return BlockManager(
-            config.num_kv_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            hash_seed=hash_seed,
-        )
-    return CacheGroups(
-        [group.kind for group in pools.groups],
-        pools.num_blocks,
-        config.block_size,
-        max_model_len=config.max_model_len,
-        max_chunk_tokens=config.long_prefill_token_threshold * (2 if config.overlap else 1),
-        enable_prefix_caching=config.enable_prefix_caching,
-        hash_seed=hash_seed,
-    )
+    def withdraw(self, step_id: int) -> None:
+        for manager in self.managers:
+            BlockManager.withdraw(manager, step_id)

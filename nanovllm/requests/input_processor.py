@@ -72,7 +72,11 @@ class InputProcessor:
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self._tokenizer = tokenizer
-        self.chat = ChatTemplate(tokenizer, allow_control_tokens=limits.allow_control_tokens)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The tokenizer's chat template, for the first conversation."""
+        return ChatTemplate(self._tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
