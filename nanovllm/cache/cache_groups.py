@@ -26,12 +26,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
-from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.block_tables import GroupTable, GroupTables, HasBlockTable
+from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.outputs import CacheGroupStats
 from nanovllm.core.sequence import GroupTables, Sequence
 
@@ -247,7 +245,3 @@ class CacheGroups(BlockManager):
             if end > first:
                 group.free_unseen(table, first, end, junctions)
                 tables.first_held[number] = end
-
-    def withdraw(self, step_id: int) -> None:
-        for manager in self.managers:
-            BlockManager.withdraw(manager, step_id)

@@ -1,4 +1,4 @@
-"""What crosses between the front and an engine process, encoded by msgspec as MessagePack.
+"""Messages between the front and an engine process, encoded by msgspec as MessagePack.
 
 ::
 
@@ -7,9 +7,9 @@
                              ◀─────────────   Ready, or LoadFailed
     Add, Abort, ResetCache   ─────────────▶   between two steps
                              ◀─────────────   Report: outputs, statistics, step records
-                             ◀─────────────   Died: the engine can go on no longer
+                             ◀─────────────   Died: the engine has failed for good
 
-A request carries the number of its placement beside its id: outputs of an earlier placement are known as such.
+A request carries its placement number and its id, so that the front can drop outputs of an earlier placement.
 Times are seconds of `time.monotonic`, which all processes of a host share.
 """
 
@@ -42,10 +42,10 @@ from nanovllm.requests.scores import AnswerLogits
 
 
 class Start(Struct, tag=True, array_like=True):
-    """What to build.
+    """Order to build an engine.
 
     setup: pickled options, see `opening`; they never leave the host.
-    sends_records, sends_block_events: whether the front reads them.
+    sends_records, sends_block_events: whether reports include them.
     """
 
     setup: bytes
@@ -56,8 +56,8 @@ class Start(Struct, tag=True, array_like=True):
 class SentRequest(Struct, array_like=True):
     """A `NewRequest` without its text.
 
-    params: the sampling options that are not the default.
-    answer_ids: of `AnswerLogits`, the one logits processor that crosses.
+    params: sampling options that differ from the default.
+    answer_ids: token ids of `AnswerLogits`, the only logits processor that can be sent.
     """
 
     placement: int
@@ -76,7 +76,7 @@ class SentRequest(Struct, array_like=True):
 
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
-        """A cumulative output crosses as deltas, which the front joins."""
+        """Convert a request; for cumulative outputs it asks for deltas, which the front joins."""
         is_final, answer = new.output_kind is OutputKind.FINAL, AnswerLogits.find_in(new.params)
         return cls(
             placement,
@@ -95,7 +95,7 @@ class SentRequest(Struct, array_like=True):
         )
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
-        """The request for the engine of this process, which compiles a structured output itself."""
+        """Convert to a request for this process's engine, and compile its structured output."""
         params = self._sampling_params()
         return NewRequest(
             self.request_id,
@@ -121,7 +121,7 @@ class SentRequest(Struct, array_like=True):
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise ValueError for what cannot be sent."""
+    """Raise ValueError for logits processors that cannot be sent."""
     if params.logits_processors and AnswerLogits.find_in(params) is None:
         refuse("logits_processors", REPLICAS)
 
@@ -133,24 +133,24 @@ class Add(Struct, tag=True, array_like=True):
 
 
 class Abort(Struct, tag=True, array_like=True):
-    """A request to end without a further output, if it still runs as this placement."""
+    """Request to end without a further output, if it still has this placement."""
 
     request_id: str
     placement: int
 
 
 class ResetCache(Struct, tag=True, array_like=True):
-    """Forget every cached prefix."""
+    """Order to drop every cached prefix."""
 
 
 # ---------------------------------------------------------------------------------------------- from the engine process
 
 
 class Ready(Struct, tag=True, array_like=True):
-    """The engine's resolved options, and what its model can serve.
+    """Resolved options of the engine, and limits of its model.
 
-    hash_seed: of the block hashes, as for `BlockManager`.
-    worker_ids: processes of its other ranks.
+    hash_seed: seed of the block hashes, see `BlockManager`.
+    worker_ids: process ids of its other ranks.
     """
 
     config: dict[str, Any]
@@ -161,7 +161,7 @@ class Ready(Struct, tag=True, array_like=True):
 
 
 class LoadFailed(Struct, tag=True, array_like=True):
-    """The engine could not be built. error: pickled exception, empty if it does not pickle."""
+    """Failure to build the engine. error: pickled exception, empty if it does not pickle."""
 
     error: bytes
     message: str
@@ -184,12 +184,12 @@ class SentCompletion(Struct, array_like=True):
 
 
 class SentOutput(Struct, array_like=True):
-    """A delta, the final output of a request, or the tokens so far of one whose output is final.
+    """A delta, a final output, or new tokens of a request with a final output only.
 
-    metrics: the values of `RequestMetrics`.
-    prompt_logprobs: None if they are those sent last.
-    embedding: the bytes of float32 numbers.
-    answer_logits: of `AnswerLogits`.
+    metrics: values of `RequestMetrics`, in order.
+    prompt_logprobs: None if unchanged since the last output.
+    embedding: float32 numbers as bytes.
+    answer_logits: logits of `AnswerLogits`.
     """
 
     placement: int
@@ -226,7 +226,7 @@ class SentOutput(Struct, array_like=True):
 
 
 class Report(Struct, tag=True, array_like=True):
-    """What has happened since the last report; stats are as of now, block_events a batch for a `PrefixIndex`."""
+    """Events since the last report; stats are current, block_events is a batch for a `PrefixIndex`."""
 
     outputs: list[SentOutput]
     stats: EngineStats
@@ -235,7 +235,7 @@ class Report(Struct, tag=True, array_like=True):
 
 
 class Died(Struct, tag=True, array_like=True):
-    """The last message of an engine that failed."""
+    """Last message of a failed engine."""
 
     message: str
 
@@ -243,7 +243,7 @@ class Died(Struct, tag=True, array_like=True):
 ToEngine = Start | Add | Abort | ResetCache
 FromEngine = Ready | LoadFailed | Report | Died
 
-# (name, default); functions are none of them.
+# (name, default) of each option except functions.
 SENT_OPTIONS = [
     (field.name, getattr(SamplingParams(), field.name))
     for field in fields(SamplingParams)

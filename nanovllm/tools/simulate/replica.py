@@ -16,7 +16,6 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import known_prefixes
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
