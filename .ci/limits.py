@@ -23,7 +23,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What every request passes on a CPU, counted by folder, so that a file that moves stays counted.
 CORE = (
     "core/", "cache/", "scheduler.py", "block_manager.py", "model_runner.py", "engine.py", "build.py", "llm.py",
-    "attention/operator.py", "attention/block_mask.py", "attention/flex_cpu.py", "attention/flex_kinds.py",
+    "attention/operator.py", "attention/block_mask.py", "attention/flex_cpu.py", "attention/flex_tiles.py",
     "sampling/sampler.py",
 )  # fmt: skip
 BEYOND_THE_ENGINE = ("server/", "ray/", "tools/", "cli/")

@@ -11,6 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sampling_params import SamplingParams
@@ -56,8 +57,8 @@ def test_layout(benchmark: BenchmarkFixture, step: str) -> None:
 def test_block_mask(benchmark: BenchmarkFixture, step: str) -> None:
     layout = build_layout(entries_of(step), BLOCK_SIZE)
     form = FlexAttention(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_groups=2, max_num_seqs=256, max_num_batched_tokens=8192,
-        device=torch.device("cpu"),
+        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kinds=[LayerTraits(4, 2, 64, 64)], max_num_seqs=256,
+        max_num_batched_tokens=8192, device=torch.device("cpu"),
     )  # fmt: skip
     benchmark(form.plan, layout)
     benchmark.extra_info["us per row"] = round(benchmark.stats.stats.median * 1e6 / layout.num_tokens, 3)

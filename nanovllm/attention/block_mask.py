@@ -7,15 +7,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-
-MIN_TILES = 2  # of a call: one would be compiled as a special case
-# Tiles that tables have room for, at least: the compiler refuses a symbol that can only be MIN_TILES.
-MIN_TABLE_TILES = MIN_TILES + 1
 
 _numbers = itertools.count()
 
@@ -91,36 +85,3 @@ def with_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """
     share = torch.sigmoid(log_sums - sinks.float())
     return (attended.float() * share[..., None]).to(attended.dtype)
-
-
-class IndexBuffers:
-    """The block mask's tables: for each tile, the blocks seen whole and the one block seen in part.
-
-    Columns behind a tile's count keep old block numbers, since a kernel may read one of them ahead.
-    """
-
-    def __init__(self, max_tiles: int, width: int, device: torch.device) -> None:
-        self.full_blocks = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
-        self.num_full = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
-        self.own_block = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
-        self.num_own = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
-        self.tables = self.num_own, self.own_block, self.num_full, self.full_blocks
-
-    def fill(self, num_full: NDArray[Any], full_blocks: NDArray[Any], own_blocks: NDArray[Any]) -> int:
-        """Set a tile for each count of `num_full`, and up to MIN_TILES that see nothing; returns the number of tiles.
-
-        Args:
-            full_blocks: the tiles' blocks seen whole, concatenated.
-            own_blocks: the block that each tile sees in part.
-        """
-        used, num_tiles = len(num_full), max(MIN_TILES, len(num_full))
-        device = self.num_full.device
-        tiles = np.repeat(np.arange(used), num_full)
-        columns = np.arange(len(full_blocks)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
-        at = torch.from_numpy(np.stack([tiles, columns])).to(device)
-        self.full_blocks[0, 0].index_put_((at[0], at[1]), torch.from_numpy(full_blocks).to(device))
-        self.own_block[0, 0, :used, 0] = torch.from_numpy(own_blocks).to(device)
-        for counts, of_used in ((self.num_full, torch.from_numpy(num_full).to(device)), (self.num_own, 1)):
-            counts[0, 0, :used] = of_used
-            counts[0, 0, used:num_tiles] = 0
-        return num_tiles

@@ -150,7 +150,7 @@ class ChunkCall(nn.Module):
         self.window, self.chunk = options.sight.spans
         self.options: dict[str, Any] = {"BACKEND": "FLASH"} if fixed_rows else options.for_chunks()
         self.fixed_rows = fixed_rows
-        # Nothing but the number of rows may become a symbol; see `flex_cpu.py`.
+        # Nothing but the number of rows may become a symbol; see `flex_tiles.py`.
         self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
     def forward(

@@ -13,22 +13,21 @@ diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch import Tensor
 
-from nanovllm.attention.block_mask import MIN_TABLE_TILES, MIN_TILES, IndexBuffers, forward_mask, own_code
-from nanovllm.attention.flex_kinds import KindCalls
+from nanovllm.attention.flex_tiles import MIN_TILES, TileCall, TileRows, TileTables
+from nanovllm.attention.tiles import Tiles
 from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
 
-IntArray = NDArray[np.integer[Any]]
+# Tiles that tables have room for, at least: the compiler refuses a symbol that can only be MIN_TILES.
+_MIN_TABLE_TILES = MIN_TILES + 1
 
 
 class FlexAttention:
@@ -36,7 +35,7 @@ class FlexAttention:
 
     Args:
         kinds: of the model's layers.
-        max_num_seqs, max_num_batched_tokens: bounds of a step, which size the index buffers.
+        max_num_seqs, max_num_batched_tokens: bounds of a step, which size the tables.
     """
 
     reads_whole_blocks = True  # masked slots too
@@ -52,70 +51,52 @@ class FlexAttention:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.kinds = tuple(kinds)
         self.device = device
-        max_decode_tiles = max(MIN_TABLE_TILES, max_num_seqs)
+        max_decode_tiles = max(_MIN_TABLE_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
-        max_chunk_tiles = max(MIN_TABLE_TILES, max_num_batched_tokens // block_size + 2 * max_num_seqs)
-        # The lowering wants one index column for each physical block.
-        self.decode_index = IndexBuffers(max_decode_tiles, num_blocks, device)
-        self.chunk_index = IndexBuffers(max_chunk_tiles, num_blocks, device)
-        self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
-        self._plain = [traits for traits in kinds if traits.first_beyond("widths") is None]
-        self._others = KindCalls(kinds, block_size, (max_decode_tiles, max_chunk_tiles), num_blocks)
-        plain = {
-            groups: (
-                _TileAttention(groups, block_size, self.decode_index.tables, self.tail_offsets),
-                _TileAttention(groups * block_size, block_size, self.chunk_index.tables, None),
-            )
-            for groups in {traits.num_groups for traits in self._plain}
+        max_chunk_tiles = max(_MIN_TABLE_TILES, max_num_batched_tokens // block_size + 2 * max_num_seqs)
+        # Of decodes and of chunks, for each sight with sinks or without.
+        self._tables = {
+            key: [
+                TileTables(*key, block_size, most, num_blocks, device) for most in (max_decode_tiles, max_chunk_tiles)
+            ]
+            for key in {(traits.sight, traits.has_sinks) for traits in kinds}
         }
         # Of each kind, for decodes and for chunks.
-        self.calls = [self._others.calls.get(traits) or plain[traits.num_groups] for traits in kinds]
-
-    @staticmethod
-    def supports(traits: LayerTraits) -> str | None:
-        """What of a layer this backend cannot compute, in words; None if it serves it."""
-        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
+        self.calls = [
+            [
+                TileCall(traits, block_size, rows, tables)
+                for rows, tables in zip((1, block_size), self._tables[traits.sight, traits.has_sinks], strict=True)
+            ]
+            for traits in kinds
+        ]
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
-        """Fill the index buffers for one step; they are overwritten by the next plan."""
-        if layout.num_decodes and self._plain:
-            self._fill_decodes(layout)
-        num_chunk_tiles, chunk_rows = self._fill_chunks(layout)
-        self._others.fill(layout)
-        return FlexPlan(self, layout.num_decodes, num_chunk_tiles, torch.from_numpy(chunk_rows).to(self.device))
+        """Fill the tables for one step; they are overwritten by the next plan."""
+        tables, starts = self._block_tables(layout)
+        size, count = self.block_size, layout.num_decodes
+        last = layout.positions[:count]
+        decodes = TileRows(tables, starts[:count], last, last, last)
+        tiles = Tiles.from_layout(layout, size)
+        positions, is_row = tiles.blocks * size, tiles.rows.reshape(-1, size) >= 0
+        first_rows = positions + is_row.argmax(axis=1)
+        chunks = TileRows(tables, starts[count:][tiles.chunks], positions, first_rows, first_rows + is_row.sum(1) - 1)
+        for of_decodes, of_chunks in self._tables.values():
+            of_decodes.fill(decodes)
+            of_chunks.fill(chunks)
+        chunk_rows = np.empty(layout.num_tokens - count, np.int64)
+        chunk_rows[tiles.rows[tiles.rows >= 0]] = np.flatnonzero(is_row)
+        num_tiles = len(positions) and max(MIN_TILES, len(positions))
+        return FlexPlan(self, count, num_tiles, torch.from_numpy(chunk_rows).to(self.device))
 
-    def _fill_decodes(self, layout: BatchLayout) -> None:
-        last = layout.positions[: layout.num_decodes]
-        num_full = last // self.block_size
-        tables = (e.block_table[:n] for e, n in zip(layout.decodes, num_full.tolist(), strict=True))
-        full = np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(num_full.sum()))
-        tail_blocks = layout.slot_mapping[: layout.num_decodes] // self.block_size
-        self.tail_offsets[: layout.num_decodes].copy_(torch.from_numpy(last % self.block_size))
-        self.decode_index.fill(num_full, full, tail_blocks)
-
-    def _fill_chunks(self, layout: BatchLayout) -> tuple[int, IntArray]:
-        """Returns the number of tiles and, for each chunk row, its row among the tiles' (head group aside)."""
-        tile_rows, num_full, full, own_blocks = [], [], [], []
-        num_tiles = 0
-        for entry in layout.chunks:
-            first, end = entry.start // self.block_size, -(-(entry.start + entry.num_new_tokens) // self.block_size)
-            first_row = num_tiles * self.block_size + entry.start % self.block_size
-            tile_rows.append(np.arange(first_row, first_row + entry.num_new_tokens))
-            num_tiles += end - first
-            if not self._plain:
-                continue
-            table = np.array(entry.block_table[:end], np.int32)
-            for block in range(first, end):
-                num_full.append(block)
-                full.append(table[:block])
-            own_blocks.append(table[first:end])
-        if not num_tiles:
-            return 0, np.zeros(0, np.int64)
-        if self._plain:
-            self.chunk_index.fill(np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
-        return max(MIN_TILES, num_tiles), np.concatenate(tile_rows)
+    def _block_tables(self, layout: BatchLayout) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The blocks that some layer sees, concatenated, and where in them block 0 of each entry lies or would lie."""
+        first_rows, last_rows = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
+        seen = [sight.first_seen(first_rows) for sight, _ in self._tables]
+        first, end = np.minimum.reduce(seen) // self.block_size, last_rows // self.block_size + 1
+        spans = zip(layout.entries, first.tolist(), end.tolist(), strict=True)
+        blocks = itertools.chain.from_iterable(entry.block_table[a:b] for entry, a, b in spans)
+        return np.fromiter(blocks, np.int32, int((end - first).sum())), np.cumsum(end - first) - end
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,64 +144,3 @@ class FlexPlan:
             attended = attended.reshape(tiles * size, num_kv_heads, groups, value_dim)
             output[self.num_decodes :] = attended[self.chunk_rows]
         return output.view(*query.shape[:2], value_dim)
-
-
-class _TileAttention(nn.Module):
-    """FlexAttention over tiles of `tile` query rows and blocks of `block_size` slots.
-
-    The compiler takes a module's whole numbers as constants; as arguments the sizes may become symbols.
-    """
-
-    def __init__(
-        self, tile: int, block_size: int, tables: tuple[Tensor, Tensor, Tensor, Tensor], tail_offsets: Tensor | None
-    ) -> None:
-        super().__init__()
-        self.tile = tile
-        self._masks = tables, tail_offsets
-        self.block_size = block_size
-        # Only the number of rows, marked at each call, may become a symbol: with the cache's size as another, or with
-        # what an earlier process saw change, the generated code does not compile.
-        self._compiled: Callable[..., Tensor] = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
-        torch._dynamo.mark_dynamic(query, 2)
-        # Compiled code is bound to the dispatch keys in force. Only the first call, from within the compiler's check of
-        # a layer, is under a dispatch mode: this makes the keys of all calls the same.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            return self._compiled(self, query, keys, values, *self._masks, scaling)
-
-
-def _attend_tiles(
-    sizes: _TileAttention,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
-    tail_offsets: Tensor | None,
-    scaling: float,
-) -> Tensor:
-    """Attention of query [1, num_kv_heads, num_tiles * tile, head_dim] over the blocks of the tables.
-
-    Of its own block a decode tile sees the slots up to `tail_offsets` [max_tiles]; a chunk tile (None) the diagonal.
-    """
-    tile, block_size = sizes.tile, sizes.block_size
-
-    def up_to_last_position(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        assert tail_offsets is not None
-        return slot % block_size <= tail_offsets[row // tile]
-
-    def diagonal(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        return slot % block_size <= row % block_size
-
-    num_tiles = query.shape[2] // tile
-    num_own, own_block, num_full, full_blocks = (table[:, :, :num_tiles] for table in tables)
-    block_mask = forward_mask(
-        (query.shape[2], keys.shape[2]),
-        (num_own, own_block),
-        (num_full, full_blocks),
-        (tile, block_size),
-        diagonal if tail_offsets is None else up_to_last_position,
-    )
-    result: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling)
-    attended: Tensor = result  # no log-sum-exp beside it
-    return attended

@@ -55,8 +55,10 @@ class FlexDecodes:
         self._call: DecodeCall | None = None  # of this step
         self._fill = torch.compile(own_code(fill_decodes), fullgraph=True, dynamic=True)
 
-    def fill(self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor) -> None:
-        """Fill the block mask's tables for a step; see `StepTables` for the arguments."""
+    def fill(
+        self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor, _sharing: Any = None
+    ) -> None:
+        """Fill the block mask's tables for a step; see `StepTables` for the arguments. No blocks are read together."""
         self._call = self._call_for(len(block_counts))
         self._fill(
             self._tables.parts(), tables, table_starts, block_counts, positions, self._options.block_size,

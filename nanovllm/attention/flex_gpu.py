@@ -13,6 +13,7 @@ more than they see. All tables keep their addresses, so that a captured CUDA gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,51 +23,55 @@ from torch import Tensor
 from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
+from nanovllm.attention.operator import AttentionLayer
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
-from nanovllm.cache.kinds import LayerTraits
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.kinds import LayerTraits, kind_of
 from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
 
 
 class GpuFlexAttention:
-    """The `flex` and `flash` backends on a GPU, for layers of one kind.
+    """The `flex` and `flash` backends on a GPU, with tables and calls for each kind of layers.
 
     Args:
-        options: of the kernels, for the layers and the GPU.
+        options: of the kernels, for each kind and the GPU.
+        groups: the cache group of each kind; empty where one group holds all layers.
+        num_blocks: of each group's cache.
         max_decodes, max_tiles: bounds of a step.
         max_blocks: bound of a sequence's blocks.
-        num_blocks: blocks of the cache.
         uses_flash: compute chunks by the FLASH backend; see `flash.py`.
     """
 
     def __init__(
         self,
         *,
-        options: KernelOptions,
+        options: Sequence[KernelOptions],
+        groups: Sequence[int],
+        num_blocks: Sequence[int],
         max_decodes: int,
         max_tiles: int,
         max_blocks: int,
-        num_blocks: int,
         uses_flash: bool,
         device: torch.device,
     ) -> None:
-        self.block_size = options.block_size
-        self.inputs = TableInputs(options.block_size)  # of a packed step, which `fill` reads
-        self._kernel: Any = options.decode_kernel(max_decodes, device)
-        self._flex: FlexDecodes | None = None
-        self._sharing: SharingRule | None = None
-        if self._kernel is not None:
-            if self._kernel.bundle_members > 1 and options.sight.is_full:
-                token_bytes = 2 * options.num_kv_heads * options.head_bytes
-                self._sharing = SharingRule.for_heads(self._kernel.bundle_members, token_bytes)
-        else:
-            self._flex = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)
-        self._chunks = FlexChunks(
-            options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks, uses_flash=uses_flash,
-            device=device,
-        )  # fmt: skip
-        self.compiles_each_size = uses_flash or self._flex is not None  # of the tiles, or of the decodes
+        self.block_size = options[0].block_size
+        self.inputs = TableInputs(self.block_size, 1 + max(groups) if groups else 0)  # of a packed step, for `fill`
+        self._groups: tuple[int | None, ...] = tuple(groups) or (None,) * len(options)
+        self.kinds = [
+            KindCalls(
+                each, max_decodes=max_decodes, max_tiles=max_tiles, max_blocks=max_blocks,
+                num_blocks=num_blocks[group or 0], uses_flash=uses_flash, device=device,
+            )
+            for each, group in zip(options, self._groups, strict=True)
+        ]  # fmt: skip
+        self.compiles_each_size = any(kind.compiles_each_size for kind in self.kinds)
+        # Beginnings of block tables are those of the first group. Only one kind's decodes read them together, since how
+        # many do depends on its heads.
+        of_first = (kind for kind, group in zip(self.kinds, self._groups, strict=True) if not group)
+        self._sharing = next((kind for kind in of_first if kind.sharing is not None), self.kinds[0])
 
     @staticmethod
     def supports(traits: LayerTraits) -> str | None:
@@ -79,68 +84,77 @@ class GpuFlexAttention:
 
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""
-        prefixes = None
-        if self._sharing is not None and layout.num_decodes:
-            rule = self._sharing._replace(max_bundles=self._kernel.most_bundles(layout.num_decodes))
-            prefixes = SharedPrefixes.from_layout(layout, self.block_size, rule)
+        prefixes = self._sharing.shared_prefixes(layout) if layout.num_decodes else None
         return Tiles.from_layout(layout, self.block_size, prefixes)
 
-    @property
-    def shares(self) -> bool:
-        """Whether decodes read blocks together that their tables begin with."""
-        return self._sharing is not None
-
-    def fill(self, inputs: Any, group: int | None = None, *, shares: bool = True) -> GpuFlexPlan:
+    def fill(self, inputs: Any) -> GpuFlexPlan:
         """Fill the block masks' tables on the device; they are overwritten by the next step's.
 
         Args:
             inputs: of the packed step, by name, on the device.
-            group: whose block tables, of several cache groups.
-            shares: whether `plan` was asked which decodes read blocks together.
         """
-        step = StepTables.from_inputs(inputs, group)
-        if len(step.decode_blocks):
-            decodes = step.tables, step.decode_tables, step.decode_blocks, step.decode_positions
-            if self._flex is None:
-                self._kernel.fill(*decodes, step.sharing if shares else None)
-            else:
-                self._flex.fill(*decodes)
-        if len(step.tile_blocks):
-            self._chunks.fill(step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used)
-        return GpuFlexPlan(self, step)
+        steps = [StepTables.from_inputs(inputs, group) for group in self._groups]
+        for kind, step in zip(self.kinds, steps, strict=True):
+            kind.fill(step, shares=kind is self._sharing)
+        return GpuFlexPlan(self.kinds, steps)
 
-    def attend_decodes(
+
+class KindCalls:
+    """The tables and calls of one kind of layers; for the arguments see `GpuFlexAttention`."""
+
+    def __init__(
         self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scaling: float,
-        output: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """query [num_decodes, num_heads, head_dim]; returns [num_decodes, num_heads, value_dim], in `output` if any."""
-        decodes = self._kernel if self._flex is None else self._flex
-        attended: Tensor = decodes.attend(query, key_cache, value_cache, scaling, output, sinks)
-        return attended
+        options: KernelOptions,
+        *,
+        max_decodes: int,
+        max_tiles: int,
+        max_blocks: int,
+        num_blocks: int,
+        uses_flash: bool,
+        device: torch.device,
+    ) -> None:
+        self._block_size = options.block_size
+        kernel = options.decode_kernel(max_decodes, device)
+        self.sharing: SharingRule | None = None  # None where each decode reads all of its blocks by itself
+        if kernel is not None and kernel.bundle_members > 1 and options.sight.is_full:
+            token_bytes = 2 * options.num_kv_heads * options.head_bytes
+            self.sharing = SharingRule.for_heads(kernel.bundle_members, token_bytes)
+        self.decodes: Any = kernel
+        if kernel is None:
+            self.decodes = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)
+        self.chunks = FlexChunks(
+            options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks, uses_flash=uses_flash,
+            device=device,
+        )  # fmt: skip
+        self.compiles_each_size = uses_flash or kernel is None  # of the tiles, or of the decodes
 
-    def attend_tiles(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor | None = None
-    ) -> Tensor:
-        """query [num_tiles * block_size, num_heads, head_dim]."""
-        return self._chunks.attend(query, keys, values, scaling, sinks)
+    def shared_prefixes(self, layout: BatchLayout) -> SharedPrefixes | None:
+        """The decodes of a step that read blocks together; None if none do."""
+        if self.sharing is None:
+            return None
+        rule = self.sharing._replace(max_bundles=self.decodes.most_bundles(layout.num_decodes))
+        return SharedPrefixes.from_layout(layout, self._block_size, rule)
+
+    def fill(self, step: StepTables, *, shares: bool) -> None:
+        """Args: shares: whether the step's shared prefixes are those of this kind."""
+        if len(step.decode_blocks):
+            self.decodes.fill(
+                step.tables, step.decode_tables, step.decode_blocks, step.decode_positions,
+                step.sharing if shares else None,
+            )  # fmt: skip
+        if len(step.tile_blocks):
+            self.chunks.fill(step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFlexPlan:
-    """One step's attention; `attend` is called once a layer."""
+    """One step's attention; `attend` is called once a layer.
 
-    backend: GpuFlexAttention
-    step: StepTables
+    kinds, steps: the calls and the tables of each kind of layers.
+    """
 
-    @property
-    def num_decodes(self) -> int:
-        """Padding included."""
-        return len(self.step.decode_blocks)
+    kinds: Sequence[KindCalls]
+    steps: Sequence[StepTables]
 
     def attend(
         self,
@@ -152,14 +166,54 @@ class GpuFlexPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionPlan`."""
-        count, tile_rows = self.num_decodes, self.step.tile_rows
+        calls, step = self.kinds[kind], self.steps[kind]
+        count, tile_rows = len(step.decode_blocks), step.tile_rows
         if not len(tile_rows):
-            return self.backend.attend_decodes(query, key_cache, value_cache, scaling, None, sinks)
+            attended: Tensor = calls.decodes.attend(query, key_cache, value_cache, scaling, None, sinks)
+            return attended
         output = query.new_empty(*query.shape[:2], value_cache.shape[2])
         if count:
-            self.backend.attend_decodes(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
+            calls.decodes.attend(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
-        tiles = self.backend.attend_tiles(query.index_select(0, tile_rows), keys, values, scaling, sinks)
-        torch.index_select(tiles, 0, self.step.chunk_rows, out=output[count:])
+        tiles = calls.chunks.attend(query.index_select(0, tile_rows), keys, values, scaling, sinks)
+        torch.index_select(tiles, 0, step.chunk_rows, out=output[count:])
         return output
+
+
+def layers_by_kind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """The first layer of each kind, in the order of `kinds_of`."""
+    found: dict[LayerTraits, AttentionLayer] = {}
+    for layer in layers:
+        found.setdefault(kind_of(layer.traits), layer)
+    return list(found.values())
+
+
+def kind_groups(layers: Sequence[AttentionLayer], pools: CachePools) -> tuple[int, ...]:
+    """The cache group of each kind of layers; empty where one group holds all layers."""
+    if len(pools.groups) == 1:
+        return ()
+    groups = dict(zip(map(id, layers), pools.groups_of_layers(), strict=True))
+    return tuple(groups[id(layer)] for layer in layers_by_kind(layers))
+
+
+def build_gpu_attention(
+    layers: Sequence[AttentionLayer],
+    device: torch.device,
+    config: EngineConfig,
+    pools: CachePools,
+    *,
+    max_decodes: int,
+    max_tiles: int,
+) -> GpuFlexAttention:
+    """The backend of an engine, of a fully resolved config; `max_decodes` and `max_tiles` bound a step."""
+    return GpuFlexAttention(
+        options=[KernelOptions.for_layer(layer, device, config.block_size) for layer in layers_by_kind(layers)],
+        groups=kind_groups(layers, pools),
+        num_blocks=pools.num_blocks,
+        max_decodes=max_decodes,
+        max_tiles=max_tiles,
+        max_blocks=-(-config.max_model_len // config.block_size),
+        uses_flash=config.attention_backend == "flash",
+        device=device,
+    )

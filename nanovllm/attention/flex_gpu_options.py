@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
@@ -70,7 +70,7 @@ class KernelOptions:
     num_groups: query heads per KV head.
     head_bytes: bytes of one head's K of one token, or of its V where that is wider.
     paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
-    traits: what the layers have beyond plain attention; None where that is nothing.
+    sight, softcap: of the layers.
     """
 
     gpu: Gpu
@@ -79,7 +79,8 @@ class KernelOptions:
     head_bytes: int
     block_size: int
     paged_decode: Any = None
-    traits: LayerTraits | None = None
+    sight: StateKind = FULL
+    softcap: float | None = None
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
@@ -88,15 +89,7 @@ class KernelOptions:
         if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None
         heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
-        return cls(Gpu.from_device(device), *heads, block_size, kernel, None if traits.is_plain else traits)
-
-    @property
-    def sight(self) -> StateKind:
-        return FULL if self.traits is None else self.traits.sight
-
-    @property
-    def softcap(self) -> float | None:
-        return None if self.traits is None else self.traits.softcap
+        return cls(Gpu.from_device(device), *heads, block_size, kernel, traits.sight, traits.softcap)
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""

@@ -47,7 +47,7 @@ class AttentionLayer:
 class AttentionBackend(Protocol):
     """How one engine's rows see the KV cache; one instance serves all layers.
 
-    Each has a static `supports(traits) -> str | None`: what of a layer it cannot compute, in words.
+    One that may refuse a layer has a static `supports(traits) -> str | None`: the trait that it lacks, in words.
     """
 
     reads_whole_blocks: bool  # masked slots too, which must then hold finite values

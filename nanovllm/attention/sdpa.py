@@ -81,11 +81,6 @@ class SdpaAttention:
         self.dtype = dtype
         self.device = device
 
-    @staticmethod
-    def supports(traits: LayerTraits) -> str | None:
-        """What of a layer this backend cannot compute, in words; None if it serves it."""
-        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
-
     def plan(self, layout: BatchLayout) -> SdpaPlan:
         """The masks of one step, shared by all layers."""
         seen = {}

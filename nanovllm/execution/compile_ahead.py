@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.flex_gpu_kinds import layers_by_kind
+from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.step_tables import TableInputs
 from nanovllm.core.config import EngineConfig

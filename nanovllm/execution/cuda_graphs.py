@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.attention.flex_gpu_kinds import build_gpu_attention, kind_groups
+from nanovllm.attention.flex_gpu import build_gpu_attention, kind_groups
 from nanovllm.attention.kv_writes import use_write_kernel
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.tiles import Tiles

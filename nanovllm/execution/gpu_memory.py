@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.flex_chunks import most_listed
 from nanovllm.attention.flex_decodes import most_kv_tiles
-from nanovllm.attention.flex_gpu_kinds import layers_by_kind
+from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionBackend
 from nanovllm.core.batch_layout import BatchLayout, build_layout

@@ -6,6 +6,7 @@ The kernel is stood in for by its reference in PyTorch, since it runs on a GPU a
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -60,7 +61,7 @@ class DenseDecodes:
     def __init__(self) -> None:
         self.step: Any = None
 
-    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
         output = torch.zeros_like(query)
         for row, count in enumerate(self.step.decode_blocks.tolist()):
             table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
@@ -103,7 +104,8 @@ def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) 
         "decode_positions": torch.tensor(positions + padding),
     }
     backend.step = StepTables(**parts)
-    step = AttentionStep(GpuFlexPlan(backend, backend.step), num_rows)  # type: ignore[arg-type]
+    plan = GpuFlexPlan([SimpleNamespace(decodes=backend)], [backend.step])  # type: ignore[list-item]
+    step = AttentionStep(plan, num_rows)
     tokens = (torch.arange(num_rows) * 7 + 3) % VOCAB_SIZE
     states = binding.hidden_step(step, tokens, torch.tensor(positions + padding), torch.tensor(slots + padding))
     return states[:count].clone()

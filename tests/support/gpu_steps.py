@@ -78,15 +78,16 @@ def backend_of(
         head_bytes = max(traits.head_dim, traits.value_dim) * case.dtype.itemsize
         options = KernelOptions(gpu, traits.num_kv_heads, traits.num_groups, head_bytes, case.block_size)
         options = replace(
-            options, paged_decode=PagedDecode if by_kernel else None, traits=None if traits.is_plain else traits
+            options, paged_decode=PagedDecode if by_kernel else None, sight=traits.sight, softcap=traits.softcap
         )
         buckets = Buckets(config)
         backend = GpuFlexAttention(
-            options=options,
+            options=[options],
+            groups=[],
+            num_blocks=[NUM_BLOCKS],
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
             max_blocks=NUM_BLOCKS - 1,
-            num_blocks=NUM_BLOCKS,
             uses_flash=uses_flash,
             device=torch.device(device),
         )

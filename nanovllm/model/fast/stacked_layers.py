@@ -80,11 +80,12 @@ class StackedLayers:
     def _rows(self, hidden_states: Tensor, kwargs: Any) -> Any | None:
         """The rows of the running step, if it consists of few decodes only; else None."""
         plan = running_step(kwargs[STEP_HANDLE]).plan
-        if not isinstance(plan, GpuFlexPlan) or len(plan.step.tile_rows) or plan.num_decodes not in self._num_rows:
+        if not isinstance(plan, GpuFlexPlan):
             return None
-        if hidden_states.shape[:2] != (1, plan.num_decodes):
+        step = plan.steps[0]
+        num_decodes = len(step.decode_blocks)
+        if len(step.tile_rows) or num_decodes not in self._num_rows or hidden_states.shape[:2] != (1, num_decodes):
             return None
-        step = plan.step
         return self._rows_type(
             step.decode_positions, kwargs[STEP_SLOT_MAPPING], step.tables, step.decode_tables, step.decode_blocks
         )
