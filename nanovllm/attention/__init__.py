@@ -1,1 +1,1 @@
-"""How a step's rows see the KV cache, one file a backend."""
+"""Attention over the KV cache, one file a backend."""

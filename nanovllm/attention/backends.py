@@ -32,7 +32,7 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The chosen backend, and what it allows."""
+    """The chosen backend and its abilities."""
 
     backend: str  # "flex", "flash", "sdpa" or "cpp"
     compiles: bool  # whether layers may be compiled
@@ -41,7 +41,7 @@ class AttentionChoice:
 
     @classmethod
     def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> AttentionChoice:
-        """Raises ValueError with what is missing, for an unavailable backend that the user set."""
+        """Raises ValueError, naming the missing part, for an unavailable backend that the user set."""
         compiles = _may_compile(config, device)
         kernels: tuple[Kernels, ...] = ()
         wanted = config.attention_backend
@@ -85,7 +85,7 @@ class AttentionChoice:
         """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable.
 
         Args:
-            obstacle: what of the model no graph can capture, in words.
+            obstacle: the part of the model that no graph can capture, in words.
         """
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
@@ -126,7 +126,7 @@ def preferred_block_size(layers: Sequence[AttentionLayer], device: torch.device,
     """The block size that the wanted backend needs, where the user set none; None for the device's default."""
     if config.block_size is not None:
         return None
-    takes_flash = config.attention_backend == "flash"  # where it is missing, `AttentionChoice` says what
+    takes_flash = config.attention_backend == "flash"  # if it is unavailable, `AttentionChoice` raises
     if config.attention_backend == "auto":
         takes_flash = _auto_takes_flash(layers, device, replace(config, block_size=FLASH_BLOCK_SIZE))
     return FLASH_BLOCK_SIZE if takes_flash else None
@@ -149,7 +149,7 @@ def _may_compile(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile needs on this device and does not find; None if nothing is missing."""
+    """The compiler that torch.compile needs on this device and does not find; None if nothing is missing."""
     if device.type == "cuda":  # Triton builds its launchers in C
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
         return None if any(shutil.which(name) for name in names) else "a C compiler"

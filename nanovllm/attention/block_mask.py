@@ -15,10 +15,10 @@ _numbers = itertools.count()
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function around a code object of its own.
+    """A copy of the function with a new code object.
 
-    Compiled versions are kept by code object and their number is limited, so that engines which shared one would use
-    up each other's share and fall back to uncompiled attention.
+    Dynamo keeps a limited number of compiled versions by code object: engines that shared one would reach the limit
+    and fall back to uncompiled attention.
     """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")

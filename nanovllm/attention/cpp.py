@@ -42,7 +42,7 @@ class CppAttention:
 
     @staticmethod
     def supports(traits: LayerTraits) -> str | None:
-        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        """The first trait of a layer that this backend cannot compute, in words; None if it serves the layer."""
         return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
 
     def plan(self, layout: BatchLayout) -> CppPlan:
@@ -60,7 +60,7 @@ class CppAttention:
 
 
 class _KindKernels:
-    """The kernels of one kind of layers, and the last of their arguments."""
+    """The kernels of one kind of layers and their constant arguments."""
 
     def __init__(self, traits: LayerTraits, kernels: Kernels) -> None:
         self.kernels, self.is_full = kernels, traits.sight.is_full
@@ -112,8 +112,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Decodes whose tables begin with the same blocks, as those of requests with one system prompt do: the kernel reads
-    these blocks once for all of a group."""
+    """Decodes grouped by a common prefix of blocks, for example a system prompt: the kernel reads it once a group."""
 
     members: np.ndarray  # [num_sequences] the sequences, group by group
     starts: np.ndarray  # [num_groups + 1] the first of each group
@@ -121,7 +120,7 @@ class _Groups:
 
     @classmethod
     def of_ones(cls, count: int) -> _Groups:
-        """Each decode by itself: where a decode sees but the end of its context, which is its own."""
+        """One group for each decode: with a window, decodes see only the ends of their contexts."""
         return cls(np.arange(count), np.arange(count + 1), np.zeros(count, np.int64))
 
     @classmethod
@@ -143,7 +142,7 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Decodes in groups, and the addresses of what the kernels get from both: asking anew takes a microsecond."""
+    """Decodes in groups, and the addresses of all arrays: asking NumPy again takes a microsecond."""
 
     groups: _Groups
     addresses: tuple[int, ...]
@@ -160,17 +159,17 @@ class CppPlan:
     block_size: int
     kernels: list[_KindKernels]
     decode_rows: _Rows
-    shared_decodes: _Decodes | None  # for layers that see everything before them
+    shared_decodes: _Decodes | None  # for layers with full attention
     own_decodes: _Decodes | None  # for the others
     chunk_rows: _Rows
     chunk_addresses: tuple[int, ...]
 
     def rows_of_sequences(self) -> list[int]:
-        """How many rows each sequence has, in their order in the batch."""
+        """The number of rows of each sequence, in the order of the batch."""
         return [*self.decode_rows.counts.tolist(), *self.chunk_rows.counts.tolist()]
 
     def rows_of_full_attention(self) -> AttentionRowsStruct:
-        """What a stack of layers that see everything before them gets; valid as long as the plan."""
+        """Arguments for a stack of layers with full attention; valid as long as the plan."""
         assert self.shared_decodes is not None  # of an engine with such layers
         num_decodes, decode_width = self.decode_rows.tables.shape
         return AttentionRowsStruct(

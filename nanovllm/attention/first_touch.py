@@ -1,4 +1,4 @@
-"""Takes the memory of a CPU's KV cache ahead of the steps that write to it, a piece at a time, contents unchanged."""
+"""Faults in the memory of a CPU's KV cache before steps write to it, piece by piece, without changing it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 logger = logging.getLogger("nanovllm")
 
-# Of one piece: a huge page, one to four milliseconds, for which a request that arrives meanwhile shares the machine.
+# Bytes touched per call: one huge page, 1–4 ms, during which an arriving request shares the machine.
 PIECE_BYTES = 2 * 2**20
 # Left to the rest of the machine, or of the container: beyond that, memory is taken by the steps that need it.
 RESERVE_BYTES = 2**30
-# Linux 5.14: fault pages in as for a write, but write nothing: blocks in use, or being written to, keep what they hold.
+# Linux 5.14: faults pages in as for a write without writing, so that blocks in use keep their contents.
 MADV_POPULATE_WRITE = 23
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 class FirstTouch:
-    """Pages of fresh mappings, in the order in which blocks come to use: the first of every layer, then the next.
+    """Faults pages of fresh mappings in, in the order of blocks: the first of every layer, then the next.
 
-    Safe beside steps in another thread: no content changes, and a piece in flight keeps its mapping alive.
+    Safe during steps in another thread: no content changes, and a piece in flight keeps its mapping alive.
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
@@ -38,7 +38,7 @@ class FirstTouch:
         self.num_bytes = 0  # taken so far
 
     def take_next(self) -> bool:
-        """Take one piece; False if none is left, the system has no way to, or memory is short."""
+        """Touch one piece; False if none is left, the system cannot, or memory is short."""
         if _madvise() is None or free_memory() < RESERVE_BYTES + PIECE_BYTES:
             return False
         piece = next(self._pieces, None)
@@ -53,7 +53,7 @@ class FirstTouch:
         return True
 
     def stop(self) -> None:
-        """Forget what is left."""
+        """Drop the remaining pieces."""
         self._pieces = iter(())
         self._caches = []
 

@@ -1,8 +1,7 @@
 """FlexAttention's FLASH backend for chunks: FlashAttention-4's kernels under the same block masks.
 
-It takes pages of 128 slots, as large as its own tiles, and a table as wide as the cache. What it costs and brings is in
-docs/results/gpu.md. FlashAttention-4: the project flash-attention (Dao et al.); the extra `flash`
-installs it.
+It takes blocks of 128 slots, the size of its tiles, and a table as wide as the cache; docs/results/gpu.md has figures.
+FlashAttention-4: the project flash-attention (Dao et al.), installed by the extra `flash`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.config import FLASH_BLOCK_SIZE
 
 LOGGING_PACKAGES = ("flash_attn", "cutlass", "quack")
-TRIED_VERSION = "4.0.0b5"  # of flash-attn-4, whose interface still moves; the extra `flash` pins the same
+TRIED_VERSION = "4.0.0b5"  # of flash-attn-4: its interface still changes; the extra `flash` pins the same
 
 
 def supports_traits(traits: LayerTraits) -> str | None:
-    """What of a layer the FLASH backend was not tried with, in words."""
+    """The first trait of a layer that the FLASH backend was not tried with, in words; None if it serves the layer."""
     return traits.first_beyond()
 
 
 def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What keeps the FLASH backend from a model's chunks, in words; None if nothing does."""
+    """The obstacle to the FLASH backend for a model's chunks, in words; None if there is none."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "it was tried on GPUs of compute capability 9 alone (H100, H200)"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -88,7 +87,7 @@ def _without_debug_lines() -> Iterator[None]:
     for package in LOGGING_PACKAGES:
         if package not in chosen:
             logging.getLogger(package).setLevel(logging.INFO)
-    logging.disable(max(disabled, logging.DEBUG))  # what is logged while their loggers take shape
+    logging.disable(max(disabled, logging.DEBUG))  # messages logged before their loggers have a level
     try:
         yield
     finally:

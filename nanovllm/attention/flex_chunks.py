@@ -1,13 +1,13 @@
 """FlexAttention for the chunks of a step on a GPU: query tiles of one block each, the block mask is the block table.
 
-A tile lists the blocks before its own as full and its own as partial, which it sees diagonally. In layers with a
-window, or attention in chunks, it lists what all of its rows see as full, and the blocks in which its rows begin to see
-as partial beside its own; what none of them sees is not listed::
+A tile lists the blocks before its own as full and its own as partial, which it sees diagonally. With a window or
+attention in chunks, it lists the blocks that all of its rows see as full; as partial, its own block and the blocks in
+which its rows begin to see; no others::
 
     window of 20, blocks of 16      block 0    block 1    block 2    block 3
     tile of positions 48 to 63         -       partial    partial    partial (its own)
 
-There the mask knows positions by the index of a block in its sequence, which is the same for all that share the block.
+There the mask computes positions from the index of a block in its sequence, equal for all sequences that share it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def chunk_tables(
 ) -> tuple[Tensor, ...]:
     """Counts [1, 1, max_tiles] and blocks [1, 1, max_tiles, width] seen in part, then those seen whole.
 
-    Where rows do not see all before them, also the index of each block of the cache in its sequence, [num_blocks], and
-    that of each tile's own block, [max_tiles].
+    With a window or attention in chunks, also the index of each cache block in its sequence [num_blocks], and the index
+    of each tile's own block [max_tiles].
     """
 
     def table(*shape: int) -> Tensor:
@@ -99,7 +99,7 @@ def chunk_tables(
 def fill_tiles(
     to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, blocks: Tensor, is_used: Tensor, max_blocks: int
 ) -> None:
-    """`to` is what `chunk_tables` makes for full attention."""
+    """`to`: `chunk_tables` of full attention."""
     num_own, own_block, num_full, full_blocks = to
     num_tiles = len(starts)
     num_own[0, 0, :num_tiles] = is_used
@@ -120,18 +120,18 @@ def fill_tiles_in_sight(
     window: int | None,
     chunk: int | None,
 ) -> None:
-    """`to` is what `chunk_tables` makes for another sight; all rows of a tile count, those that a step lacks too."""
+    """`to`: `chunk_tables` of another sight. Counts all rows of a tile, also rows missing from the step."""
     num_partial, partial, num_full, full, indices, own_blocks = to
     num_tiles, positions = len(starts), blocks * block_size
     border = first_seen_on_device(positions, window, chunk) // block_size  # where the first row begins to see
     of_last_row = first_seen_on_device(positions + (block_size - 1), window, chunk)
-    whole = torch.minimum(blocks, (of_last_row + block_size - 1) // block_size)  # what the last row sees as well
+    whole = torch.minimum(blocks, (of_last_row + block_size - 1) // block_size)  # the first that all rows see whole
     own_blocks[:num_tiles] = blocks
     num_partial[0, 0, :num_tiles] = is_used * (whole - border + 1)
     num_full[0, 0, :num_tiles] = is_used * (blocks - whole)
     columns = torch.arange(partial.shape[3], dtype=torch.int32, device=tables.device)
     listed = border[:, None] + columns
-    listed = torch.where(listed < whole[:, None], listed, blocks[:, None])  # its own behind the borders
+    listed = torch.where(listed < whole[:, None], listed, blocks[:, None])  # its own block comes last
     listed_blocks = tables[starts[:, None] + listed]
     partial[0, 0, :num_tiles] = listed_blocks
     indices[listed_blocks * is_used[:, None]] = listed  # alike for all that list a block
@@ -180,14 +180,14 @@ def _attend_tiles(
     sinks: Tensor | None,
 ) -> Tensor:
     block_size, window, chunk = call.block_size, call.window, call.chunk
-    lists, places = tables[:4], tables[4:]
+    lists, indices = tables[:4], tables[4:]
 
     def is_not_later(batch, head, row, slot):
         return slot % block_size <= row % block_size
 
     def is_in_sight(batch, head, row, slot):
-        key = places[0][slot // block_size] * block_size + slot % block_size
-        own = places[1][row // block_size] * block_size + row % block_size
+        key = indices[0][slot // block_size] * block_size + slot % block_size
+        own = indices[1][row // block_size] * block_size + row % block_size
         is_seen = key <= own
         if window is not None:
             is_seen = is_seen & (key > own - window)
@@ -201,7 +201,7 @@ def _attend_tiles(
         (num_partial, partial),
         (num_full, full),
         (block_size, block_size),
-        is_in_sight if places else is_not_later,
+        is_in_sight if indices else is_not_later,
     )
     options: Any = call.options
     attended: Any = flex_attention(

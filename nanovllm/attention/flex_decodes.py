@@ -1,9 +1,9 @@
-"""FlexAttention for the decodes of a step on a GPU: the form without `kernels/`, and the kernel's reference.
+"""FlexAttention for the decodes of a step on a GPU: used without `kernels/`, and the kernel's reference.
 
-The batch dimension is the sequences, with one row a query head. All that a decode sees is listed as partial, to the
-last slot, since the kernel splits only that list among programs; the mask hides the unused slots of the last KV tile,
-which are read for nothing: so KV tiles may be smaller than blocks. In layers with a window, or attention in chunks, the
-list begins with the KV tile of the first position in sight, and the mask hides what lies before it there.
+The batch dimension is the sequences, with one row a query head. All KV tiles of a decode are listed as partial, since
+the kernel splits only that list among programs. The mask hides unused slots of the last KV tile; KV tiles may be
+smaller than blocks, so that fewer unused slots are read. With a window or attention in chunks, the list begins with the
+KV tile of the first position in sight, and the mask hides earlier positions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FlexDecodes:
         return attended if output is None else output.copy_(attended)
 
     def _call_for(self, num_rows: int) -> DecodeCall:
-        """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
+        """The compiled function for a batch size: the decode kernel wants a fixed one."""
         call = self._calls.get(num_rows)
         if call is None:
             options = self._options.for_decodes(num_rows)

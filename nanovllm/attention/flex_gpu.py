@@ -75,7 +75,7 @@ class GpuFlexAttention:
 
     @staticmethod
     def supports(traits: LayerTraits) -> str | None:
-        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        """The first trait of a layer that this backend cannot compute, in words; None if it serves the layer."""
         if min(traits.head_dim, traits.value_dim) < MIN_HEAD_DIM:
             return (
                 f"heads of {min(traits.head_dim, traits.value_dim)} elements, of {MIN_HEAD_DIM} that it takes at least"
@@ -115,7 +115,7 @@ class KindCalls:
     ) -> None:
         self._block_size = options.block_size
         kernel = options.decode_kernel(max_decodes, device)
-        self.sharing: SharingRule | None = None  # None where each decode reads all of its blocks by itself
+        self.sharing: SharingRule | None = None  # None if decodes never read blocks together
         if kernel is not None and kernel.bundle_members > 1 and options.sight.is_full:
             token_bytes = 2 * options.num_kv_heads * options.head_bytes
             self.sharing = SharingRule.for_heads(kernel.bundle_members, token_bytes)

@@ -1,6 +1,6 @@
 """Options of FlexAttention's GPU kernels: a measured table, and rules for other sizes and GPUs.
 
-The table was measured on an H200 (sm_90; bfloat16, heads of 128, pages of 64). Other GPUs (sm_80, sm_100) take the
+The table was measured on an H200 (sm_90; bfloat16, heads of 128, blocks of 64). Other GPUs (sm_80, sm_100) take the
 same by two rules, which were not measured: batches count in proportion to the multiprocessors, and tiles are as large,
 and stages as many, as shared memory holds.
 """
@@ -17,7 +17,7 @@ from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
-BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
+BLOCK_N = 64  # slots of a block that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
 
 
@@ -68,7 +68,7 @@ class KernelOptions:
     """The options of a model's kernels on a GPU.
 
     num_groups: query heads per KV head.
-    head_bytes: bytes of one head's K of one token, or of its V where that is wider.
+    head_bytes: bytes of one head's K of one token, or of its V if that is wider.
     paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
     sight, softcap: of the layers.
     """
@@ -134,12 +134,12 @@ class KernelOptions:
         return next(entry for entry in _DECODES if num_decodes <= self._most_decodes(entry))
 
     def _most_decodes(self, entry: DecodeEntry) -> int:
-        """What the entry's batch is for this model's KV heads and this GPU's multiprocessors."""
+        """The entry's batch, scaled to this model's KV heads and this GPU's multiprocessors."""
         programs = entry.batch * _PROGRAMS_PER_BATCH * self.gpu.num_multiprocessors
         return programs // (_MULTIPROCESSORS * self.num_kv_heads)
 
     def _fitting(self, max_stages: int, block_m: int, block_size: int) -> dict[str, int]:
-        """The largest tiles whose queries, and K and V once a stage, fit into a multiprocessor's shared memory."""
+        """The largest tiles that fit into shared memory, with their queries, and K and V once a stage."""
         row_bytes = 1 << (self.head_bytes - 1).bit_length()  # heads are padded to a power of two
         lengths = [n for n in (64, 32, 16) if n <= min(block_size, BLOCK_N)]
         sizes = [(n, stages) for n in lengths for stages in range(max_stages, 0, -1)]

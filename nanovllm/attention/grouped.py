@@ -1,4 +1,4 @@
-"""Attention of layers that form several cache groups: each group's rows by a backend of their own, over its tables."""
+"""Attention of layers in several cache groups: one backend a group, over the group's block tables."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ class GroupedAttention:
     ) -> None:
         self._backends: list[AttentionBackend] = []
         kinds = kinds_of(layer.traits for layer in layers)
-        places = dict.fromkeys(kinds, (0, 0))
+        group_kinds = dict.fromkeys(kinds, (0, 0))
         for number, (group, num_blocks) in enumerate(zip(pools.groups, pools.num_blocks, strict=True)):
             members = [layers[index] for index in group.layers]
             own_kinds = kinds_of(layer.traits for layer in members)
-            places |= {kind: (number, local) for local, kind in enumerate(own_kinds)}
+            group_kinds |= {kind: (number, local) for local, kind in enumerate(own_kinds)}
             own = choice  # of the group's own kinds
             if choice.kernels:
                 own = replace(choice, kernels=tuple(choice.kernels[kinds.index(kind)] for kind in own_kinds))
             self._backends.append(own.build(members, device, replace(config, num_kv_blocks=num_blocks)))
-        self._places = [places[kind] for kind in kinds]
-        self.kind_groups = [group for group, _ in self._places]
+        self._group_kinds = [group_kinds[kind] for kind in kinds]
+        self.kind_groups = [group for group, _ in self._group_kinds]
         self.reads_whole_blocks = any(backend.reads_whole_blocks for backend in self._backends)
 
     def plan(self, layout: BatchLayout) -> GroupedPlan:
         layouts = layout, *layout.others
         plans = [backend.plan(of_group) for backend, of_group in zip(self._backends, layouts, strict=True)]
-        return GroupedPlan(plans, self._places)
+        return GroupedPlan(plans, self._group_kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
     """One step's plan of each group.
 
-    places: of each kind of layer, its group and which of the group's kinds it is.
+    group_kinds: of each kind of layers, its group and its index among the group's kinds.
     """
 
     plans: list[AttentionPlan]
-    places: list[tuple[int, int]]
+    group_kinds: list[tuple[int, int]]
 
     def attend(
         self,
@@ -72,5 +72,5 @@ class GroupedPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionPlan`."""
-        group, local = self.places[kind]
+        group, local = self.group_kinds[kind]
         return self.plans[group].attend(query, key_cache, value_cache, scaling, local, sinks)

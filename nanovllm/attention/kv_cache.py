@@ -24,7 +24,7 @@ SMALL_PAGES_BYTES = 2 * 2**20
 
 
 class KVCaches:
-    """The caches of an engine, one for each of `layers` that has K and V of its own.
+    """The caches of an engine, one for each layer that does not share another's K and V.
 
     Attributes:
         of_layers: of each layer K and V, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths

@@ -1,7 +1,7 @@
-"""What every attention layer calls: it writes this step's K and V to their slots, then attends over the blocks.
+"""The attention function of every layer: it writes this step's K and V to their slots, then attends over the blocks.
 
 Attention is one operator, opaque to the compiler: a layer compiles once for any backend, with only the token count
-dynamic. All of a layer's writes come before its reads, so requests of one step may share a prefix that it computes.
+dynamic. All of a layer's writes come before its reads, so requests of one step may share a prefix computed in it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
 # since a module takes two microseconds to find out that an attribute is missing.
 LAYER_KIND, LAYER_SHARES = "nanovllm_kind", "nanovllm_shares"
 STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
-SINKS = "s_aux"  # what `transformers` calls the sinks among the keyword arguments of attention
+SINKS = "s_aux"  # keyword argument of attention in `transformers`
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention module and the sizes of what it passes on."""
+    """One attention module with the sizes of its states."""
 
     module: nn.Module
     traits: LayerTraits
@@ -45,7 +45,7 @@ class AttentionLayer:
 
 
 class AttentionBackend(Protocol):
-    """How one engine's rows see the KV cache; one instance serves all layers.
+    """Attention of one engine's rows over the KV cache; one instance serves all layers.
 
     One that may refuse a layer has a static `supports(traits) -> str | None`: the trait that it lacks, in words.
     """
@@ -87,7 +87,7 @@ class AttentionStep:
     """One step's attention, shared by all layers."""
 
     plan: AttentionPlan
-    num_tokens: int  # rows of the plan; the dense layers may have padding behind them
+    num_tokens: int  # rows of the plan; the dense layers may pad them at the end
 
 
 # An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.
@@ -142,8 +142,8 @@ def attend_in_step(
     return output
 
 
-# A cache of compiled code knows an operator by its name alone, and code of an older version calls it with the older
-# arguments: so each schema has a name of its own, and the number goes up with a change.
+# Caches of compiled code know an operator only by its name, and an older version's code passes the older arguments: a
+# new schema needs a new name, so the number goes up with each change.
 paged_attention = torch.library.custom_op("nanovllm::paged_attention_2", attend_in_step, mutates_args=())
 
 
@@ -176,7 +176,7 @@ def attention_function(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls in each attention layer while an engine's step runs."""
+    """Called by `transformers` in each attention layer during an engine's step."""
     handle, slot_mapping = step_tensors(module, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Attention that gathers each sequence's blocks and calls PyTorch's own attention: needs no compiler.
+"""Attention by gathering each sequence's blocks and calling PyTorch's attention: needs no compiler.
 
 Decodes are batched, padded to the longest of their group; chunks go one by one, in pieces where rows see less than all
 before them. Only the blocks that some row sees are gathered.
@@ -23,8 +23,8 @@ from nanovllm.core.batch_layout import BatchLayout
 # Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
 # padding costs memory traffic, a further call costs some tens of microseconds a layer.
 GROUP_RATIO = 1.5
-# Nor do they gather more than this at once: what was gathered is read again while a processor's cache still holds it
-# (64 requests of 9 blocks: 4.8 ms a layer in parts of 7 MB, 7.5 ms in one).
+# Nor do they gather more than this at once, so that gathered K and V are read from a processor's cache (64 requests of
+# 9 blocks: 4.8 ms a layer in parts of 7 MB, 7.5 ms in one).
 GROUP_BYTES = 8 * 2**20
 # Rows of a chunk that are computed together where they see a part of the context alone, or where scores are held.
 PIECE_ROWS = 256
@@ -35,7 +35,7 @@ class _DecodeGroup:
     rows: Tensor  # [group] int64: rows of the flat batch
     blocks: Tensor  # [group * max_blocks] int64, each row padded with the null block
     context: int  # keys to see, of the longest
-    mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a sequence by itself
+    mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a single sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Chunk:
 
 
 class Seen(NamedTuple):
-    """What all rows of a step see of their contexts."""
+    """The contexts of all rows of a step, for one sight."""
 
     groups: list[_DecodeGroup]
     chunks: list[_Chunk]
@@ -254,7 +254,7 @@ def _attend_by_scores(
     traits: LayerTraits,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention by products of its own, in float32.
+    """Attention by explicit products, in float32.
 
     Args:
         query: [size, num_kv_heads, num_groups, num_rows, head_dim].

@@ -1,9 +1,9 @@
-"""Decodes of a step whose block tables begin with the same blocks, in groups that read these blocks once.
+"""Groups of a step's decodes with a common prefix of blocks, which is read once a group.
 
 ::
 
-    tables   a b c d | e        bundle 0   rows 0, 1, 3   blocks a b c d        each reads its own blocks by itself,
-             a b c d | f g               (a bundle holds so many members)       row 2 all of its own
+    tables   a b c d | e        bundle 0   rows 0, 1, 3   blocks a b c d        each decode reads its other blocks,
+             a b c d | f g               (members a bundle are limited)         row 2 all of them
              x y z
              a b c d | h
 """
@@ -21,18 +21,18 @@ from numpy.typing import NDArray
 from nanovllm.core.batch_layout import BatchLayout
 
 MIN_MEMBERS = 2
-# What is read in the time that merging takes, by an estimate: shared blocks come from the L2 cache at some 8 TB/s where
-# each decode reads them by itself (H200), and merging takes 2 µs and 16 ns a member.
+# Bytes read in the time of a merge, estimated for an H200: without groups, shared blocks come from the L2 cache at some
+# 8 TB/s, and merging takes 2 µs and 16 ns a member.
 _MEMBER_BYTES, _STEP_BYTES = 128e3, 16e6
 MAX_LEVELS = 8  # of prefixes within prefixes; deeper ones are not looked for
 
 
 class SharingRule(NamedTuple):
-    """When reading together pays.
+    """The rule for when reading together pays.
 
     bundle_members: decodes that one program reads for.
     max_bundles: of a step.
-    member_tokens, step_tokens: what merging costs for each member, and in a step that has any, in tokens read.
+    member_tokens, step_tokens: cost of merging for each member, and once a step, in tokens read.
     """
 
     bundle_members: int
@@ -73,7 +73,7 @@ class SharedPrefixes:
         tables = [entry.block_table for entry in layout.decodes]
         if len(tables) - len({table[0] for table in tables}) < MIN_MEMBERS - 1:
             return None
-        # A decode reads at least the block of its own token by itself.
+        # The block of a decode's new token is never shared.
         limits = (layout.positions[: len(tables)] // block_size).tolist()
         cut = [table[:limit] for table, limit in zip(tables, limits, strict=True)]
         groups = _Grouping(cut, block_size, rule).groups()
@@ -102,7 +102,7 @@ class _Grouping:
         self._rule = rule
 
     def groups(self) -> list[Group]:
-        """Those that save most for each of their bundles, as many as there may be bundles."""
+        """The groups with the largest gain a bundle, up to `max_bundles`."""
         rows = [row for row, table in enumerate(self._tables) if table]
         found = [group for branch in self._branches(rows, 0) for group in self._best(branch, 0, MAX_LEVELS)]
         found.sort(key=lambda group: -group.gain / self._num_bundles(len(group.rows)))
@@ -115,7 +115,7 @@ class _Grouping:
         return chosen if sum(group.gain for group in chosen) > self._rule.step_tokens else []
 
     def _branches(self, rows: list[int], depth: int) -> Iterator[list[int]]:
-        """Rows with the same block at this depth, if there are enough for a group."""
+        """Groups of rows with the same block at this depth, if large enough."""
         by_block: dict[int, list[int]] = {}
         for row in rows:
             if depth < len(self._tables[row]):
@@ -147,6 +147,6 @@ class _Grouping:
 
 
 def _common(one: list[int], other: list[int], start: int) -> int:
-    """How many blocks two tables begin with that are equal; the first `start` are."""
+    """Length of the common prefix of two tables; the first `start` blocks are known to be equal."""
     end = min(len(one), len(other))
     return next((index for index in range(start, end) if one[index] != other[index]), end)

@@ -26,7 +26,7 @@ class StepTables:
     decode_tables: [num_decodes], start of each one's block table.
     decode_blocks: [num_decodes], blocks that it sees; 0 for padding.
     decode_positions: [num_decodes] int64, of its token.
-    shared_blocks: [num_decodes], blocks at the head of its table that its bundle reads for it.
+    shared_blocks: [num_decodes], blocks at the start of its table that its bundle reads for it.
     members: [num_decodes], decodes of such bundles, bundle by bundle.
     shared_bundles: [num_decodes // 2, 4], of each bundle the index of its first member, number of members, number of
         blocks, start of its block table; 0 for padding.
@@ -34,7 +34,7 @@ class StepTables:
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.
     tile_rows: [num_tiles * block_size], the row of the flat batch in each row of the tiles.
-    chunk_rows: [num_chunk_rows], the row of the tiles of each row of the flat batch behind the decodes.
+    chunk_rows: [num_chunk_rows], the row of the tiles of each row of the flat batch after the decodes.
     """
 
     tables: Tensor
@@ -68,7 +68,7 @@ class StepTables:
 
 
 class TableInputs(StepFeature):
-    """The arrays of `StepTables`, filled from a step's `Tiles`; those that begin block tables, for each cache group.
+    """The arrays of `StepTables`, filled from a step's `Tiles`; starts of block tables have a row for each cache group.
 
     Args:
         num_groups: of the cache; 0 for the only one.
@@ -105,14 +105,14 @@ class TableInputs(StepFeature):
         )
         lengths = layout.table_lengths
         starts = np.cumsum(lengths) - lengths
-        # The tables of each group lie behind all of the one before.
-        behind = np.arange(self._num_groups)[:, None] * lengths.sum() if self._num_groups else 0
-        to.decode_tables[..., :real] = starts[:real] + behind
+        # The groups' tables lie one after the other.
+        offsets = np.arange(self._num_groups)[:, None] * lengths.sum() if self._num_groups else 0
+        to.decode_tables[..., :real] = starts[:real] + offsets
         to.decode_blocks[:real] = layout.positions[:real] // self._block_size + 1
         if tiles.prefixes is not None:
             _fill_prefixes(to, tiles.prefixes, starts)
         if count := len(tiles.blocks):
-            to.tile_tables[..., :count] = starts[real:][tiles.chunks] + behind
+            to.tile_tables[..., :count] = starts[real:][tiles.chunks] + offsets
             self._fill_tiles(to, tiles, step.num_decodes)
 
     def _fill_tiles(self, to: Any, tiles: Tiles, first_row: int) -> None:

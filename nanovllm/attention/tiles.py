@@ -18,7 +18,7 @@ class Tiles:
     chunks: [num_tiles] which chunk.
     blocks: [num_tiles] which of its sequence's blocks.
     rows: [num_tiles * block_size] row among the chunks' rows, -1 where the chunk has none.
-    prefixes: of the decodes, None where each reads its blocks by itself.
+    prefixes: of the decodes, None if no blocks are read together.
     """
 
     chunks: NDArray[np.int64]

@@ -12,7 +12,7 @@ from nanovllm.core.config import EngineConfig
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 MAX_MORE_TILES = 256  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them
-STAND_IN_ROWS = 2048  # a graph of so many rows is replayed in less time than the host takes to launch a step by itself
+STAND_IN_ROWS = 2048  # replaying a graph of so many rows takes less time than launching a step from the host
 
 
 class RowSizes:
@@ -63,9 +63,9 @@ def round_up(sizes: list[int], size: int) -> int:
 
 
 class HeadShape(NamedTuple):
-    """What a captured head computes: logits of so many rows, and of them tokens, filters applied, if it draws.
+    """A captured head: logits of `num_samples` rows and, if it draws, their tokens with filters applied.
 
-    The rest are `DrawExtras`.
+    The last three fields are `DrawExtras`.
     """
 
     num_samples: int
@@ -77,7 +77,7 @@ class HeadShape(NamedTuple):
 
     @property
     def copies_logits(self) -> bool:
-        """Whether it takes memory for logits beside those of the model."""
+        """Whether it allocates a second copy of the logits."""
         return self.penalises or self.has_masks
 
     @property
@@ -87,7 +87,7 @@ class HeadShape(NamedTuple):
 
 
 def spread(sizes: list[int], factor: float) -> set[int]:
-    """The largest of the ascending sizes, and of the others those that are smaller than the next by this factor."""
+    """The largest of the ascending sizes, then each that is smaller than the last chosen one by this factor."""
     chosen = [sizes[-1]]
     for size in reversed(sizes):
         if size * factor <= chosen[-1]:
@@ -119,9 +119,9 @@ class GraphShape(NamedTuple):
 
 
 class Buckets:
-    """Rounds a step up to a shape, its rows by `RowSizes`, and its samples to a number of their own.
+    """Rounds a step's rows (by `RowSizes`), tiles and samples up.
 
-    Tiles are the one size that `usual` does not list in full: many short chunks in one step need more than it has.
+    `usual` lists all sizes of rows, but not of tiles: many short chunks in one step need more tiles.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -138,31 +138,31 @@ class Buckets:
         self.max_captured_tiles = self._tiles(self.max_rows, min(MAX_MORE_TILES, self._more[-1]))
 
     def shape(self, layout: BatchLayout, num_tiles: int) -> GraphShape:
-        """The shape of a step whose chunks are cut into `num_tiles`."""
+        """The shape of a step with chunks of `num_tiles` tiles."""
         num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
         if num_tiles:
             num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
         return GraphShape(num_decodes, num_rows, num_tiles)
 
     def may_capture(self, shape: GraphShape) -> bool:
-        """Whether the memory that is set aside for graphs holds a step of this shape."""
+        """Whether the graphs' memory holds a step of this shape."""
         return shape.num_tiles <= self.max_captured_tiles
 
     def num_samples(self, count: int, *, is_rare: bool = False) -> int:
-        """The number of sample rows, rounded up; to one of fewer numbers for a head of rare options."""
+        """The number of sample rows, rounded up; heads with rare options have fewer sizes."""
         return round_up(self._rare_counts if is_rare else self.sample_counts, count)
 
     def heads(self) -> list[HeadShape]:
-        """Every head that steps may need, those of the most samples first."""
+        """Every head without rare options, the most samples first."""
         counts = reversed(self.sample_counts)
         return [HeadShape(n, *kind) for n in counts for kind in ((True, False), (True, True), (False, False))]
 
     @staticmethod
     def stand_in(shape: GraphShape, captured: Iterable[GraphShape], *, at_any_cost: bool = False) -> GraphShape | None:
-        """The smallest captured shape that holds a step of this one, None if all of them cost more than no graph.
+        """The smallest captured shape that holds a step of this shape; None if a launch without a graph is faster.
 
         Args:
-            at_any_cost: without a graph the step would wait for a compiler.
+            at_any_cost: whether to take a slower one too, since without a graph the step would wait for a compiler.
         """
         most = max(STAND_IN_ROWS, shape.num_rows * 3 // 2)
         holding = [other for other in captured if other.holds(shape) and (at_any_cost or other.num_rows <= most)]
@@ -177,9 +177,9 @@ class Buckets:
         return -(-num_rows // self._block_size)
 
     def common(self) -> list[GraphShape]:
-        """The largest shape, and decodes of a middling, the largest and the smallest number.
+        """The largest shape, then a medium, the largest and the smallest number of decodes.
 
-        Compiled code is laid out for the first of its kind: for decodes the middling one.
+        The compiler optimises for the first shape that it sees: for decodes the medium one.
         """
         most, rows = self.max_decodes, self.max_rows
         sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
@@ -187,7 +187,7 @@ class Buckets:
         return [largest, *(GraphShape(size, size, 0) for size in sizes)]
 
     def coarse(self) -> list[GraphShape]:
-        """Shapes among the usual ones that hold every other at the cost of padding: few enough for start-up."""
+        """The usual shapes that start-up captures: with padding they hold all others."""
         sizes, budget = self._sizes, self._budget
         decodes, counts = spread(sizes.decodes, 1.3), spread(sizes.mixed_decodes, 4)
         rows = spread(sizes.mixed_rows[: sizes.mixed_rows.index(budget) + 1], 1.9)
@@ -200,7 +200,7 @@ class Buckets:
         return [shape for shape in self.usual() if is_coarse(shape)]
 
     def usual(self) -> list[GraphShape]:
-        """Shapes worth capturing while idle: decodes of any number, alone and beside chunks of a few prompts."""
+        """Shapes worth capturing while idle: any number of decodes, alone and together with chunks of a few prompts."""
         sizes = self._sizes
         shapes = [GraphShape(size, size, 0) for size in sizes.decodes]
         rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
@@ -211,5 +211,5 @@ class Buckets:
         ]
 
     def largest(self) -> GraphShape:
-        """An upper bound of every part of the inputs."""
+        """Upper bound of every input's size."""
         return GraphShape(self.max_decodes, self.max_rows, self.max_tiles)

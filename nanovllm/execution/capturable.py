@@ -1,4 +1,4 @@
-"""What keeps a CUDA graph from capturing a model's forward pass: its experts, or what it copies from the host."""
+"""Obstacles to capturing a model's forward pass in a CUDA graph: its experts, or copies from and to the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nanovllm.execution.gpu_memory import NoAttention
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 
-# Operators whose result has a size that the host must know.
+# Operators with a result size that the host has to read.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
 
 
 class HostTransfers(TorchDispatchMode):
-    """Operators that wait for the device or move data to and from it; `found` says what the first of them does."""
+    """Finds operators that wait for the device or move data to or from it; `found` describes the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def why_not_captured(binding: ModelBinding, block_size: int) -> str | None:
     try:
         rows = torch.zeros(MIN_ROWS, dtype=torch.int64, device=binding.device)
         step = AttentionStep(NoAttention(), MIN_ROWS)
-        binding.forward_step(step, rows, rows, rows, rows)  # what is made at the first call alone
+        binding.forward_step(step, rows, rows, rows, rows)  # the first call also creates buffers
         with HostTransfers() as transfers:
             binding.forward_step(step, rows, rows, rows, rows)
     finally:

@@ -1,7 +1,7 @@
-"""Compiles a GPU's own kernels before the first step, many at a time, by calling each on a few rows of zeros.
+"""Compiles the project's GPU kernels before the first step, in parallel, by calling each on a few rows of zeros.
 
-Compiling one takes some tenths of a second, most of it in LLVM and an assembler that hold no lock of Python's; a step
-would compile them one by one. A kernel that is missing here is compiled when it is first called.
+Each takes some tenths of a second, mostly in LLVM and an assembler without the interpreter's lock; the first step
+would compile them one by one. A kernel missing here is compiled at its first call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
 
 
 def _start_compiler() -> None:
-    """Import PyTorch's compiler, and start the processes in which it compiles kernels of its own."""
+    """Import PyTorch's compiler and start its compile worker processes."""
     from torch._inductor import compile_fx  # noqa: F401
     from torch._inductor.async_compile import AsyncCompile
 
@@ -61,7 +61,7 @@ def _start_compiler() -> None:
 
 
 def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inputs: Any) -> list[Callable[[], Any]]:
-    """Attention of a few decodes, of whose outputs a kernel of its own merges the parts, and of many."""
+    """Decode attention for few rows, where a second kernel merges split outputs, and for many."""
     device = binding.device
     calls: list[Callable[[], Any]] = []
     tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions
@@ -81,7 +81,7 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
 
 
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
-    """Kernels of merged linears, fused attention and stacked layers; few rows are `num_rows`."""
+    """Kernels of merged linears, fused attention and stacked layers, for `num_rows` rows."""
     calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
     calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     if binding.may_stack_layers:
@@ -108,7 +108,7 @@ def _on_device(device: torch.device, call: Callable[[], Any]) -> None:
 
 
 def call_together(calls: Iterable[Callable[[], Any]]) -> None:
-    """Call all at the same time, in threads without gradients; raises what one of them raised."""
+    """Call all in parallel threads without gradients; re-raises the first error."""
 
     def run(call: Callable[[], Any]) -> None:
         with torch.no_grad():

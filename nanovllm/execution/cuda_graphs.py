@@ -1,10 +1,10 @@
 """Runs a step on a GPU with one copy to the device and two CUDA graphs: a forward pass, then head and draw.
 
-The first takes the tokens that the previous step sampled, fills the block masks, runs the model's layers and leaves the
-hidden states of the sampled rows; it is captured by shape. The second makes logits and tokens of them; it is captured
-by the number of samples alone. Shapes are captured at start-up and while idle: a step of another shape runs as a larger
-one, or without a graph. Requests wait for captures of a live module, for those after `weights_changed`, and for that of
-a shape of which many steps ran without.
+The first reads the previous step's sampled tokens, fills the block masks, runs the model's layers and stores the hidden
+states of the sampled rows; it is captured by shape. The second computes logits and tokens; it is captured by number of
+samples. Shapes are captured at start-up and while idle: a step of another shape runs as a larger one, or without a
+graph. Requests wait for a capture only with a live module, after `weights_changed`, and after many steps of one shape
+without a graph.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class GraphExecutor:
         self._pool = GraphPool(binding.device)
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
-        self._lacking: deque[GraphShape | HeadShape] = deque()  # what `warm_up` has not captured yet
-        self._seen: Counter[HeadShape] = Counter()  # steps of those that start-up does not capture
+        self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
+        self._seen: Counter[HeadShape] = Counter()  # steps of heads with rare options, not yet captured
         self._addresses = binding.weight_addresses()  # of the weights that the graphs read
 
     def launch(
@@ -105,8 +105,8 @@ class GraphExecutor:
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, len(tiles.blocks))
-        # A report reads more rows than the sampled ones, and a hook is the owner's own code, to be called in each step.
-        is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
+        # Reports read more than the sampled rows, and a user's hook must run in each step.
+        is_whole = report.reads_rows or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         if batch.copies:
@@ -166,7 +166,7 @@ class GraphExecutor:
     # -------------------------------------------------------------------------------------------------- the step
 
     def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
-        """The packed step's masks, and its token ids, positions and slot mapping [num_rows] int64."""
+        """The packed step's masks, token ids, positions and slot mapping ([num_rows] int64 each)."""
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
@@ -193,7 +193,7 @@ class GraphExecutor:
             self._states.copy_(states)
 
     def _head(self, head: HeadShape) -> None:
-        """Logits of the hidden states, and tokens if they are drawn here; captured by number of samples."""
+        """Logits of the hidden states, and tokens if the head draws; captured by number of samples."""
         assert self._states is not None
         states = self._states[: head.num_samples]
         self._take_logits(self._binding.head(states) if self._splits_head else states, head)
@@ -242,7 +242,7 @@ class GraphExecutor:
         logger.debug("captured %s", shape)
 
     def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
-        """The captured head; None for one of rare options that a few steps had."""
+        """The captured head; None for rare options until STEPS_TO_CAPTURE steps had them."""
         if head.is_rare and head not in self._heads:
             self._seen[head] += 1
             if self._seen[head] < STEPS_TO_CAPTURE:
@@ -258,7 +258,7 @@ class GraphExecutor:
         return self._heads.get(head)
 
     def warm_up(self) -> None:
-        """Compile what steps need and capture the shapes that usually come."""
+        """Compile the step's code and capture the usual shapes."""
         if self._captures:
             self._lacking.extend(self._start_up())
             self._capture_lacking()
@@ -268,10 +268,9 @@ class GraphExecutor:
             self._forward(shape)
 
     def _start_up(self) -> list[GraphShape | HeadShape]:
-        """What is captured before the first step, the largest first.
+        """Shapes to capture before the first step, the largest first.
 
-        Where each number of decodes would be compiled for, only a few of them; for a live module, whose graphs may not
-        last, as well.
+        Only a few if each number of decodes needs a compilation, or for a live module, since its graphs may not last.
         """
         shapes: dict[GraphShape | HeadShape, None] = dict.fromkeys(self._buckets.common())
         if not self._binding.is_live:
@@ -281,7 +280,7 @@ class GraphExecutor:
         return list(shapes)
 
     def _capture_lacking(self) -> None:
-        """Capture what `warm_up` lacks; after an interrupt, the next call captures the rest."""
+        """Capture the shapes still missing from start-up; after an interrupt, the next call captures the rest."""
         with tqdm(total=len(self._lacking), desc="Capturing CUDA graphs", leave=False, disable=None) as progress:
             while self._lacking:
                 shape = self._lacking[0]
@@ -290,14 +289,14 @@ class GraphExecutor:
                         self._captured_head(shape)
                     else:
                         self._capture_forward(shape)
-                except Exception:  # not an interrupt: the next step runs with what there is
+                except Exception:  # not an interrupt: the next step runs with the graphs captured so far
                     self._lacking.clear()
                     raise
                 self._lacking.popleft()
                 progress.update()
 
     def capture_ahead(self) -> bool:
-        """Capture what start-up lacks, else what steps missed, else a usual shape; False if none is left."""
+        """Capture one shape: missing from start-up, else missed by steps, else usual; False if none is left."""
         if not self._captures:
             return False
         if self._lacking:
@@ -313,7 +312,7 @@ class GraphExecutor:
         return shape is not None
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Drop what no longer fits the model: graphs read weights by address.
+        """Drop graphs that no longer fit the model: they read weights by address.
 
         Args:
             in_place: whether nothing but the weights can have changed.

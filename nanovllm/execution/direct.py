@@ -1,4 +1,4 @@
-"""Runs a step without graphs: tensors of its own for each step, layers called one by one from the host."""
+"""Runs a step without graphs: new tensors for each step, layers launched one by one from the host."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DirectExecutor:
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Nothing of the model is held here."""
+        """Nothing to drop: no state of the model is kept."""
 
     def close(self) -> None:
-        """Nothing is held but the backend."""
+        """Nothing to free."""

@@ -1,4 +1,4 @@
-"""Batches of no request, for measuring, warm-up and numerical checks at start-up."""
+"""Batches without requests, for measurements, warm-up and numerical checks at start-up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Spans, *, ap
     """One sequence for each span, all of them in block 1.
 
     Args:
-        apart: the last block of each is its own, so that none reads what another one writes.
+        apart: give each sequence its own last block, so that none reads another's writes.
     """
     vocab_size = binding.model.get_input_embeddings().num_embeddings
     entries = []
@@ -46,12 +46,12 @@ def warm_up_spans(config: EngineConfig) -> list[Spans]:
 
 
 def comparison_spans(config: EngineConfig) -> tuple[list[Spans], list[Spans]]:
-    """Batches with rows at both ends of the positions, since a layer may compute something else far from the beginning.
+    """Batches with rows at both ends of the positions, since layers may differ only far from the beginning.
 
-    Both ends are in one batch where they have different slots in block 1: a model's rows do not depend on each other.
+    One batch has both ends if their slots in block 1 differ: a model's rows do not depend on each other.
 
-    Returns those that layers are compared in, whose distances have a median at each end, and those that must give the
-    same bits, where one far row does: attention over so many tokens takes its time.
+    Returns batches for comparisons by distance, with several rows at each end for a median, and batches for comparisons
+    to the bit, with one far row, since attention over long contexts is slow.
     """
     num_tokens = max(1, min(COMPARED_ROWS, config.max_model_len - 1))
     near = (0, num_tokens)
@@ -67,7 +67,7 @@ def _at_both_ends(config: EngineConfig, near: tuple[int, int], num_far: int) -> 
 
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:
-    """Start positions of steps of up to three decodes: early, in a second block and at the end."""
+    """Start positions for steps of up to three decodes: early, in a second block and at the end."""
     last, block_size = config.max_model_len - 2, config.block_size
     places = [(0, 1), (3, 1), (block_size + 2, 7), (last, -1)]  # the first one's position, the next one's distance
     return [
@@ -80,7 +80,7 @@ def few_decodes(config: EngineConfig) -> list[list[int]]:
 
 @contextmanager
 def values_in_block_one(binding: ModelBinding, block_size: int) -> Iterator[None]:
-    """Some K and V in block 1 for a while, where zeros would hide what attention computes."""
+    """Non-zero K and V in block 1 for a while: zeros would hide errors of attention."""
     blocks = [part[block_size : 2 * block_size] for cache in binding.caches.of_layers for part in cache]
     for block in blocks:
         size = block.numel()

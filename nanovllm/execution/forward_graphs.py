@@ -1,4 +1,4 @@
-"""Which forward passes are captured, which of them a step runs as, and which one is captured next. No torch."""
+"""Captured forward passes: lookup for a step, eviction, and the next shape to capture. No torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from nanovllm.execution.buckets import Buckets, GraphShape
 logger = logging.getLogger("nanovllm")
 
 MAX_GRAPHS = 192
-STALE_STEPS = 4096  # after so many without it, a graph may make room for another
-MIN_MISSES = 2  # steps of a shape for which a graph makes room
-STEPS_TO_CAPTURE = 16  # without any graph; the last of them waits for one. Of a shape, and of a head of rare options
+STALE_STEPS = 4096  # a graph unused for so many steps may be evicted while idle
+MIN_MISSES = 2  # steps of a shape before another graph is evicted for it
+STEPS_TO_CAPTURE = 16  # of a shape, or of a head with rare options, without any graph; the last waits for a capture
 
 
 class ForwardGraphs:
     """The captured forward passes of one engine.
 
-    While idle, a graph makes room only for a shape that steps missed, and only if they had no use for it for long: so
-    traffic of more shapes than there is room for does not capture them in turn for ever. What start-up captures stays,
-    since it holds all others.
+    While idle, only a stale graph is evicted, and only for a shape that steps missed: traffic with more shapes than
+    MAX_GRAPHS does not recapture them in turn for ever. Graphs from start-up stay, since they hold all other shapes.
 
     Args:
         may_wait: whether a step may wait for a capture: not one that several ranks take together.
 
     Attributes:
         graphs: by shape, the least recently used first.
-        missed: steps of each shape that could be captured and is not.
-        bare: those of them that no other graph served, until it is captured.
-        usual: shapes worth capturing after those.
+        missed: number of steps by shape that may be captured and is not.
+        bare: the part of `missed` that ran without any graph.
+        usual: shapes to capture after the missed ones.
     """
 
     def __init__(self, buckets: Buckets, *, may_wait: bool = True) -> None:
@@ -73,9 +72,9 @@ class ForwardGraphs:
         del self.missed[shape], self.bare[shape]
 
     def capture_due(self, shape: GraphShape, capture: Callable[[GraphShape], None]) -> None:
-        """Capture the shape of this step if it is to wait for that.
+        """Capture the shape of this step if STEPS_TO_CAPTURE steps ran without a graph.
 
-        One step is: a capture that fails is logged and not tried again, and the step runs as those before.
+        A failed capture is logged and not tried again; the step then runs without a graph.
         """
         if self.bare[shape] != STEPS_TO_CAPTURE or self.is_full or not self._may_wait:
             return
@@ -99,7 +98,7 @@ class ForwardGraphs:
             self._stand_ins.clear()
 
     def next_ahead(self) -> GraphShape | None:
-        """The next shape to capture while idle, None if no more is worth it."""
+        """The next shape to capture while idle; None if none is worth it."""
         victim = self._victim()
         is_stale = victim is not None and self._num_steps - self._last_steps[victim] >= STALE_STEPS
         for shape, num_steps in self.missed.most_common(1):
@@ -112,5 +111,5 @@ class ForwardGraphs:
         return None
 
     def _victim(self) -> GraphShape | None:
-        """The least recently used of those that start-up does not capture."""
+        """The least recently used graph, start-up's excepted."""
         return next((shape for shape in self.graphs if shape not in self._kept), None)

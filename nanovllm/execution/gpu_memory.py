@@ -1,4 +1,4 @@
-"""What steps take of a GPU's memory beyond the weights: a worst-case step is run, captured steps are estimated."""
+"""GPU memory of steps beyond the weights: measured in a worst-case step, estimated for captured ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
 from nanovllm.sampling.sampler import Sampler
 
-GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the device
+GRAPH_BYTES_PER_LAYER = 64 * 2**10  # device memory of a captured forward pass
 
 
 class StepPeaks(NamedTuple):
-    """Bytes that a step takes beyond the weights, at most: up to its logits, and with the host's sampler."""
+    """Peak bytes of a step beyond the weights: up to its logits, and with the host's sampler."""
 
     forward: int
     whole: int
@@ -35,9 +35,8 @@ class StepPeaks(NamedTuple):
 
 def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> StepPeaks:
     """Run a worst-case step, uncompiled, since the cache has no size yet."""
-    # One chunk of all the budget at the end of the longest sequence, behind another where there is room, so that it
-    # takes a mask; and as many decodes as there may be, which gather less than it, however long they are. Every
-    # block is the same one: only sizes matter here.
+    # One chunk of the whole budget at the end of the longest sequence, so that it takes a mask where there is room for
+    # an earlier chunk, and the maximum number of decodes, which gather less. All share one block: only sizes matter.
     chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
     chunk = min(chunk, max(1, config.max_model_len - 2))
     spans = [(0, 1)] * (config.max_num_seqs - 1) + [(config.max_model_len - 1 - chunk, chunk)]
@@ -62,10 +61,10 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
 
 
 def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeaks) -> int:
-    """Bytes that steps of an executor with graphs take beyond the measured ones.
+    """Bytes of an executor with graphs beyond the measured peaks.
 
-    The graphs keep the memory of a forward pass to themselves, so a step without a graph (of a shape that none holds,
-    with prompt logits, with its owner's hooks) takes its own beside them.
+    The graphs' pool keeps the memory of a forward pass, so a step without a graph (a shape that none holds, prompt
+    logits, hooks) allocates a second one.
     """
     firsts = layers_by_kind(binding.layers)
     of_kinds = [KernelOptions.for_layer(layer, binding.device, config.block_size) for layer in firsts]
@@ -87,7 +86,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     graphs = 0
     if config.cuda_graphs:
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
-        # In the graphs' own memory, in float32: logits with penalties, and for filters what masks leave of them.
+        # In the graphs' pool, in float32: logits after penalties, and masked logits for filters.
         graphs += 8 * buckets.max_decodes * binding.vocab_size
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
     tiles = buckets.max_tiles * tile_bytes
@@ -96,16 +95,16 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
 
 
 def split_bytes(options: KernelOptions, max_decodes: int) -> int:
-    """Bytes of the outputs of split decodes, in float32, with a logarithm and an arrival each.
+    """Bytes of the outputs of split decodes in float32, each with a log-sum-exp and an arrival counter.
 
-    An output has as many values as half of a head's bytes: for heads in float32 more than it needs, by `PagedDecode`.
+    An output has head_bytes / 2 values; for float32 heads this overestimates.
     """
     heads = options.num_kv_heads * options.padded_groups
     return options.most_splits(max_decodes) * heads * 4 * (options.head_bytes // 2 + 2)
 
 
 class _MeasuredSampler:
-    """A sampler that notes the peak up to its call."""
+    """A sampler that records the peak memory before its call."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self._sampler = sampler
@@ -118,7 +117,7 @@ class _MeasuredSampler:
 
 
 class NoAttention:
-    """A backend that measures what the rest of a step takes."""
+    """A backend without attention, to measure the rest of a step."""
 
     reads_whole_blocks = False
 
@@ -130,7 +129,7 @@ class NoAttention:
 
 
 class _AttentionOncePerKind(NoAttention):
-    """A backend that attends in the first layer of each kind alone: the next one's uses the same memory again."""
+    """Attends only in the first layer of each kind: further layers reuse the same memory."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

@@ -11,7 +11,7 @@ from nanovllm.process.interrupts import interrupts_let_through
 
 
 class GraphPool:
-    """The memory of one engine's graphs; a capture of the largest first leaves room for all the others."""
+    """The memory of one engine's graphs; the largest is captured first, and the others fit into its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class GraphPool:
         self._is_empty = True
 
     def capture(self, run: Callable[[], None], *, frees_trial: bool = False) -> torch.cuda.CUDAGraph:
-        """Capture what `run` launches, after a trial that compiles and loads what no capture may.
+        """Capture the launches of `run`, after a trial run that compiles and loads, which a capture must not do.
 
         Args:
             frees_trial: give the trial's memory back, which the graph takes again from the pool.

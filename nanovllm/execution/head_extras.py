@@ -1,4 +1,4 @@
-"""Penalties, masks and log-probabilities within a captured head: what they read and leave, at fixed addresses."""
+"""Penalties, masks and log-probabilities in a captured head: their buffers, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
 from nanovllm.sampling.penalties import PENALTY_FIELDS, PENALTY_INPUTS, LatestTokens, penalty_entries, write_tokens
 
-_LEAST_TOKENS = 2**20  # of the buffer; a larger one is made, and graphs captured anew, when a step needs it
+_LEAST_TOKENS = 2**20  # of the buffer; it grows when a step needs more, and graphs are captured anew
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
 
 
@@ -35,9 +35,9 @@ class HeadExtras:
         self._words: Tensor | None = None  # of `Measured`
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-        """What the head computes for these rows beside the draw; None if they need the host's sampler.
+        """The head's work for these rows besides the draw; None if they need the host's sampler.
 
-        Before the step's forward pass is launched.
+        To be called before the step's forward pass is launched.
         """
         extras = draw_extras(sequences, positions)
         if extras is None or (extras.penalises and self._penalise is None):
@@ -60,10 +60,10 @@ class HeadExtras:
         latest: Callable[[], LatestTokens],
         errors: dict[Sequence, str],
     ) -> bool:
-        """Send what the head reads; returns whether captured heads with penalties read another buffer by now.
+        """Send the head's inputs; returns whether the penalties' buffer moved, which invalidates captured heads.
 
         Args:
-            errors: takes what went wrong in following a grammar.
+            errors: takes the errors of grammars.
         """
         if head.has_masks:
             assert self._masks is not None
@@ -106,14 +106,14 @@ class HeadExtras:
         return changed
 
     def draw_options(self, head: HeadShape) -> dict[str, Any]:
-        """What `Sampler.draw` takes besides logits and inputs."""
+        """Keyword arguments of `Sampler.draw`."""
         if not head.has_masks:
             return {"has_filters": head.has_filters}
         assert self._masks is not None
         return {"has_filters": head.has_filters, "masks": self._masks.views(head.num_samples)}
 
     def measure(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
-        """Leave the log-probabilities of drawn tokens [num_samples] for `measured`."""
+        """Store the log-probabilities of drawn tokens [num_samples] for `measured`."""
         assert self._measure is not None
         if self._words is None:
             with torch.inference_mode(False):
@@ -126,6 +126,6 @@ class HeadExtras:
             part.copy_(values)
 
     def measured(self, head: HeadShape, count: int) -> PackedMeasured:
-        """What the head that ran has left for the first `count` samples."""
+        """Log-probabilities computed by the last head, for the first `count` samples."""
         assert self._words is not None and head.num_top is not None
         return PackedMeasured(self._words, head.num_samples, head.num_top, count)

@@ -16,7 +16,7 @@ from nanovllm.sampling.structured import num_mask_words, write_masks
 class MaskBuffer:
     """One engine's buffer, allocated when a step first needs it.
 
-    The copy has a stream of its own, beside the forward pass: 64 masks of a vocabulary of 151,936 are 1.2 MB.
+    Copies run on a second stream, parallel to the forward pass: 64 masks of a vocabulary of 151,936 are 1.2 MB.
 
     Args:
         token_masks: `kernels.bit_masks.TokenMasks`.
@@ -32,7 +32,7 @@ class MaskBuffer:
         self._is_read: torch.cuda.Event | None = None
 
     def begin_step(self) -> None:
-        """Before a forward pass is launched: what was launched before it has read the masks that are there."""
+        """Record, before a forward pass is launched, that all earlier launches have read the current masks."""
         if self._is_read is None:
             self._copies, self._is_read = torch.cuda.Stream(self._device), torch.cuda.Event()
         self._is_read.record(torch.cuda.current_stream(self._device))
@@ -40,7 +40,7 @@ class MaskBuffer:
     def upload(
         self, sequences: SequenceABC[Sequence], positions: SequenceABC[int], errors: dict[Sequence, str]
     ) -> None:
-        """Fill and send a step's masks; see `write_masks`. Behind `begin_step`."""
+        """Fill and send a step's masks, after `begin_step`; see `write_masks`."""
         assert self._copies is not None and self._is_read is not None
         current = torch.cuda.current_stream(self._device)
         rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
@@ -71,6 +71,6 @@ class MaskBuffer:
 
 
 def build_mask_buffer(max_samples: int, device: torch.device) -> MaskBuffer | None:
-    """None without the kernels that read it."""
+    """None if the kernels that read it are missing."""
     token_masks = find_kernel("bit_masks", "TokenMasks")
     return None if token_masks is None else MaskBuffer(max_samples, device, token_masks)

@@ -1,4 +1,4 @@
-"""KV memory: what the device has, less what a worst-case step takes beyond the weights."""
+"""Memory for the KV cache: the device's, less the weights and a worst-case step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanovllm.execution.gpu_memory import measure_peaks, workspace_bytes
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import DEVICE_LOCK, raise_device_error
 
-# On a CPU the cache competes with everything else in memory, so by default it takes at most half of what is
-# available, and no more than this: enough for 64 requests of 2,800 tokens with the default model.
+# On a CPU the cache competes with everything else in memory: by default it takes at most half of the available bytes
+# and at most this, enough for 64 requests of 2,800 tokens with the default model.
 MAX_DEFAULT_CPU_CACHE_BYTES = 4 * 2**30
 # Kept free on a GPU beyond the measured peak, for allocator fragmentation and kernels' own workspaces.
 GPU_RESERVE_BYTES = 512 * 2**20
@@ -23,7 +23,7 @@ GPU_RESERVE_BYTES = 512 * 2**20
 def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that the cache may take by default; 0 where the user has set its size, on a GPU."""
     if binding.device.type == "cpu":
-        # The packed weights take the place of plain ones, which are still there.
+        # The packed weights will replace the plain ones, which are not freed yet.
         num_early = 0 if binding.memory is None else binding.memory.num_taken()
         available = min(MAX_DEFAULT_CPU_CACHE_BYTES, (psutil.virtual_memory().available + num_early) // 2)
         return available // (config.data_parallel_size * config.tensor_parallel_size)
@@ -36,9 +36,9 @@ def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: Attent
             num_step_bytes = peaks.whole + (workspace_bytes(binding, config, peaks) if choice.uses_graphs else 0)
     except RuntimeError as error:
         raise_device_error(error)
-    free, total = torch.cuda.mem_get_info(binding.device)  # what other processes hold counts as used
+    free, total = torch.cuda.mem_get_info(binding.device)  # memory of other processes counts as used
     num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - num_step_bytes - GPU_RESERVE_BYTES
-    # Compiled code is made for the caches' size, and found again by the next process if that has the same.
+    # Compiled code depends on the caches' size: rounded, so that the next process finds it again.
     block_bytes = binding.caches.num_bytes(config.block_size)
     num_blocks = max(0, num_bytes) // block_bytes
     return block_bytes * (num_blocks - num_blocks % max(1, num_blocks >> 5))

@@ -1,8 +1,8 @@
-"""Sampling where each rank has the logits of some tokens: the draw is made shard by shard.
+"""Sampling over logits sharded by vocabulary: each rank draws among its own tokens, and the best draw wins.
 
-The best of (score, token) is associative, and noise is a function of the token's id: so each rank draws among its own
-tokens, eight bytes a row and rank are gathered, and every rank takes the best of them. Filters need the whole row: it
-is gathered, and each rank draws the same. What else requests ask for, rank 0 does alone, and sends the tokens.
+The maximum of (score, token) is associative, and noise is a function of the token's id: ranks gather eight bytes a row
+and rank, and each takes the maximum. Filters need whole rows: these are gathered, and each rank draws the same. Rank 0
+alone serves all other options and broadcasts the tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RankSampler(Sampler):
     """The sampler of one rank; all ranks sample the same step.
 
     Attributes:
-        step_draws: what the next step draws with, None if its rows need more; rank 0 sends it to the others, which know
-            no requests. Until then, at start-up, each rank has the same requests itself.
+        step_draws: draw inputs of the next step, None if its rows need more. Rank 0 sends them to the other ranks,
+            which have no requests; only at start-up does each rank derive them from the same dummy requests.
     """
 
     def __init__(self, binding: ModelBinding, *, compiles: bool, **options: Any) -> None:
@@ -55,7 +55,7 @@ class RankSampler(Sampler):
             self._best_of_shard, self._best_of_pairs = kernels
 
     def begin_step(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
-        """What the next step draws with, for rank 0 to send."""
+        """Draw inputs of the next step, for rank 0 to send."""
         self.step_draws = _UNKNOWN
         self.step_draws = self.draw_inputs(sequences, positions)
         return self.step_draws
@@ -66,7 +66,7 @@ class RankSampler(Sampler):
         return super().draw_inputs(sequences, positions) if draw_extras(sequences, positions) == DrawExtras() else None
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits [num_rows, vocab_size] of those that the model gives on each rank."""
+        """Logits [num_rows, vocab_size], gathered from the ranks' shards."""
         if self._shards is None:
             return logits
         return self._shards.whole(logits)[:, : self._vocab_size].contiguous()
@@ -99,7 +99,7 @@ class RankSampler(Sampler):
         return self._draw_whole(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
 
     def _own_tokens(self) -> tuple[int, int]:
-        """The first token of this rank's logits, and how many of them can be sampled."""
+        """First token id of this rank's shard, and its number of real tokens (without padding)."""
         assert self._shards is not None
         first = self._ranks.rank * self._shards.width
         return first, max(0, min(self._vocab_size - first, self._shards.width))
@@ -128,7 +128,7 @@ class RankSampler(Sampler):
 
 
 class RankExtras(HeadExtras):
-    """Of several ranks a captured head draws, and no more: what else requests ask for, rank 0 does behind it."""
+    """Captured heads of several ranks only draw; rank 0's host sampler serves all other options."""
 
     def __init__(self, sampler: Sampler, max_samples: int, device: torch.device) -> None:
         super().__init__(max_samples, device)
@@ -139,7 +139,7 @@ class RankExtras(HeadExtras):
 
 
 class RankLogprobs(StepLogprobs):
-    """What a step returns besides its tokens: measured by rank 0, of logits that all ranks gather."""
+    """Log-probabilities and embeddings of a step, computed by rank 0 from logits that all ranks gather."""
 
     def __init__(
         self, prompt: PromptRows | None, embedded: EmbeddedRows | None, *, sampler: RankSampler, by_kernel: bool

@@ -21,10 +21,10 @@ _ON_DEVICE: dict[Any, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int
 
 
 class Packing:
-    """Where arrays lie in a buffer of 32-bit words; see `StepInput.sizes` for the names in `sizes`."""
+    """Offsets of arrays in a buffer of 32-bit words; see `StepInput.sizes` for the names in `sizes`."""
 
     def __init__(self, inputs: Sequence[StepInput], sizes: Mapping[str, int]) -> None:
-        self.num_words = 0  # without an array that takes what is left
+        self.num_words = 0  # without an array that takes the rest
         self._spans: list[tuple[StepInput, slice, tuple[int, ...]]] = []
         for each in inputs:
             if each.sizes is None:
@@ -46,7 +46,7 @@ class Packing:
 
 
 class StepPacking(Packing):
-    """The packed steps of one shape. What the draw reads comes first, at the same place for every shape."""
+    """The packed steps of one shape. The draw's inputs come first, at the same place for every shape."""
 
     def __init__(self, shape: GraphShape, max_samples: int, features: Sequence[StepFeature]) -> None:
         self._num_decodes, self._features = shape.num_decodes, features
@@ -57,7 +57,7 @@ class StepPacking(Packing):
         super().__init__([each for feature in features for each in feature.inputs], sizes)
 
     def num_words_for(self, layout: BatchLayout) -> int:
-        """Those of a packed step."""
+        """Words of a packed step."""
         return self.num_words + sum(feature.num_more_words(layout) for feature in self._features)
 
     def pack(self, layout: BatchLayout, plan: Any, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
@@ -69,7 +69,7 @@ class StepPacking(Packing):
 
 
 class SampleInputs(StepFeature):
-    """sample_rows: rows of the flat batch whose logits are wanted; then what `DrawTensors` says."""
+    """sample_rows: rows of the flat batch to compute logits for; then the inputs of `DrawTensors`."""
 
     inputs = StepInput("sample_rows", np.int64, ("samples",)), *DRAW_INPUTS
 
@@ -82,7 +82,7 @@ class SampleInputs(StepFeature):
 
 
 def draw_tensors(inputs: Any, num_samples: int | None = None) -> DrawTensors:
-    """What the draw reads of a packed step, for its first samples; arrays on the host."""
+    """Inputs of the draw in a packed step, for its first samples; arrays on the host."""
     return DrawTensors(*(getattr(inputs, name)[:num_samples] for name in DrawTensors._fields))
 
 
@@ -116,7 +116,7 @@ class RowInputs(StepFeature):
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
     """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
 
-    A request whose logits were not finite goes on with token 0 until the step is read, and ends then.
+    A request with non-finite logits continues with token 0 until the step is read, and then ends.
     """
     indices = (-1 - token_ids).clamp_(0, len(sampled) - 1)
     return torch.where(token_ids < 0, sampled[indices].clamp_(min=0), token_ids)

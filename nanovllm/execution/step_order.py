@@ -1,4 +1,4 @@
-"""A step as rank 0 sends it to the other ranks, which know no requests."""
+"""A step in the form that rank 0 sends to the other ranks, which have no requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """A step as the other ranks need it.
+    """One step for the other ranks.
 
-    layout: with entries that name no sequence.
+    layout: its entries have no sequence.
     draws: None if rank 0 samples.
-    prompt, embedded: rows that the report takes beside the sampled ones, without their sequences.
+    prompt, embedded: further rows of the report, without their sequences.
     """
 
     layout: BatchLayout

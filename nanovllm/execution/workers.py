@@ -1,13 +1,13 @@
-"""The processes of the other ranks, and what rank 0 sends them: whole steps, which they compute with it.
+"""Worker processes for tensor parallelism: rank 0 sends whole steps, and all ranks compute them together.
 
-Rank 0 is the user's process. The others are started here, one a device; they have neither scheduler nor requests::
+Rank 0 is the user's process. It starts one worker a device; workers have neither scheduler nor requests::
 
     rank 0    schedule, lay out ──┬── compute ─ all-reduce ... draw ── update
-                                  │ rows, block tables, what to draw with
+                                  │ rows, block tables, draw inputs
     rank 1                        └── compute ─ all-reduce ... draw
 
-A process that ends, for whatever reason, or hangs, ends all: its peers notice a closed connection, or that no sign of
-life comes, stop what they wait for, and the engine is dead.
+If a process ends or hangs, all end: its peers notice the closed connection or the missing heartbeat and abort their
+collectives, and the engine is dead.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from nanovllm.build import run_worker
 run_worker(int(sys.argv[1]), int(sys.argv[2]))
 """
 CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
-HANG_SECONDS = 60.0  # without a sign of life, after which a process counts as ended
+HANG_SECONDS = 60.0  # without a heartbeat, after which a process counts as ended
 ENDING_SECONDS = 2.0  # between a worker's lost connections and its exit code, on a busy host
 _POLL_SECONDS = 1.0
 _MEETING_POLL_SECONDS = 0.1
-_LOST = (EOFError, OSError, RuntimeError)  # what a connection to a worker that is gone raises
+_LOST = (EOFError, OSError, RuntimeError)  # errors of a connection to a dead worker
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What another rank needs to become one.
+    """Start message of a worker.
 
-    port: where rank 0's store listens on this host.
+    port: of rank 0's store on this host.
     num_threads: of a CPU's cores.
     """
 
@@ -70,7 +70,7 @@ class WorkerProcesses:
 
     Args:
         source: folder or hub id of the model.
-        device_type: "cpu" or "cuda", of which rank r takes the r-th.
+        device_type: "cpu" or "cuda"; rank r takes device r.
 
     Attributes:
         ranks: this process among them.
@@ -108,7 +108,7 @@ class WorkerProcesses:
     def _meet(self, size: int, device: torch.device) -> Ranks:
         """This process among the ranks, once all are connected; raises DeviceError if a worker ends before.
 
-        In a thread of its own: until the ranks are connected, nothing but a timeout of minutes tells of one that died.
+        In a thread, since until the ranks are connected only a timeout of minutes reveals a dead one.
         """
         meeting: futures.Future[Ranks] = futures.Future()
 
@@ -146,7 +146,7 @@ class WorkerProcesses:
         orders.send(start)
 
     def _watch(self) -> None:
-        """Until a worker ends or hangs: then the others end too, and whatever rank 0 waits for."""
+        """Wait until a worker ends or hangs; then end the others and abort rank 0's collectives."""
         last_signs = dict.fromkeys(self._lifelines, time.monotonic())
         gone: list[int] = []
         while not gone:
@@ -173,13 +173,13 @@ class WorkerProcesses:
         return tuple(process.pid for process in self._processes)
 
     def when_failed(self, callback: Callable[[DeviceError], None]) -> None:
-        """Call a method once a worker is gone, from another thread, though no step runs; it is held weakly."""
+        """Call a method from another thread once a worker is gone, even between steps; it is held weakly."""
         self._callback = weakref.WeakMethod(callback)
         if self._failure is not None:
             callback(self._error())
 
     def _record_failure(self, numbers: list[int]) -> None:
-        """Keep what the workers with these numbers said last, and how they ended; the first failure counts."""
+        """Keep the last messages and exit codes of these workers; the first failure counts."""
         with self._lock:
             if self._failure is None:
                 self._failure = "; ".join(self._last_words(number) for number in numbers)
@@ -196,7 +196,7 @@ class WorkerProcesses:
     # --------------------------------------------------------------------------------------------------- orders
 
     def send(self, kind: str, *payload: Any) -> None:
-        """Tell every worker what to do next; raises DeviceError if one is gone."""
+        """Send an order to every worker; raises DeviceError if one is gone."""
         self.check()
         try:
             for orders in self._orders:
@@ -213,7 +213,7 @@ class WorkerProcesses:
         return DeviceError(f"a process of the tensor parallel group is gone: {self._failure}")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks after an error in a step, which they may have left at different places."""
+        """End all ranks after an error in a step: they may have stopped at different places."""
         if gone := self._find_gone(error):
             self._record_failure(gone)
         with self._lock:
@@ -285,7 +285,7 @@ class Worker:
         os._exit(1)  # the main thread may wait for a collective that never ends
 
     def run(self, build: Callable[[Start, Ranks], Any]) -> None:
-        """Become the rank that the first message describes, then do what rank 0 sends, until it closes.
+        """Start as the rank named in the first message, then execute rank 0's orders until it closes.
 
         Args:
             build: makes the model runner of this rank.
