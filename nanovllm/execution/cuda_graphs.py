@@ -106,7 +106,7 @@ class GraphExecutor:
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, len(tiles.blocks))
         # Reports read more than the sampled rows, and a user's hook must run in each step.
-        is_whole = report.reads_rows or self._binding.has_hooks()
+        is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         if batch.copies:
