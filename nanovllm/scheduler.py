@@ -9,28 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.core.admission import Admission, OpenStep
 from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import SchedulerStats
-from nanovllm.core.sequence import Sequence
-
-_KEY = attrgetter("key")  # the order of scheduling
-MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
-MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step being scheduled: leftover budget, and the chunks placed so far."""
-
-    budget: int
-    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
+from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 
 class Scheduler:
@@ -44,9 +31,10 @@ class Scheduler:
         self.config = config
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
+        self.admission = Admission(config, block_manager)
         self.stats = SchedulerStats()
-        self.waiting: SortedKeyList = SortedKeyList(key=_KEY)
-        self.running: SortedKeyList = SortedKeyList(key=_KEY)
+        self.waiting: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
+        self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
         self._step_id = 0
 
@@ -74,7 +62,7 @@ class Scheduler:
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
         num_decodes = len(entries)
-        step = _Step(budget=self.config.max_num_batched_tokens - num_decodes)
+        step = OpenStep(budget=self.config.max_num_batched_tokens - num_decodes)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one
                 self._schedule_next_chunk(step, sequence)
@@ -124,55 +112,29 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
 
-    def _schedule_next_chunk(self, step: _Step, sequence: Sequence) -> None:
+    def _schedule_next_chunk(self, step: OpenStep, sequence: Sequence) -> None:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
         hits = self.block_manager.lookup(sequence)
         start = sequence.num_computed_tokens + len(hits) * self.block_size
-        if size := self._chunk_size(sequence, start, min(step.budget, self.config.long_prefill_token_threshold)):
+        limit = min(step.budget, self.config.long_prefill_token_threshold)
+        if size := self.admission.chunk_size(sequence, start, limit):
             self._place(step, sequence, size, hits)
 
-    def _admit(self, step: _Step, prefills: list[Sequence]) -> None:
+    def _admit(self, step: OpenStep, prefills: list[Sequence]) -> None:
         """Start waiting sequences in order while budget, slots and the blocks that `prefills` do not need last."""
-        manager, threshold = self.block_manager, self.config.long_prefill_token_threshold
-        reserved = sum(map(self._blocks_lacking, prefills))
-        partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
         slots = self.config.max_num_seqs - len(self.running)
         admitted: list[Sequence] = []
-        overtaken, num_looked_past = [], 0
-        for sequence in self.waiting:
-            if len(admitted) >= slots or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
-                break
-            if sequence.num_in_flight_tokens:
-                continue  # preempted with a token in flight: it comes back once that is read
-            hits = manager.lookup(sequence)
-            start = len(hits) * self.block_size
-            lacking = sequence.num_known_tokens - start
-            size = self._chunk_size(sequence, start, min(step.budget, threshold))
-            if size == 0:
-                if sequence.num_times_passed >= MAX_TIMES_PASSED:
-                    break
-                overtaken.append(sequence)
-            if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial)):
-                num_looked_past += 1
-                continue
-            if not manager.has_free(reserved + self._blocks_lacking(sequence, hits)):
-                break
+        for sequence, size, hits in self.admission.walk(self.waiting, step, prefills, slots):
             if sequence.num_counted_tokens == 0:
                 self.stats.prefix_cache_queries += sequence.num_findable_tokens
             self._place(step, sequence, size, hits)
-            if size < lacking:
-                partial.append(lacking - size)
-                reserved += self._blocks_lacking(sequence)
             admitted.append(sequence)
-            for other in overtaken:
-                other.num_times_passed += 1
         for sequence in admitted:
             self.waiting.remove(sequence)
             self.running.add(sequence)
-            sequence.is_running = True
-            sequence.num_times_passed = 0
+            sequence.is_running, sequence.num_times_passed = True, 0
 
-    def _spend_what_is_left(self, step: _Step, num_decodes: int) -> None:
+    def _spend_what_is_left(self, step: OpenStep, num_decodes: int) -> None:
         """Give leftover budget to chunks capped by the threshold, in their order.
 
         But not where it would only delay the decodes of this step: while nobody waits, it raises no throughput.
@@ -181,28 +143,12 @@ class Scheduler:
             return
         for sequence, (_, start) in step.chunks.items():
             placed = sequence.num_computed_tokens - start
-            size = self._chunk_size(sequence, start, placed + step.budget) - placed
+            size = self.admission.chunk_size(sequence, start, placed + step.budget) - placed
             # A hit: this step computes the next block for another sequence, and the next step claims it.
             if size > 0 and not self.block_manager.lookup(sequence):
                 self._place(step, sequence, size)
 
-    # ------------------------------------------------------------------------------------------- parts of a chunk
-
-    def _chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
-        """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
-        end = min(start + limit, sequence.num_known_tokens)
-        if end < sequence.num_known_tokens:
-            end -= end % self.block_size
-        return self.block_manager.cut(sequence, start, end) - start if end > start else 0
-
-    def _may_be_partial(self, lacking: int, partial: list[int]) -> bool:
-        """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
-        config, threshold = self.config, self.config.long_prefill_token_threshold
-        if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
-            return False
-        return len(partial) < config.max_num_partial_prefills
-
-    def _place(self, step: _Step, sequence: Sequence, size: int, hits: Collection[int] = ()) -> None:
+    def _place(self, step: OpenStep, sequence: Sequence, size: int, hits: Collection[int] = ()) -> None:
         """Place `size` more tokens behind `hits` from the prefix cache, or as many as there are free blocks for."""
         manager, block_size = self.block_manager, self.block_size
         before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
@@ -229,13 +175,6 @@ class Scheduler:
         sequence.placed_in_step = self._step_id
         step.chunks.setdefault(sequence, (before, start))
         step.budget -= end - start
-
-    def _blocks_lacking(self, sequence: Sequence, hits: Collection[int] = ()) -> int:
-        """Blocks that a prefill still takes for all its known tokens and one more; 0 once at most one is left."""
-        if sequence.num_computed_tokens and sequence.num_known_tokens - sequence.num_computed_tokens <= 1:
-            return 0
-        tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
-        return self.block_manager.num_blocks_lacking(sequence, tokens, hits)
 
     # ------------------------------------------------------------------------------------------------ preemption
 
@@ -347,4 +286,4 @@ class Scheduler:
                 else:
                     self.block_manager.release(sequence, self.block_manager.num_blocks_for(kept))
                     sequence.num_computed_tokens = kept
-        return sorted(affected, key=_KEY)
+        return sorted(affected, key=SCHEDULING_KEY)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from nanovllm.core.outputs import ErrorKind, OutputKind, RequestMetrics, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import Matcher
+
+SCHEDULING_KEY = attrgetter("key")  # of a Sequence: the order of scheduling
 
 
 @dataclass(frozen=True, slots=True)

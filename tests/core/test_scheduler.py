@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm import scheduler as scheduler_module
+from nanovllm.core import admission
 from tests.support.scheduler_loops import make_loop, prompt, running, waiting
 from tests.support.scheduling import chunks, generate_alone
 
@@ -217,7 +217,7 @@ def test_a_request_whose_chunk_rounds_down_to_nothing_stays_first_in_line():
 
 
 def test_overtaking_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler_module, "MAX_TIMES_PASSED", 4)
+    monkeypatch.setattr(admission, "MAX_TIMES_PASSED", 4)
     loop = make_loop(max_model_len=256, max_num_batched_tokens=11, max_num_seqs=7)
     loop.add(prompt(200))
     loop.add(prompt(10, 1))

@@ -1,0 +1,102 @@
+"""Which waiting requests start in a step, and how long chunks of prompts are; pure Python, counts only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sequence import Sequence
+
+MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
+MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The step being scheduled: leftover budget, and the chunks placed so far."""
+
+    budget: int
+    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
+
+
+class Blocks(Protocol):
+    """A block manager, as far as admission asks it; see `BlockManager`."""
+
+    block_size: int
+
+    def lookup(self, sequence: Sequence) -> list[int]: ...
+    def has_free(self, num_blocks: int) -> bool: ...
+    def cut(self, sequence: Sequence, start: int, end: int) -> int: ...
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int: ...
+
+
+class Admission:
+    """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
+
+    Nothing passes a request that lacks blocks; one that other limits hold back is passed a bounded number of times.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
+        self.config = config
+        self.blocks = blocks
+
+    def walk(
+        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int
+    ) -> Iterator[tuple[Sequence, int, Collection[int]]]:
+        """Yield (sequence, size of its first chunk, prefix hits) in order; the caller places each before the next.
+
+        Blocks that `prefills`, which run, still need are left to them.
+        """
+        blocks, threshold = self.blocks, self.config.long_prefill_token_threshold
+        reserved = sum(map(self.blocks_lacking, prefills))
+        partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
+        overtaken: list[Sequence] = []
+        num_looked_past = 0
+        for sequence in waiting:
+            if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
+                break
+            if sequence.num_in_flight_tokens:
+                continue  # preempted with a token in flight: it comes back once that is read
+            hits = blocks.lookup(sequence)
+            start = len(hits) * blocks.block_size
+            lacking = sequence.num_known_tokens - start
+            size = self.chunk_size(sequence, start, min(step.budget, threshold))
+            if size == 0:
+                if sequence.num_times_passed >= MAX_TIMES_PASSED:
+                    break
+                overtaken.append(sequence)
+            if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial)):
+                num_looked_past += 1
+                continue
+            if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
+                break
+            yield sequence, size, hits
+            if size < lacking:
+                partial.append(lacking - size)
+                reserved += self.blocks_lacking(sequence)
+            slots -= 1
+            for other in overtaken:
+                other.num_times_passed += 1
+
+    def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
+        """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
+        end = min(start + limit, sequence.num_known_tokens)
+        if end < sequence.num_known_tokens:
+            end -= end % self.blocks.block_size
+        return self.blocks.cut(sequence, start, end) - start if end > start else 0
+
+    def blocks_lacking(self, sequence: Sequence, hits: Collection[int] = ()) -> int:
+        """Blocks that a prefill still takes for all its known tokens and one more; 0 once at most one is left."""
+        if sequence.num_computed_tokens and sequence.num_known_tokens - sequence.num_computed_tokens <= 1:
+            return 0
+        tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
+        return self.blocks.num_blocks_lacking(sequence, tokens, hits)
+
+    def _may_be_partial(self, lacking: int, partial: list[int]) -> bool:
+        """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
+        config, threshold = self.config, self.config.long_prefill_token_threshold
+        if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
+            return False
+        return len(partial) < config.max_num_partial_prefills
