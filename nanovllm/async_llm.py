@@ -89,6 +89,7 @@ class AsyncLLM(AsyncScoring):
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
+        client: str = "",
         output_kind: OutputKind | str = OutputKind.CUMULATIVE,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding outputs as they come; cancelling the task or closing the generator aborts it.
@@ -100,6 +101,7 @@ class AsyncLLM(AsyncScoring):
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
             timeout: seconds from its arrival after which it ends with finish_reason "timeout" and its output so far.
+            client: clients of one priority share the engine, see `EngineConfig.client_weights`.
             output_kind: "cumulative", "delta" or "final", see `OutputKind`; a slow reader gets several tokens at once.
 
         Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
@@ -107,7 +109,7 @@ class AsyncLLM(AsyncScoring):
         """
         submit = partial(
             self.submit, [prompt], sampling_params, request_ids=None if request_id is None else [request_id],
-            output_kind=output_kind, priority=priority, cache_salt=cache_salt, timeout=timeout,
+            output_kind=output_kind, priority=priority, cache_salt=cache_salt, timeout=timeout, client=client,
         )  # fmt: skip
         return relay(submit)
 

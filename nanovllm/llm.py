@@ -107,6 +107,7 @@ class LLM(Scoring):
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str] = "",
         timeout: float | Sequence[float] | None = None,
+        client: str | Sequence[str] = "",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one `RequestOutput` each, in their order.
@@ -117,6 +118,7 @@ class LLM(Scoring):
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
             timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
+            client: clients of one priority share the engine, see `client_weights`.
             use_tqdm: show a progress bar on stderr.
 
         Options but use_tqdm are one value for all prompts, or a list with one for each. A bad prompt or option raises
@@ -124,7 +126,7 @@ class LLM(Scoring):
         non-finite logits ends with finish_reason "error"; any other failure ends them all and raises.
         """
         engine = self._open_engine()
-        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
         process = engine.input_processor.process
         requests = process(prompts, sampling_params, request_ids=self._request_ids, **options)
         outputs: dict[str, RequestOutput] = {}
@@ -173,12 +175,13 @@ class LLM(Scoring):
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
+        client: str = "",
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after each token; closing the iterator ends the request.
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
         process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
         request = process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options)
         interrupts = InterruptsHeld()

@@ -1,8 +1,9 @@
 """Decides which sequences compute how many tokens in each step; pure Python, counts only, never a token's value.
 
 Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight,
-`schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others, and the pool holds
-one sequence of max_model_len, so it always finishes.
+`schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for their blocks,
+and the pool holds one sequence of max_model_len. It loses its place only to a client that was served less by more than
+both cost again, so each turn brings tokens, and it always finishes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sortedcontainers import SortedKeyList
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import Admission, OpenStep
 from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
+from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import SchedulerStats
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
@@ -25,18 +27,31 @@ class Scheduler:
 
     Calls come in turns: `schedule` makes a batch and counts it as launched; `update` takes its sampled tokens. Several
     batches may be launched before the first is updated; updates come in launch order.
+
+    Args:
+        prefill_cost, decode_cost: of a computed and of a generated token, for clients' shares; in any unit of time.
     """
 
-    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        *,
+        prefill_cost: float = PREFILL_COST,
+        decode_cost: float = DECODE_COST,
+    ) -> None:
         self.config = config
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.admission = Admission(config, block_manager)
         self.stats = SchedulerStats()
-        self.waiting: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
+        self.waiting = ClientQueue(config.client_weights, prefill_cost, decode_cost)
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
         self._step_id = 0
+        # The cost that may separate two waiting clients: of the longest prompt, or of what running sequences may hold.
+        num_held = min((block_manager.num_blocks - 1) * self.block_size, config.max_num_seqs * config.max_model_len)
+        self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * num_held)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; with ageing it gains one priority level for every `priority_ageing_s` since its arrival."""
@@ -44,7 +59,7 @@ class Scheduler:
             # priority - (now - arrival time) / ageing, less the term in `now`: all age alike, so the order is fixed.
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
             sequence.key = (aged, sequence.arrival)
-        self.waiting.add(sequence)
+        self.waiting.join(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
@@ -52,12 +67,15 @@ class Scheduler:
         self.block_manager.release(sequence)
         sequence.finish_reason = reason
         sequence.is_running, sequence.is_finished = False, True
+        self.waiting.leave(sequence)
 
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
+        if self.waiting.is_shared:
+            self._free_place()
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
@@ -124,7 +142,7 @@ class Scheduler:
         """Start waiting sequences in order while budget, slots and the blocks that `prefills` do not need last."""
         slots = self.config.max_num_seqs - len(self.running)
         admitted: list[Sequence] = []
-        for sequence, size, hits in self.admission.walk(self.waiting, step, prefills, slots):
+        for sequence, size, hits in self.admission.walk(self.waiting.in_order(), step, prefills, slots):
             if sequence.num_counted_tokens == 0:
                 self.stats.prefix_cache_queries += sequence.num_findable_tokens
             self._place(step, sequence, size, hits)
@@ -173,19 +191,36 @@ class Scheduler:
         sequence.num_counted_tokens = max(sequence.num_counted_tokens, end)
         sequence.num_computed_tokens = end
         sequence.placed_in_step = self._step_id
+        self.waiting.charge(sequence, end - start)
         step.chunks.setdefault(sequence, (before, start))
         step.budget -= end - start
 
     # ------------------------------------------------------------------------------------------------ preemption
 
     def _preempt_for(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Preempt younger sequences of the same or lower priority until `num_blocks` are free, youngest first."""
-        for victim in list(reversed(self.running)):
-            if self.block_manager.num_free_blocks >= num_blocks or victim.key <= sequence.key:
+        """Preempt younger sequences of the same or lower priority until `num_blocks` are free, youngest first.
+
+        Among several clients that which was served most loses its sequences first.
+        """
+        is_shared = self.waiting.is_shared
+        for victim in self.waiting.victims(self.running) if is_shared else list(reversed(self.running)):
+            if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
                 break
-            if victim.placed_in_step != self._step_id:
+            if victim.key > sequence.key and victim.placed_in_step != self._step_id:
                 self._preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
+
+    def _free_place(self) -> None:
+        """Preempt a sequence whose place is due to a client that waits.
+
+        Not while a prefill is in progress: it may take the budget that the other needs to start.
+        """
+        if not self.waiting or len(self.running) < self.config.max_num_seqs:
+            return
+        if all(sequence.num_known_tokens - sequence.num_computed_tokens <= 1 for sequence in self.running):
+            victim = self.waiting.place_to_take(self.running, self.share_bound)
+            if victim is not None:
+                self._preempt(victim)
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
@@ -219,6 +254,8 @@ class Scheduler:
         self.in_flight.popleft()
         manager, block_size = self.block_manager, self.block_size
         manager.commit(batch.step_id, batch.entries)
+        if self.waiting.is_shared:
+            self.waiting.charge_generated(batch.sampling)
         advanced: list[Sequence] = []
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
             if token_id == NON_FINITE:
@@ -273,6 +310,9 @@ class Scheduler:
             undone = self.in_flight.pop()
             self.stats.num_failed_steps += has_failed
             self.block_manager.withdraw(undone.step_id)
+            for entry in undone.prefills:
+                if not entry.sequence.is_finished:
+                    self.waiting.charge(entry.sequence, -entry.num_new_tokens)
             for sequence, _, _, num_samples, table, num_computed_before in reversed(undone.entries):
                 sequence.num_known_tokens -= num_samples
                 if sequence.is_finished:

@@ -82,8 +82,10 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def options_given(options: argparse.Namespace, cls: type) -> dict[str, Any]:
     """Return the fields of a dataclass that were set by flags."""
-    fields = fields_by_flag(cls)
-    return {field.name: getattr(options, flag) for flag, field in fields.items() if hasattr(options, flag)}
+    fields = {flag: field for flag, field in fields_by_flag(cls).items() if hasattr(options, flag)}
+    given = {field.name: getattr(options, flag) for flag, field in fields.items()}
+    is_pairs = {field.name: str(field.type).startswith("dict") for field in fields.values()}
+    return {name: dict(value) if is_pairs[name] and isinstance(value, list) else value for name, value in given.items()}
 
 
 def _whole_number(text: str) -> int:
@@ -99,6 +101,16 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form TOKEN_ID=BIAS, such as 17=-3.5") from None
+
+
+def _weight(text: str) -> tuple[str, float]:
+    client, equals, value = text.rpartition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return client, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form CLIENT=WEIGHT, such as batch=0.25") from None
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -120,6 +132,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "LogitsProcessor": _function,
 }
+_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # of mappings, by the type of their keys
+_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT"}
 _METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 
@@ -144,7 +158,8 @@ def add_flags(group: Any, options: type, defaults: dict[str, Any], leave_out: Co
         if kind == "bool":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         elif kind.startswith("dict"):
-            group.add_argument(flag, action="append", type=_bias, metavar="TOKEN_ID=BIAS", **common)
+            item = kind.removeprefix("dict[").split(",")[0]
+            group.add_argument(flag, action="append", type=_PAIRS[item], metavar=_PAIR_METAVARS[item], **common)
         elif kind.startswith("tuple"):
             item = kind.removeprefix("tuple[").split(",")[0]
             group.add_argument(flag, action="append", type=_TYPES[item], metavar=_METAVARS[item], **common)

@@ -54,8 +54,6 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collectio
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options that were set, over the command's defaults; raises ValueError for a bad one."""
     given = options_given(options, SamplingParams)
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
     form = {name: value for name in KINDS if (value := getattr(options, name)) not in (None, False)}
     for name in ("json_schema", "grammar"):
         if name in form:

@@ -16,7 +16,7 @@ from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.sampling_params import MODEL_OPTIONS
-from nanovllm.core.validation import check_fields, integer, matching, one_of, real, share, string
+from nanovllm.core.validation import check_fields, integer, matching, one_of, real, share, string, weights
 
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
@@ -77,6 +77,12 @@ class EngineConfig:
         None,
         "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
         check=_ageing,
+    )
+    client_weights: dict[str, float] | None = option(
+        None,
+        "shares of clients by name, against 1 for each other client, such as {'batch': 0.25}. Clients of one priority "
+        "that all wait are served in proportion to them. None: equal shares.",
+        check=weights,
     )
     block_size: int = option(
         NOT_SET,

@@ -50,6 +50,7 @@ class NewRequest:
     bad_words: the token ids that spell each of the bad words.
     priority: lower runs first.
     cache_salt: requests share cached prefixes only within one salt.
+    client: clients of one priority get equal shares of the engine, or those of `EngineConfig.client_weights`.
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
     resumed: progress in an earlier engine; its tokens are recomputed.
@@ -68,6 +69,7 @@ class NewRequest:
     output_kind: OutputKind = OutputKind.FINAL
     resumed: Resumed | None = None
     matcher: Matcher | None = None
+    client: str = ""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,8 @@ class Sequence:
     params: SamplingParams = field(init=False)
     priority: int = field(init=False)
     cache_salt: str = field(init=False)
-    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # sequences of token ids that are never completed
+    client: str = field(init=False)
+    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # token ids that must never follow one another
     arrival_time: float = field(init=False)  # seconds, on the engine's clock
     key: tuple[float, int] = field(init=False)  # the order of scheduling, smaller first; the scheduler lets it age
     num_prompt_tokens: int = field(init=False)
@@ -150,7 +153,7 @@ class Sequence:
         params = self.params = request.params
         self.request_id, self.arrival_time = request.request_id, request.arrival_time
         self.priority, self.key = request.priority, (request.priority, self.arrival)
-        self.cache_salt, self.bad_words = request.cache_salt, request.bad_words
+        self.cache_salt, self.client, self.bad_words = request.cache_salt, request.client, request.bad_words
         self.token_ids = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = self.num_known_tokens = len(self.token_ids)
         room = max_model_len - self.num_prompt_tokens

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 MAX_INTEGER = 2**63 - 1
+MIN_WEIGHT = 1e-3
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
 
 Key = TypeVar("Key")
@@ -95,6 +96,21 @@ def biases(name: str, value: Any) -> FrozenDict[int, float]:
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON keys are strings
         found[integer(f"a token id of {name}", token_id, 0)] = real(name, bias, -100.0, 100.0)
     return FrozenDict(found)
+
+
+def weights(name: str, value: Any) -> FrozenDict[str, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must map names of clients to numbers, not {value!r}.")
+    for client, weight in value.items():
+        if not isinstance(client, str):
+            raise TypeError(f"{name} holds {client!r}; name each client by a string.")
+        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not is_number or not MIN_WEIGHT <= weight <= 1 / MIN_WEIGHT:  # NaN fails the comparison too
+            raise ValueError(
+                f"{name} gives {client!r} the weight {weight!r}; it must be a number between {MIN_WEIGHT:g} and "
+                f"{1 / MIN_WEIGHT:g}, such as 2 for twice the share of a client without a weight."
+            )
+    return FrozenDict({client: float(weight) for client, weight in value.items()})
 
 
 def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:

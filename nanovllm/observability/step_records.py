@@ -210,5 +210,7 @@ class StepObservers:
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
             hook_error=self._error,
+            num_clients=scheduler.waiting.num_clients,
+            client_gap=scheduler.waiting.gap,
             cache_groups=group_stats(manager),
         )

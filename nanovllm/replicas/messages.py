@@ -73,6 +73,7 @@ class SentRequest(Struct, array_like=True):
     resumed: Resumed | None
     embeds: bool = False
     answer_ids: tuple[int, int] | None = None
+    client: str = ""
 
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
@@ -92,6 +93,7 @@ class SentRequest(Struct, array_like=True):
             resumed,
             new.params.embeds,
             None if answer is None else answer.token_ids,
+            new.client,
         )
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
@@ -109,6 +111,7 @@ class SentRequest(Struct, array_like=True):
             output_kind=self.output_kind,
             resumed=self.resumed,
             matcher=input_processor.matcher(params, is_tried=True),
+            client=self.client,
         )
 
     def compiles(self, input_processor: InputProcessor) -> bool:

@@ -124,6 +124,7 @@ class ReplicaPool:
             check_params(new.params)
             text("request_id", new.request_id)  # refuses lone surrogates, which cannot be sent
             text("cache_salt", new.cache_salt or "")
+            text("client", new.client)
         added = [PoolRequest(self._with_seed(new, next(self._numbers))) for new in requests]
         with self._lock:
             for request in added:

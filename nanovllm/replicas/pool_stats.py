@@ -41,6 +41,8 @@ class PoolStats:
             recent_hit_rate=_mean([stats.recent_hit_rate for stats in each]),
             recent_budget_use=_mean([stats.recent_budget_use for stats in each]),
             hook_error=hook_error,
+            num_clients=max((stats.num_clients for stats in each), default=0),
+            client_gap=max((stats.client_gap for stats in each), default=0.0),
             cache_groups=tuple(
                 map(_sum, zip(*(stats.cache_groups for stats in each if stats.cache_groups), strict=True))
             ),

@@ -32,7 +32,9 @@ OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, 
     ("priority", numbers.Integral, "a whole number"),
     ("cache_salt", str, "a string"),
     ("timeout", numbers.Real | None, "a number of seconds or None"),
+    ("client", str, "a string"),
 )
+OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "cache_salt": "", "timeout": None, "client": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,8 @@ class InputProcessor:
         *,
         request_ids: Iterable[str],
         output_kind: OutputKind = OutputKind.FINAL,
-        priority: Any = 0,
-        cache_salt: Any = "",
-        timeout: Any = None,
         arrival_time: float | None = None,
+        **options: Any,
     ) -> list[NewRequest]:
         """The checked requests of a list of prompts; arrival_time: on the engine's clock, None for now.
 
@@ -148,13 +148,12 @@ class InputProcessor:
         """
         arrival_time = self.clock() if arrival_time is None else arrival_time
         params, count = self.default_params if sampling_params is None else sampling_params, len(prompts)
-        options = _one_each(count, sampling_params=params, priority=priority, cache_salt=cache_salt, timeout=timeout)
-        each = zip(prompts, islice(request_ids, count), options, strict=True)
+        each = zip(prompts, islice(request_ids, count), _one_each(count, params, options), strict=True)
         requests: list[NewRequest] = []
-        prepared: dict[int, dict[str, Any]] = {}  # by id of the parameters, which prompts may share
-        for number, (prompt, request_id, (params, own_priority, salt, own_timeout)) in enumerate(each):
+        prepared: dict[int, dict[str, Any]] = {}  # by the id of parameters, which prompts may share
+        for number, (prompt, request_id, (params, own_priority, salt, own_timeout, own_client)) in enumerate(each):
             try:
-                _check_options(params, own_priority, salt, own_timeout)
+                _check_options(params, own_priority, salt, own_timeout, own_client)
                 token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
                 check_prompt(token_ids, params, self.limits)
                 if id(params) not in prepared:
@@ -176,6 +175,7 @@ class InputProcessor:
                     timeout=None if own_timeout is None else float(own_timeout),
                     arrival_time=arrival_time,
                     output_kind=output_kind,
+                    client=own_client,
                     **prepared[id(params)],
                 )
             )
@@ -227,8 +227,11 @@ def _as_list(values: Any) -> list[Any]:
     return list(items)
 
 
-def _one_each(count: int, **options: Any) -> Iterator[tuple[Any, ...]]:
-    """Options of each of `count` prompts; a single value of an option applies to all prompts."""
+def _one_each(count: int, params: Any, given: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Parameters and options of each of `count` prompts: of every option the one value given for all, or one each."""
+    if unknown := given.keys() - OPTION_DEFAULTS.keys():
+        raise TypeError(f"a request has no option {min(unknown)!r}; its options are {', '.join(OPTION_DEFAULTS)}.")
+    options = {"sampling_params": params} | OPTION_DEFAULTS | given
     for name, values in options.items():
         if not isinstance(values, SequenceABC) or isinstance(values, str):
             options[name] = [values] * count
@@ -243,9 +246,10 @@ def _error_of_prompt(number: int, error: Exception) -> Exception:
     return kind(f"prompt {number}: {error}")
 
 
-def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any) -> None:
-    """Raise TypeError or ValueError for an invalid option of one request."""
-    for (name, kind, kind_name), value in zip(OPTION_KINDS, (params, priority, cache_salt, timeout), strict=True):
+def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any, client: Any) -> None:
+    """Raise TypeError or ValueError for an option of one request."""
+    values = params, priority, cache_salt, timeout, client
+    for (name, kind, kind_name), value in zip(OPTION_KINDS, values, strict=True):
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{name} must be {kind_name}, or a list of one for each prompt, not {value!r}.")
     if abs(priority) > MAX_PRIORITY:

@@ -51,6 +51,8 @@ class EngineFigures(Collector):
         gauges = {
             "num_requests_running": ("Running samples.", stats.num_running),
             "num_requests_waiting": ("Waiting samples.", stats.num_waiting),
+            "num_clients": ("Clients with running or waiting requests.", stats.num_clients),
+            "client_service_gap": ("Largest difference of service between two waiting clients.", stats.client_gap),
             "engine_step_age_seconds": ("Seconds since the last step ended, while there is work.", self.heartbeat.age),
             "engine_stalled": ("1 if engine_step_age_seconds is above stall_timeout.", int(self.is_stalled)),
             "kv_cache_touched_bytes": ("Memory that the KV cache takes.", stats.kv_touched_bytes),

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.server.errors import ApiError
 from nanovllm.server.request_facts import NO_KEY
 
+MAX_CLIENT_CHARS = 256
+
 
 class ApiKeys:
     """Accepted API keys; without any, no key is required.
@@ -76,6 +78,23 @@ def key_of(request: Request) -> str | None:
     """The key of a request, None if no key is required; raises ApiError (401)."""
     keys: ApiKeys = request.app.state.api_keys
     return keys.check(authorization_of(request.headers))
+
+
+def client_of(request: Request, header: str | None) -> str:
+    """The client of a request: what `header` names, else the name of its key, "" without keys.
+
+    Raises ApiError (401), and (400) for a name that is too long.
+    """
+    keys: ApiKeys = request.app.state.api_keys
+    named = None if header is None else request.headers.get(header)
+    if named is not None and len(named) > MAX_CLIENT_CHARS:
+        raise ApiError(
+            400,
+            f"the header {header} has {len(named)} characters; a client's name has at most {MAX_CLIENT_CHARS}. Send "
+            "a shorter one.",
+        )
+    name = keys.name_of(authorization_of(request.headers))
+    return named or ("" if name == NO_KEY else name)
 
 
 async def require_api_key(request: Request) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, one_of, real, strings, utf8
+from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matching, one_of, real, strings, utf8
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
@@ -66,6 +66,12 @@ class ServerSettings:
         "key's name in logs and metrics, else key-1, key-2 and so on.",
     )
     cache_salt_per_key: bool = option(False, "share cached prefixes only among requests with the same API key.")
+    client_header: str | None = option(
+        None,
+        "request header that names the client, whose requests get one share, such as x-client-id. Any caller can set "
+        "it: use it behind a gateway that does. Not set: the API key is the client.",
+        check=partial(matching, pattern=r"[A-Za-z0-9-]+", expected="the name of a header, such as 'x-client-id'"),
+    )
     cors_origin: tuple[str, ...] = option(
         (),
         "web origin whose pages may call the server, such as https://example.org; may be repeated.",

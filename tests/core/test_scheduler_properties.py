@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
-from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
+from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_scheduler
 
 
@@ -29,6 +29,7 @@ def make_tiny_loop(
     enable_prefix_caching: bool,
     num_hash_bits: int,
     priority_ageing_s: float | None,
+    client_weights: dict[str, float] | None,
 ) -> Loop:
     """A pool hardly larger than one sequence, a budget hardly larger than allowed, and hashes that may collide."""
     scheduler = make_scheduler(
@@ -42,6 +43,7 @@ def make_tiny_loop(
         max_num_partial_prefills=max(max_num_partial_prefills, max_long_partial_prefills),
         max_long_partial_prefills=max_long_partial_prefills,
         priority_ageing_s=priority_ageing_s,
+        client_weights=client_weights,
     )
     if num_hash_bits < 128:
         mask = (1 << num_hash_bits) - 1
@@ -63,6 +65,7 @@ class SchedulerMachine(SchedulerRules):
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_hash_bits=st.sampled_from([128, 128, 2, 0]),
         priority_ageing_s=st.sampled_from(AGEING),
+        client_weights=st.sampled_from(WEIGHTS),
     )
     def start(self, **limits: int) -> None:
         self.loop = make_tiny_loop(**limits)
@@ -91,6 +94,7 @@ def walk(seed: int, num_calls: int) -> Loop:
         enable_prefix_caching=rng.random() < 0.9,
         num_hash_bits=rng.choice((128, 128, 128, 2)),
         priority_ageing_s=rng.choice(AGEING),
+        client_weights=rng.choice(WEIGHTS),
     )
     return walk_at_random(loop, rng, num_calls)
 
@@ -124,6 +128,8 @@ def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(wal
         "dropped in flight",
         "non-finite",
         "ordered by age",
+        "clients beside each other",
+        "places taken",
     ],
 )
 def test_the_walks_meet(situation: str, walks: list[Loop]):

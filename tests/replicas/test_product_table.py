@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
-    "trust_remote_code": True, "kv_cache_touch": "none",
+    "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
@@ -208,6 +208,15 @@ def run_priority(llm: LLM, steps: list[Any]) -> None:
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
 
 
+def run_client(llm: LLM, steps: list[Any]) -> None:
+    given = {"client": ["batch", "one", "batch", "two"], "use_tqdm": False}
+    assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
+    stream = llm.stream(PROMPTS[0], LONG, client="batch")
+    next(stream)
+    assert llm.stats().num_clients == 1 and llm.stats().client_gap == 0.0
+    stream.close()
+
+
 def run_cache_salt(llm: LLM, steps: list[Any]) -> None:
     llm.reset_prefix_cache()
     prompt, params = [*range(200)], SamplingParams(temperature=0.0, max_tokens=3)
@@ -281,6 +290,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_chat: {"chat", "apply_chat_template"},
     run_stream: {"stream", "record_itl"},
     run_priority: {"priority"},
+    run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},

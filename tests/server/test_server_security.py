@@ -13,6 +13,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from nanovllm import AsyncLLM
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings, cache_salt
@@ -133,6 +134,57 @@ def test_with_a_salt_per_key_no_key_hits_the_prefixes_of_another():
         assert cached(http, "alice") == 32
     with serving({"api_key": keys}) as running, running.http() as http:
         assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared by default
+
+
+@pytest.fixture
+def clients() -> list[str]:
+    """The client of each request that the engine prepares."""
+    return []
+
+
+def note_clients(engine: AsyncLLM, clients: list[str]) -> None:
+    process = engine._input_processor.process_each
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        clients.append(options["client"])
+        return process(*arguments, **options)
+
+    engine._input_processor.process_each = noted
+
+
+def test_each_key_is_a_client_by_its_name(clients, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond #batch\n")
+    with serving({"api_key_file": str(file)}) as running, running.http() as http:
+        note_clients(running.engine, clients)
+        for key in ("first", "second"):
+            assert http.post("/v1/completions", json=BODY, headers=bearer(key)).status_code == 200
+        assert running.client("first").chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=1
+        )
+    assert clients == ["key-1", "batch", "key-1"]
+
+
+@pytest.mark.parametrize(("header", "expected"), [("x-client-id", "alice"), (None, "")])
+def test_a_header_names_the_client_only_where_the_server_says_so(clients, header, expected):
+    with serving({"client_header": header}) as running, running.http() as http:
+        note_clients(running.engine, clients)
+        assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "alice"}).status_code == 200
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+        long = http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "a" * 257})
+        assert long.status_code == (400 if header else 200)
+        assert header is None or "256" in long.json()["error"]["message"]
+    assert clients[:2] == [expected, ""]
+
+
+def test_a_header_overrides_the_key_and_a_bad_name_of_one_is_refused(clients):
+    with serving({"client_header": "x-client-id", "api_key": ("right",)}) as running, running.http() as http:
+        note_clients(running.engine, clients)
+        for headers in ({"x-client-id": "alice"}, {}):
+            assert http.post("/v1/completions", json=BODY, headers=bearer("right") | headers).status_code == 200
+    assert clients == ["alice", "key-1"]
+    with pytest.raises(ValueError, match="client_header is 'x client'; it must be the name of a header"):
+        ServerSettings(client_header="x client")
 
 
 def test_a_salt_per_key_without_keys_is_refused():

@@ -9,6 +9,8 @@ from nanovllm.core.sequence import Sequence
 from tests.support.scheduling import Loop
 
 MAX_IN_FLIGHT = 3
+CLIENTS = ("", "", "", "b", "c")
+WEIGHTS = (None, None, {"b": 4.0}, {"b": 0.5, "c": 2.0})
 AGEING = (None, None, 0.5, 4.0)  # powers of two, so that times over them are exact
 
 # Prompts begin with one of these, cut anywhere, so that prefixes are shared, and end inside a block as often as not.
@@ -58,6 +60,7 @@ class SchedulerRules(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 7), min_size=1, max_size=3),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         cache_salt=st.sampled_from(["", "", "", "salt"]),
+        client=st.sampled_from(CLIENTS),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         stop_token_ids=st.sampled_from([(), (), (0,), (3, 5)]),
     )
@@ -133,6 +136,7 @@ def walk_at_random(loop: Loop, rng: random.Random, num_calls: int) -> Loop:
                 make_prompt(rng.randrange(len(STEMS)), rng.randint(0, 24), tail)[: max_model_len - 1],
                 priority=rng.choice((0, 0, 0, 1, -1)),
                 cache_salt=rng.choice(("", "", "", "salt")),
+                client=rng.choice(CLIENTS),
                 max_tokens=rng.choice((None, rng.randint(1, 12))),
                 stop_token_ids=rng.choice(((), (), (0,), (3, 5))),
             )

@@ -18,7 +18,7 @@ from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.core.sequence import SCHEDULING_KEY, NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
 
 VOCAB_SIZE = 8
@@ -35,6 +35,7 @@ def make_sequence(
     priority: int = 0,
     arrival_time: float = 0.0,
     cache_salt: str = "",
+    client: str = "",
     max_model_len: int = 64,
     eos_token_ids: Iterable[int] = (),
     **params: object,
@@ -47,6 +48,7 @@ def make_sequence(
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
+            client=client,
         ),
         arrival=arrival,
         max_model_len=max_model_len,
@@ -340,6 +342,19 @@ class Loop:
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
         self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
+        self.lost_place: Sequence | None = None  # to another client, in the last step
+        self._place_to_take = scheduler.waiting.place_to_take
+        scheduler.waiting.place_to_take = self._note_place
+
+    def _note_place(self, running: Collection[Sequence], bound: float) -> Sequence | None:
+        self.lost_place = self._place_to_take(running, bound)
+        if self.lost_place is not None:
+            first = next(iter(self.scheduler.waiting.in_order()))
+            check(self.lost_place.client != first.client, "a client took its own place")
+            check(self.lost_place.priority >= first.priority, "a place was taken from a more urgent request")
+            check(len(running) == self.scheduler.config.max_num_seqs, "a place was taken while one was free")
+            self.seen["places taken"] += 1
+        return self.lost_place
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -355,6 +370,7 @@ class Loop:
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         """Schedule a batch and execute it; its tokens are read later."""
         was_running = list(self.scheduler.running)
+        self.lost_place = None
         batch = self.scheduler.schedule()
         if batch is None:
             self.check()
@@ -447,6 +463,7 @@ class Loop:
             check(states <= {(is_running, False)}, f"the queue with is_running={is_running} holds others")
         check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
         self._check_order()
+        self._check_shares()
         self._check_partial_prefills()
 
     def check_outputs(self) -> None:
@@ -472,6 +489,18 @@ class Loop:
             check(order == sorted(order), f"queue out of order: {order}")
             self.seen["ordered by age"] += list(queue) != sorted(queue, key=lambda s: (s.priority, s.arrival))
 
+    def _check_shares(self) -> None:
+        """Check the bound between waiting clients, and that the queue knows each client of an unfinished request."""
+        scheduler, queue = self.scheduler, self.scheduler.waiting
+        smallest = min([1.0, *(scheduler.config.client_weights or {}).values()])
+        check(queue.gap <= 2 * scheduler.share_bound / smallest, f"counters of waiting clients are {queue.gap} apart")
+        clients = {sequence.client for sequence in self.unfinished}
+        check(
+            queue.num_clients == len(clients), f"{queue.num_clients} clients are counted, {len(clients)} have requests"
+        )
+        check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
+        self.seen["clients beside each other"] += len(clients) > 1
+
     def _check_partial_prefills(self) -> None:
         config = self.scheduler.config
         lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]
@@ -482,6 +511,8 @@ class Loop:
 
     def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
         preempted = [sequence for sequence in was_running if not sequence.is_running]
+        if self.lost_place in preempted:
+            preempted.remove(self.lost_place)
         if not preempted:
             return
         placed = {entry.sequence.request_id for entry in batch.entries}
@@ -489,7 +520,7 @@ class Loop:
         before = {sequence.request_id for sequence in was_running}
         check(placed <= before, "a step that preempted admitted a request")
         oldest = min(sequence.key for sequence in preempted)
-        for sequence in self.scheduler.running:
+        for sequence in () if self.scheduler.waiting.is_shared else self.scheduler.running:
             spared = sequence.key < oldest or sequence.request_id in placed
             check(spared, f"{sequence} was spared, though younger than one that was preempted")
         check(self.scheduler.running[0].key < oldest, "a sequence was preempted for a younger one")

@@ -33,6 +33,8 @@ from tests.support.command_line import ENGINE, SHORT, assert_refused, records
         (["one", "--max-model-len", "9999"], ["max_model_len", "9999", "2048"]),
         (["one", "--num-kv-blocks", "2"], ["num_kv_blocks", "16"]),
         (["one", "--attention-backend", "paged"], ["attention_backend", "paged"]),
+        (["one", "--client-weights", "batch"], ["--client-weights", "'batch'", "CLIENT=WEIGHT"]),
+        (["one", "--client-weights", "batch=0"], ["client_weights", "'batch'", "between 0.001 and 1000"]),
         (["one", "--no-such-option"], ["--no-such-option"]),
         (["one", "--max-tok", "5"], ["--max-tok"]),
         (["one", "--file", "x"], ["--file", "one of the two"]),

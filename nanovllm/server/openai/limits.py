@@ -8,7 +8,7 @@ from fastapi import Request
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.protocol import SamplingFields
-from nanovllm.server.security import key_of
+from nanovllm.server.security import client_of, key_of
 from nanovllm.server.settings import request_salt
 from nanovllm.server.state import ServerState
 
@@ -26,7 +26,7 @@ def check_size(state: ServerState, body: SamplingFields, num_prompts: int, num_l
 
 
 def engine_options(state: ServerState, request: Request, body: SamplingFields) -> dict[str, Any]:
-    """Return `priority`, `cache_salt` and `timeout` of a request; raises ApiError (400) below min_priority."""
+    """Return priority, cache_salt, timeout and client of a request; raises ApiError (400) below min_priority."""
     limit = state.settings.min_priority
     if body.priority < limit:
         raise ApiError(
@@ -37,4 +37,5 @@ def engine_options(state: ServerState, request: Request, body: SamplingFields) -
         "priority": body.priority,
         "cache_salt": request_salt(state.settings, key_of(request), body.cache_salt or ""),
         "timeout": min(timeouts, default=None),
+        "client": client_of(request, state.settings.client_header),
     }

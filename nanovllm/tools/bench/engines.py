@@ -63,7 +63,7 @@ class NanoVLLM:
         from nanovllm.core.sampling_params import SamplingParams
 
         params = SamplingParams(**self._sampling, ignore_eos=True, max_tokens=request.num_output_tokens)
-        options = {"priority": request.priority, "cache_salt": request.cache_salt}
+        options = {"priority": request.priority, "cache_salt": request.cache_salt, "client": request.client}
         processor = self._engine.input_processor
         self._engine.add(processor.process_one(str(number), request.prompt_token_ids, params, **options))
 

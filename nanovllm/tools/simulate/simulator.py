@@ -194,6 +194,7 @@ def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max
         SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        client=request.client,
         arrival_time=time,
     )
     return RequestSequence(new, arrival=arrival, max_model_len=max_model_len)

@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.tools.workloads.recorded import format_of, read_recorded
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
-FIELDS = ("arrival", "prompt", "output_tokens", "after", "priority", "cache_salt")
+FIELDS = ("arrival", "prompt", "output_tokens", "after", "priority", "cache_salt", "client")
 
 Tokenize = Callable[[str], list[int]]
 
@@ -34,6 +34,8 @@ def write_trace(workload: Workload, path: str | Path) -> None:
                 line["priority"] = request.priority
             if request.cache_salt:
                 line["cache_salt"] = request.cache_salt
+            if request.client:
+                line["client"] = request.client
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -86,7 +88,8 @@ def _request(line: str, number: int, tokenize: Tokenize | None) -> TimedRequest:
     for key in ("prompt", "output_tokens"):
         if key not in value:
             raise ValueError(f"the field {key!r} is missing.")
-    arrival, after, salt = value.get("arrival", 0.0), value.get("after"), value.get("cache_salt", "")
+    arrival, after = value.get("arrival", 0.0), value.get("after")
+    names = {key: value.get(key, "") for key in ("cache_salt", "client")}
     if isinstance(arrival, bool) or not isinstance(arrival, (int, float)) or not 0.0 <= arrival < math.inf:
         raise ValueError(f"arrival is {arrival!r}; it must be a number of seconds, 0 or more.")
     if after is not None and not (_is_integer(after) and 0 <= after < number):
@@ -95,10 +98,11 @@ def _request(line: str, number: int, tokenize: Tokenize | None) -> TimedRequest:
         raise ValueError(f"output_tokens is {value['output_tokens']!r}; it must be a whole number, at least 1.")
     if not _is_integer(value.get("priority", 0)):
         raise ValueError(f"priority is {value['priority']!r}; it must be a whole number.")
-    if not isinstance(salt, str):
-        raise ValueError(f"cache_salt is {salt!r}; it must be a string.")
+    for key, name in names.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{key} is {name!r}; it must be a string.")
     prompt = _token_ids(value["prompt"], tokenize)
-    return TimedRequest(float(arrival), prompt, value["output_tokens"], after, value.get("priority", 0), salt)
+    return TimedRequest(float(arrival), prompt, value["output_tokens"], after, value.get("priority", 0), **names)
 
 
 def _token_ids(prompt: Any, tokenize: Tokenize | None) -> list[int]:

@@ -28,7 +28,7 @@ class TimedRequest:
     prompt_token_ids: the prompt.
     num_output_tokens: exact output length; end-of-sequence tokens are ignored.
     after: index of a request that must end first, such as the previous turn of a conversation.
-    priority, cache_salt: see `LLM.generate`.
+    priority, cache_salt, client: as for `LLM.generate`.
     """
 
     arrival: float
@@ -37,6 +37,7 @@ class TimedRequest:
     after: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""Requests of several clients through the front doors: the same answers as alone, whoever yields to whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, StructuredOutput
+from nanovllm.tools.workloads.files import read_trace, write_trace
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support import structured
+from tests.support.async_llms import bounded, collect
+from tests.support.async_llms import open_llm as open_async_llm
+from tests.support.llms import generate, open_llm, shared_llm, token_ids
+from tests.support.tiny_models import random_prompts
+
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SAMPLES = SamplingParams(n=6, seed=3, max_tokens=60, ignore_eos=True)
+
+
+def tokens_of(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_kv_blocks", [129, 20])
+def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_blocks: int):
+    prompts = random_prompts(4, low=10, high=30, seed=5)
+    params = [SAMPLES, LONG, LONG, SAMPLES]
+    expected = tokens_of([generate(shared_llm(), [p], one)[0] for p, one in zip(prompts, params, strict=True)])
+    pool = {"num_kv_blocks": num_kv_blocks, "max_model_len": 256}
+    with open_llm(max_num_seqs=3, overlap=overlap, client_weights={"c": 2.0}, **pool) as llm:
+        outputs = generate(llm, prompts, params, client=["a", "b", "c", "b"])
+        assert tokens_of(outputs) == expected
+        stats = llm.stats()
+        assert stats.num_preemptions > 0 and (stats.num_clients, stats.client_gap) == (0, 0.0)
+        llm._engine.check_integrity()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap: bool):
+    form = StructuredOutput(regex="[a-c]{40}")
+    params = SamplingParams(temperature=0.0, max_tokens=80, structured_output=form)
+    with structured.open_llm(max_num_seqs=2, overlap=overlap) as llm:
+        alone = llm.generate(["x"], params, use_tqdm=False)
+        streams = [llm.stream("x", params, client="a") for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        llm.generate(["y"], LONG, client="b", use_tqdm=False)
+        assert llm.stats().num_preemptions > 0
+        assert token_ids([list(stream)[-1] for stream in streams]) == token_ids(alone) * 2
+
+
+def test_a_stream_counts_as_a_client_until_it_is_closed():
+    with open_llm(max_num_seqs=2) as llm:
+        streams = [llm.stream([5, 6, number], LONG, client=str(number)) for number in range(3)]
+        for stream in streams:
+            next(stream)
+        assert llm.stats().num_clients == 3
+        for stream in streams:
+            stream.close()
+        generate(llm, [[1, 2]])
+        assert llm.stats().num_clients == 0
+
+
+@bounded
+async def test_clients_of_an_async_engine_share_it():
+    async with open_async_llm(max_num_seqs=2) as llm:
+        batch = await llm.submit([[5, number] for number in range(30)], LONG, client="batch")
+        (one,) = [output async for output in llm.generate([7, 8], LONG, client="one", output_kind="final")]
+        assert one.finished and (await llm.stats()).num_waiting > 15
+        await collect(batch)
+
+
+@pytest.mark.parametrize("client", [5, None, ["a", 7]])
+def test_a_client_that_is_no_string_is_refused(client: Any):
+    with pytest.raises(TypeError, match="client must be a string"):
+        generate(shared_llm(), [[1], [2]], client=client)
+
+
+def test_an_unknown_option_of_a_request_is_refused_by_name():
+    with pytest.raises(TypeError, match="no option 'clinet'; its options are priority, cache_salt, timeout, client"):
+        shared_llm().as_completed([[1]], clinet="a")
+
+
+def test_a_trace_keeps_the_client(tmp_path):
+    requests = [TimedRequest(0.0, [1, 2], 3, client="a"), TimedRequest(0.5, [1, 2], 3)]
+    write_trace(Workload("two", requests), tmp_path / "trace.jsonl")
+    assert read_trace(tmp_path / "trace.jsonl").requests == requests

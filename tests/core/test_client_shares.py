@@ -1,0 +1,316 @@
+"""Shares between clients: who starts next, who yields, what is counted, and the bound between two that wait."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.core import client_queue
+from nanovllm.core.client_queue import DECODE_COST, ClientQueue
+from nanovllm.scheduler import Scheduler
+from tests.support.scheduler_loops import make_loop, prompt, run_until_preemption, running
+from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
+
+
+def served(loop: Loop, priority: int = 0) -> dict[str, float]:
+    """Counters by client."""
+    return {client: account.served for client, account in loop.scheduler.waiting._levels.get(priority, {}).items()}
+
+
+def started(loop: Loop, num_steps: int) -> str:
+    """The clients of requests in the order in which they start, of requests of one token each."""
+    names = [entry.sequence.client for _ in range(num_steps) for entry in loop.step().entries]
+    return "".join(names)
+
+
+def add_many(loop: Loop, client: str, count: int, **options: int) -> None:
+    for number in range(count):
+        loop.add(prompt(4, number % 7), client=client, **({"max_tokens": 1} | options))
+
+
+# ----------------------------------------------------------------------------------------------------------- who starts
+
+
+def test_one_client_keeps_the_order_of_arrival_and_nothing_is_shared():
+    loop = make_loop(max_num_seqs=1)
+    add_many(loop, "a", 3)
+    queue = loop.scheduler.waiting
+    assert not queue.is_shared and [*queue.in_order()] == loop.sequences
+    assert [chunks(loop.step()).popitem()[0] for _ in range(3)] == ["0", "1", "2"]
+
+
+def test_clients_take_turns_however_many_requests_one_has():
+    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    add_many(loop, "a", 6)
+    add_many(loop, "b", 3)
+    assert started(loop, 9) == "abababaaa"
+
+
+def test_the_counters_decide_within_a_step_too():
+    loop = make_loop(max_num_seqs=4, enable_prefix_caching=False)
+    add_many(loop, "a", 6)
+    add_many(loop, "b", 6)
+    assert started(loop, 1) == "abab"
+
+
+def test_a_client_with_twice_the_weight_gets_twice_the_service():
+    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False, client_weights={"b": 2.0})
+    add_many(loop, "a", 20)
+    add_many(loop, "b", 20)
+    assert started(loop, 18).count("b") == 12
+
+
+def test_an_urgent_request_goes_before_the_least_served_client():
+    loop = make_loop(max_num_seqs=1)
+    add_many(loop, "a", 1, priority=-1)
+    add_many(loop, "b", 1)
+    add_many(loop, "a", 1, priority=-1)
+    assert started(loop, 3) == "aab"
+
+
+def test_with_ageing_the_level_of_the_oldest_request_goes_first():
+    loop = make_loop(max_num_seqs=1, priority_ageing_s=1.0, enable_prefix_caching=False)
+    add_many(loop, "a", 2, priority=1)
+    loop.now = 8.0
+    add_many(loop, "b", 1)
+    add_many(loop, "b", 1, priority=1)
+    assert [s.priority for s in loop.scheduler.waiting.in_order()] == [1, 1, 0, 1]
+    assert [loop.step().entries[0].sequence.request_id for _ in range(4)] == ["0", "3", "1", "2"]
+
+
+def test_a_client_that_comes_back_has_saved_up_nothing():
+    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    add_many(loop, "a", 12)
+    add_many(loop, "b", 1)
+    started(loop, 8)
+    assert set(served(loop)) == {"a"}  # which had caught up
+    add_many(loop, "b", 3)
+    assert served(loop)["b"] == served(loop)["a"]
+    assert started(loop, 6) == "ababab"
+
+
+def test_requests_that_cannot_start_hide_those_of_other_clients_for_some_turns_only():
+    """One long prompt at a time: the others of its client wait, and are skipped."""
+    limits = {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 8, "max_num_batched_tokens": 80}
+    loop = make_loop(max_num_seqs=70, max_model_len=64, num_kv_blocks=2000, client_weights={"b": 0.001}, **limits)
+    for number in range(70):
+        loop.add(prompt(60, number % 7), client="a", cache_salt=str(number))
+    add_many(loop, "b", 2)  # after the first of which it is the most-served one by far
+    assert list(chunks(loop.step())) == ["0", "70", "71"]
+
+
+# --------------------------------------------------------------------------------------------------------- what counts
+
+
+def test_computed_prompt_tokens_and_generated_ones_count_and_hits_are_free():
+    loop = make_loop(max_num_seqs=2)
+    add_many(loop, "a", 1, max_tokens=40)
+    loop.add(prompt(9, 6), client="b", max_tokens=1)
+    loop.step()
+    assert served(loop) == {"a": 4 + DECODE_COST, "b": 9 + DECODE_COST}
+    loop.add(prompt(9, 6), client="b", max_tokens=3)
+    loop.step()
+    assert served(loop)["b"] == 9 + DECODE_COST + 1 + DECODE_COST  # two blocks of 4 were found
+
+
+def test_a_failed_step_is_paid_back():
+    loop = make_loop()
+    add_many(loop, "a", 2, max_tokens=9)
+    add_many(loop, "b", 2, max_tokens=9)
+    loop.launch()
+    assert served(loop) == {"a": 8, "b": 8}
+    loop.fail()
+    assert served(loop) == {"a": 0, "b": 0}
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_all_samples_of_a_request_are_its_clients():
+    queue = ClientQueue()
+    for arrival in range(3):
+        queue.join(make_sequence([1, 2], arrival=arrival, client="a"))
+    queue.join(make_sequence([1, 2], arrival=3, client="b"))
+    assert queue.num_clients == 2 and len(queue) == 4
+
+
+def test_the_costs_are_those_of_construction():
+    config = make_scheduler().config
+    scheduler = Scheduler(config, make_scheduler().block_manager, prefill_cost=0.25, decode_cost=2.0)
+    loop = Loop(scheduler)
+    add_many(loop, "a", 1)
+    add_many(loop, "b", 1, max_tokens=2)
+    loop.step()
+    assert served(loop)["b"] == 4 * 0.25 + 2.0
+    assert scheduler.share_bound == max(0.25 * 64, 2.0 * min(1024 * 4, 64 * 64))
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_an_idle_client_is_remembered_until_the_others_have_caught_up():
+    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    loop.add(prompt(20), client="b", max_tokens=1)
+    add_many(loop, "a", 5)
+    loop.step()
+    assert served(loop) == {"b": 23.0, "a": 0.0}
+    started(loop, 4)
+    assert served(loop) == {"a": 28.0} and not loop.scheduler.waiting.is_shared
+    started(loop, 1)
+    assert served(loop) == {}
+
+
+def test_memory_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
+    loop = make_loop(max_num_seqs=2, enable_prefix_caching=False)
+    loop.add(prompt(4), client="a", max_tokens=60, priority=0)
+    for number in range(30):
+        loop.add(prompt(60, number % 7), client=f"client {number}", max_tokens=1)
+        loop.step()
+        assert len(served(loop)) <= 2 + 5
+    loop.drain()
+    assert loop.scheduler.waiting._levels == {} and loop.scheduler.waiting.num_clients == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- who yields
+
+
+def test_when_blocks_run_out_the_most_served_client_yields_before_the_youngest():
+    loop = make_loop(num_kv_blocks=1 + 9, max_model_len=36, enable_prefix_caching=False)
+    loop.add(prompt(10), client="a", max_tokens=20)
+    loop.add(prompt(9, 1), client="a", max_tokens=20)
+    loop.add(prompt(9, 2), client="b", max_tokens=20)
+    run_until_preemption(loop)
+    assert running(loop) == ["0", "2"]
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_many_samples_of_one_client_do_not_hold_all_places_while_another_waits():
+    loop = make_loop(max_num_seqs=8, max_model_len=500, num_kv_blocks=2001)
+    add_many(loop, "a", 20, max_tokens=400)
+    for _ in range(20):
+        loop.step()
+    patient = loop.add(prompt(30, 6), client="b", max_tokens=5)
+    num_steps = 0
+    while not patient.num_output_tokens:
+        loop.step()
+        num_steps += 1
+    assert num_steps <= 2 + (4 + 30 + 40) / (8 * DECODE_COST)
+    assert loop.scheduler.stats.num_preemptions == 1 and loop.sequences[7].num_preemptions == 1  # the youngest
+    while not patient.is_finished:
+        loop.step()
+    assert patient.num_preemptions == 0
+
+
+def test_a_client_with_a_place_takes_another_only_beyond_the_bound():
+    loop = make_loop(max_num_seqs=4, max_model_len=400, num_kv_blocks=401)
+    add_many(loop, "a", 8, max_tokens=300)
+    loop.step()
+    add_many(loop, "b", 4, max_tokens=300)
+    scheduler = loop.scheduler
+    scheduler.share_bound = 100.0
+    while not scheduler.stats.num_preemptions:
+        loop.step()
+    while scheduler.waiting.gap <= 100.0:
+        loop.step()
+        assert scheduler.stats.num_preemptions == 1
+    loop.step()
+    assert scheduler.stats.num_preemptions == 2
+
+
+def test_a_more_urgent_request_keeps_its_place_and_a_less_urgent_one_loses_it():
+    loop = make_loop(max_num_seqs=2)
+    add_many(loop, "a", 2, max_tokens=50, priority=-1)
+    loop.step()
+    add_many(loop, "b", 1, max_tokens=50)
+    for _ in range(20):
+        loop.step()
+    assert running(loop) == ["0", "1"]
+    add_many(loop, "c", 1, max_tokens=3, priority=-2)
+    loop.step()
+    assert "3" in running(loop)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_place_taken_with_a_token_in_flight_costs_no_token(depth: int):
+    loop = make_loop(max_num_seqs=2, num_kv_blocks=401)
+    add_many(loop, "a", 4, max_tokens=50)
+    for _ in range(3):
+        loop.step()
+    add_many(loop, "b", 2, max_tokens=30)
+    loop.drain(depth)
+    loop.check_outputs()
+    assert loop.seen["places taken"] > 0
+
+
+def test_a_place_is_not_taken_while_a_prefill_is_in_progress():
+    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
+    add_many(loop, "a", 1, max_tokens=100)
+    loop.add(prompt(100, 5), client="a", max_tokens=50)
+    loop.step()
+    add_many(loop, "b", 1, max_tokens=2)
+    while loop.sequences[1].num_computed_tokens < 100:
+        loop.step()
+        assert loop.scheduler.stats.num_preemptions == 0
+    loop.drain()
+    loop.check_outputs()
+    assert loop.seen["places taken"] > 0
+
+
+# ----------------------------------------------------------------------------------------------------------- the bound
+
+
+def run_backlogged(seed: int, num_steps: int) -> tuple[float, Scheduler]:
+    """Clients with requests of their own sizes, always several waiting; the largest gap after any step."""
+    rng = random.Random(seed)
+    weights = rng.choice((None, {"a": 3.0, "b": 0.5}))
+    scheduler = make_scheduler(
+        max_num_seqs=rng.choice((2, 5, 9)),
+        max_num_batched_tokens=rng.choice((16, 64)),
+        num_kv_blocks=rng.choice((17, 60)),
+        client_weights=weights,
+    )
+    sizes = {client: (rng.randint(1, 50), rng.randint(1, 60)) for client in "abc"}
+    arrival, largest = 0, 0.0
+    for _ in range(num_steps):
+        for client, (longest, most) in sizes.items():
+            while sum(s.client == client for s in scheduler.waiting) < 3:
+                tokens = [rng.randrange(8) for _ in range(rng.randint(1, longest))]
+                scheduler.add(make_sequence(tokens, arrival=arrival, client=client, max_tokens=rng.randint(1, most)))
+                arrival += 1
+        batch = scheduler.schedule()
+        scheduler.update(batch, [1] * len(batch.sampling))
+        largest = max(largest, scheduler.waiting.gap)
+    return largest, scheduler
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed: int):
+    largest, scheduler = run_backlogged(seed, num_steps=1500)
+    smallest = min([1.0, *(scheduler.config.client_weights or {}).values()])
+    assert 0 < largest <= scheduler.share_bound / smallest
+
+
+def first_token_waits(client: str) -> list[int]:
+    """Steps until the first token of a request every 25 steps, beside 800 requests that came at once."""
+    scheduler = make_scheduler(max_num_seqs=16, max_num_batched_tokens=256, num_kv_blocks=1000)
+    for arrival in range(800):
+        scheduler.add(make_sequence(prompt(40, arrival % 7), arrival=arrival, client="batch", max_tokens=20))
+    asked, waits = {}, []
+    for step in range(900):
+        if step % 25 == 0:
+            sequence = make_sequence(prompt(20, step % 5), arrival=800 + step, client=client, max_tokens=10)
+            scheduler.add(sequence)
+            asked[sequence] = step
+        batch = scheduler.schedule()
+        for sequence in scheduler.update(batch, [1] * len(batch.sampling)):
+            if sequence in asked and sequence.num_output_tokens == 1:
+                waits.append(step - asked.pop(sequence))
+    return waits
+
+
+def test_800_requests_of_one_client_delay_another_by_a_few_steps():
+    waits = first_token_waits("interactive")
+    assert len(waits) == 36 and max(waits) <= 8
+    assert min(first_token_waits("batch") or [900]) > 500  # in order of arrival
