@@ -229,7 +229,8 @@ def test_no_two_test_files_share_a_name():
 
 @pytest.mark.parametrize("rooms", [
     ("scheduler", "block_manager", "core", "cache"), ("requests",), ("replicas.routing", "replicas.prefix_index"),
-    tuple(f"tools.simulate.{n}" for n in ("simulator", "replica", "indexed_replica", "cost_model", "calibration")),
+    tuple(f"tools.simulate.{n}" for n in ("simulator", "replica", "indexed_replica", "calibration")),
+    ("execution.cost_model",),
 ], ids=lambda rooms: rooms[0])  # fmt: skip
 def test_imports_without_torch(rooms):
     names = [f"nanovllm.{name}" for name in FILES if name.startswith(rooms) and not name.endswith("calibrate")]

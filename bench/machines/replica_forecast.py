@@ -24,10 +24,10 @@ from replicas import one_behind_a_front
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import RequestMetrics
+from nanovllm.execution.cost_model import IntakeCost
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import IntakeCost
 from nanovllm.tools.simulate.simulator import figures, simulate
 from nanovllm.tools.workloads.workloads import Workload, poisson, random_requests
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from nanovllm.cache.cache_pools import resolve_pool
 from nanovllm.core.config import EngineConfig
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 

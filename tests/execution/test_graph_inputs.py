@@ -18,11 +18,11 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
+from nanovllm.execution.cost_model import StepWork as StepCosts
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
-from nanovllm.tools.simulate.cost_model import StepWork as StepCosts
 from tests.support.gpu_steps import packing_of
 from tests.support.scheduling import Loop, make_scheduler
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanovllm.core.config import EngineConfig
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import MeasurementError, Sweep, rounds_for

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import EngineConfig
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.tools.simulate.cost_model import (
+from nanovllm.execution.cost_model import (
     CostModel,
     DeviceCost,
     HostCost,

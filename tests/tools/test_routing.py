@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.replicas.routing import (
     BALANCE,
     LOAD_COST,
@@ -22,7 +23,6 @@ from nanovllm.replicas.routing import (
     replica_load,
     round_robin,
 )
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.simulate.replica import Replica
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, poisson

@@ -7,9 +7,9 @@ import pytest
 from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.layer_kinds import WINDOW, model

@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
 from nanovllm.cli.main import main
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.scheduling import make_config

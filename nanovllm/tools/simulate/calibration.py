@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, resolve_pools
 from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 
 FORMAT = 4
 

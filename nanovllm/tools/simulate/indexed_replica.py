@@ -11,10 +11,10 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
+from nanovllm.execution.cost_model import CostModel
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.step_records import Observer, StepHook, StepRecord
 from nanovllm.replicas.prefix_index import PrefixIndex, encode
-from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 
 

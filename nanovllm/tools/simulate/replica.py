@@ -23,9 +23,9 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import RowSizes
+from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.scheduler import Scheduler
-from nanovllm.tools.simulate.cost_model import CostModel, StepWork
 
 ONE_POOL = CachePools((CacheGroup(),), (0,))  # of num_kv_blocks
 

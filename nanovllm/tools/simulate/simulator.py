@@ -1,7 +1,7 @@
 """Simulator: replays a workload in virtual time on one or more replicas, without a model or a device.
 
 Scheduling, prefix caching and preemption are the engine's own code on the workload's token ids. Step times come from
-`cost_model.py`, and output tokens are ids outside any vocabulary. Nothing here imports torch.
+`execution/cost_model.py`, and output tokens are ids outside any vocabulary. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.sequence import Sequence as RequestSequence
+from nanovllm.execution.cost_model import CostModel
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.replicas.routing import Route, round_robin
-from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.indexed_replica import IndexedReplica
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
