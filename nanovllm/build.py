@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_groups import build_block_manager
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
+from nanovllm.core.step_budget import StepBudget
 from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
@@ -70,6 +73,7 @@ def build_engine(
     binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
+    budget = None if model_runner.config.itl_goal is None else _budget(model_runner, observers, clock)
     limits = _limits(loaded, model_runner)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
@@ -78,7 +82,7 @@ def build_engine(
         publisher.begin(block_manager, observers)
     engine = Engine(
         model_runner,
-        Scheduler(model_runner.config, block_manager),
+        Scheduler(model_runner.config, block_manager, budget),
         InputProcessor(loaded.tokenizer, limits, clock),
         tokenizer=loaded.tokenizer,
         eos_token_ids=limits.eos_token_ids,
@@ -87,6 +91,19 @@ def build_engine(
     )
     engine.when_failed = None if model_runner.workers is None else model_runner.workers.when_failed
     return engine
+
+
+def _budget(model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]) -> StepBudget:
+    """The budget that keeps the `itl_goal`, which it settles; its costs learn from every step."""
+    from nanovllm.execution.start_costs import learned_budget
+
+    def execute(batch: ScheduledBatch) -> object:
+        return model_runner.execute(batch).result()
+
+    parts = learned_budget(model_runner.config, model_runner.binding, model_runner.pools, execute, clock)
+    budget, costs, model_runner.config = parts
+    observers.append(costs)
+    return budget
 
 
 def _free_threads(loaded: loader.LoadedModel) -> int | None:
@@ -106,6 +123,8 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
         allow_control_tokens=config.allow_control_tokens_in_messages,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
+        itl_goal=config.itl_goal,
+        ttft_goal=config.ttft_goal,
     )
 
 

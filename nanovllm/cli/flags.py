@@ -14,6 +14,7 @@ from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.tools.tune.goals import duration
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -126,15 +127,19 @@ def _function(text: str) -> Callable[..., Any]:
     return function
 
 
+def latency(text: str) -> float | str | None:
+    """The goal that a flag such as "50ms", "auto" or "none" spells; raises argparse.ArgumentTypeError."""
+    return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else duration(text)
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "int": _whole_number,
     "float": float,
+    "Seconds": latency,
     "str": str,
     "LogitsProcessor": _function,
 }
-_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # of mappings, by the type of their keys
-_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT"}
-_METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
+_METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 
 def add_flags(group: Any, options: type, defaults: dict[str, Any], leave_out: Collection[str] = ()) -> None:

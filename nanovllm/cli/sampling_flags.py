@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 CLI_DEFAULTS = {"max_tokens": 256}  # so that a command ends
 TEMPERATURE = "temperature"
 OF_SAMPLING = {TEMPERATURE, *FILTERS}  # without effect on greedy requests
-HELP = {  # help of options without a constant default
+NO_FLAGS = ("structured_output", "itl_goal", "ttft_goal")  # of forms; the engine's goals hold for its only user
+HELP = {  # where the default is not a value
     TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples "
     f"or with {', '.join(FILTERS[:-1])} or {FILTERS[-1]}"
 }
@@ -40,7 +41,7 @@ def add_timeout_flag(command: argparse.ArgumentParser) -> None:
 def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of `SamplingParams` that is not left out."""
     group = command.add_argument_group("sampling options")
-    add_flags(group, SamplingParams, CLI_DEFAULTS | HELP, leave_out=(*leave_out, "structured_output"))
+    add_flags(group, SamplingParams, CLI_DEFAULTS | HELP, leave_out=(*leave_out, *NO_FLAGS))
     forms = command.add_argument_group("structured output, by one of").add_mutually_exclusive_group()
     forms.add_argument("--json-schema", metavar="FILE", help="answer with JSON that the schema in FILE accepts")
     forms.add_argument("--json-object", action="store_true", help="answer with a JSON object")

@@ -15,6 +15,7 @@ from nanovllm.cli.flags import (
     add_model_argument,
     add_model_flags,
     engine_options,
+    latency,
     options_given,
     take_model_argument,
 )
@@ -95,6 +96,11 @@ def _read_config(options: argparse.Namespace) -> None:
             try:
                 value = whole_number(value)
             except ValueError as error:
+                raise ValueError(f"{path} holds {key!r}: {error}") from None
+        if isinstance(value, str) and kinds[name].startswith("Seconds"):
+            try:
+                value = latency(value)
+            except argparse.ArgumentTypeError as error:
                 raise ValueError(f"{path} holds {key!r}: {error}") from None
         unset = NOT_GIVEN.get(name)
         if not (options.names_model if name == "model" else getattr(options, name, unset) != unset):

@@ -35,6 +35,7 @@ NOT_SIMULATED = (
     "kv_events_rank",
     "data_parallel_size",  # --replicas
     "routing",
+    "step_costs",  # --calibration
 )
 
 

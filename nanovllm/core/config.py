@@ -16,13 +16,15 @@ from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.sampling_params import MODEL_OPTIONS
-from nanovllm.core.validation import check_fields, integer, matching, one_of, real, share, string, weights
+from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string
 
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
+AUTO_GOAL = "auto"
+Seconds = float  # its flags take units: 50ms
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
@@ -35,6 +37,10 @@ def _ageing(name: str, value: Any) -> float:
     if 0.0 < ageing < MIN_AGEING_S:
         raise ValueError(f"{name} is {value}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing.")
     return ageing
+
+
+def _goal(name: str, value: Any) -> Any:
+    return value if value == AUTO_GOAL else real(name, value, MIN_GOAL_S, math.inf)
 
 
 _endpoint = partial(
@@ -66,6 +72,22 @@ class EngineConfig:
         NOT_SET,
         "token budget of a step; smaller bounds the latency of a step, larger raises throughput. Default: 1024 on a "
         "CPU, 8192 on a GPU.",
+    )
+    itl_goal: Seconds | Any = option(
+        None,
+        "inter-token latency that steps keep to: while requests decode, a step takes only as many prompt tokens as are "
+        'predicted to fit. "auto" fits the goal to the machine on a CPU. None: every step has '
+        "max_num_batched_tokens.",
+        check=_goal,
+    )
+    ttft_goal: Seconds | None = option(
+        None,
+        "time to the first token that is worth longer steps: a prompt that has waited half of it relaxes itl_goal, "
+        "up to four times.",
+        check=partial(real, low=MIN_GOAL_S, high=math.inf),
+    )
+    step_costs: str | None = option(
+        None, "file of `nanovllm calibrate` whose costs begin the predictions for itl_goal, which steps then correct."
     )
     max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
     max_queue: int | None = option(
@@ -238,6 +260,9 @@ class EngineConfig:
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
+        for name in ("ttft_goal", "step_costs"):
+            if self.itl_goal is None and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name} is {value!r}, but no itl_goal is set, which it is for. Set itl_goal too.")
         if self.routing is not None and self.data_parallel_size == 1:
             raise ValueError(
                 f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
@@ -310,4 +335,5 @@ class EngineConfig:
             max_num_partial_prefills=partial or max(4, long or 0),
             max_long_partial_prefills=long or 1,
             overlap=defaults.overlap if self.overlap is None else self.overlap,
+            itl_goal=None if self.itl_goal == AUTO_GOAL and device_type != "cpu" else self.itl_goal,
         )

@@ -235,6 +235,21 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetStats:
+    """Token budget that keeps an `itl_goal`, and how well its steps are predicted.
+
+    num_tokens: budget of the last step.
+    error: median over the last 100 steps of the predictions' errors, relative to the time measured; None before any.
+    num_misses: steps since construction that took twice or half of their prediction.
+    """
+
+    itl_goal: float
+    num_tokens: int
+    error: float | None
+    num_misses: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Snapshot of queues and block pool, and counters since construction.
 
@@ -248,9 +263,7 @@ class EngineStats:
     cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
     kv_touched_bytes: memory that the KV cache takes: on a CPU its blocks that were used or touched while idle.
     kv_findable_bytes: of blocks that hold a findable prefix, in use or free.
-    num_clients: with running or waiting requests; of several replicas, in that with the most.
-    client_gap: largest difference between the service of two clients that wait in one priority level, now, over their
-        weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
+    budget: with an `itl_goal`; of replicas the means and the sum of misses.
     """
 
     num_running: int
@@ -273,8 +286,7 @@ class EngineStats:
     cache_groups: tuple[CacheGroupStats, ...] = ()
     kv_touched_bytes: int = 0
     kv_findable_bytes: int = 0
-    num_clients: int = 0
-    client_gap: float = 0.0
+    budget: BudgetStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.structured_output import StructuredOutput, structured_output
-from nanovllm.core.validation import biases, functions, integer, real, strings, token_ids, truth
+from nanovllm.core.validation import MIN_GOAL_S, biases, functions, integer, real, strings, token_ids, truth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,7 @@ FILTERS = ("top_k", "top_p", "min_p")
 MODEL_OPTIONS = ("temperature", *FILTERS, "repetition_penalty")
 
 _POSITIVE, _NOT_NEGATIVE = partial(integer, low=1), partial(integer, low=0)
+_GOAL = partial(real, low=MIN_GOAL_S, high=math.inf)
 _SHARE, _PENALTY = partial(real, low=0, high=1), partial(real, low=-2, high=2)
 
 
@@ -145,6 +146,15 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = option(False, "end the text after the stop string instead.", check=truth)
     skip_special_tokens: bool = option(True, "omit special tokens from the text.", check=truth)
+    itl_goal: float | None = option(
+        None,
+        "seconds between two tokens that this request can wait, where the engine keeps an itl_goal; at least that one. "
+        "None: the engine's.",
+        check=_GOAL,
+    )
+    ttft_goal: float | None = option(
+        None, "the same for the first token, at least the engine's ttft_goal. None: the engine's.", check=_GOAL
+    )
     seed: int | None = option(
         None,
         "seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new "

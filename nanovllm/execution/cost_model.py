@@ -1,15 +1,11 @@
-"""Cost model: the time of a step from its work, fitted to measured steps by non-negative least absolute deviations."""
+"""Cost model: the time of a step from its work."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import Any, NamedTuple
 
 from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.core.batch import ScheduledBatch
@@ -18,8 +14,6 @@ from nanovllm.execution.buckets import RowSizes
 FULL = CacheGroup()
 # Candidate numbers of tokens at which dense layers turn from memory-bound to compute-bound.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
-NUM_REWEIGHTINGS = 5
-SMALL_MISS = 0.02  # relative error; below it the loss is quadratic, above it linear (Huber 1964)
 
 
 class StepWork(NamedTuple):
@@ -72,6 +66,19 @@ class StepWork(NamedTuple):
         if sizes is not None:
             _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
         return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
+
+    def with_chunk(
+        self, start: int, size: int, sizes: RowSizes | None = None, groups: Sequence[CacheGroup] = ()
+    ) -> StepWork:
+        """The work of decodes with a last chunk of `size` tokens beside them; `sizes` and `groups` as above."""
+        num_tokens = self.num_decodes + size if sizes is None else sizes.padded(self.num_decodes, size)[1]
+        num_pairs = self.num_chunk_pairs + _num_pairs(groups, start, size)
+        return self._replace(
+            num_tokens=num_tokens,
+            num_chunks=self.num_chunks + 1,
+            num_chunk_pairs=num_pairs,
+            num_samples=self.num_samples + 1,
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -139,11 +146,11 @@ class DeviceCost:
     both: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        return float(sum(map(mul, self.coefficients, _columns(work, self.knee))))
+        return float(sum(map(mul, self.coefficients, columns(work, self.knee))))
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Coefficients in the order of `_columns`."""
+        """Coefficients in the order of `columns`."""
         return (
             self.fixed,
             self.per_token_below,
@@ -158,7 +165,7 @@ class DeviceCost:
         )
 
 
-def _columns(work: StepWork, knee: int) -> tuple[int, ...]:
+def columns(work: StepWork, knee: int) -> tuple[int, ...]:
     """Factors of the coefficients of `DeviceCost`, in their order."""
     below = min(work.num_tokens, knee)
     return (1, below, work.num_tokens - below, *work[1:], int(work.num_decodes > 0 and work.num_chunks > 0))
@@ -213,117 +220,22 @@ class CostModel:
     head_start: float = 0.0
     front_delay: float = 0.0
 
+    def step_cost(self, *, overlap: bool) -> DeviceCost:
+        """Seconds of a whole step, the host's included, unless overlap hides them."""
+        if overlap:
+            return self.device
+        hosts, device = (self.schedule, self.launch, self.update), self.device
+        per_sequence, per_chunk = sum(host.per_sequence for host in hosts), sum(host.per_chunk for host in hosts)
+        return replace(
+            device,
+            fixed=device.fixed + sum(host.fixed for host in hosts),
+            per_decode=device.per_decode + per_sequence,
+            per_chunk=device.per_chunk + per_sequence + per_chunk,
+        )
 
-class StepSample(NamedTuple):
-    """A measured step; times in seconds.
-
-    device_time: from the end of the launch on a GPU, all of execute on a CPU.
-    """
-
-    work: StepWork
-    schedule_time: float
-    launch_time: float
-    device_time: float
-    update_time: float
-
-    @property
-    def execute_time(self) -> float:
-        """Seconds from the begin of the launch to its tokens."""
-        return self.launch_time + self.device_time
-
-
-def fit(
-    samples: Sequence[StepSample],
-    intakes: Sequence[tuple[int, float]] = (),
-    *,
-    launch_blocks: bool,
-    head_start: float = 0.0,
-) -> CostModel:
-    """Fit a cost model to relative errors; those of the device time are relative to the whole execution.
-
-    Args:
-        intakes: (prompt tokens, seconds) of added requests.
-        head_start: of the model, as measured.
-
-    Raises ValueError if there are fewer samples than coefficients.
-    """
-    if len(samples) < 10:
-        raise ValueError(f"{len(samples)} measured steps are too few to fit a cost model; at least 10 are needed.")
-    return CostModel(
-        schedule=_fit_host(samples, [sample.schedule_time for sample in samples]),
-        device=fit_device(samples),
-        update=_fit_host(samples, [sample.update_time for sample in samples]),
-        launch=HostCost() if launch_blocks else _fit_host(samples, [sample.launch_time for sample in samples]),
-        launch_blocks=launch_blocks,
-        intake=_fit_intake(intakes),
-        head_start=head_start,
-    )
-
-
-def fit_device(samples: Sequence[StepSample]) -> DeviceCost:
-    """Fit coefficients and knee by least absolute deviations, relative to the execution of each step.
-
-    Least absolute deviations bound the effect of outliers, such as steps without their CUDA graph; they are minimised
-    by reweighted least squares (Holland and Welsch 1977). Without a step that shares context, shared tokens cost as
-    much as unshared ones.
-    """
-    samples = [sample for sample in samples if sample.execute_time > 0.0]
-    works = [sample.work for sample in samples]
-    seconds = np.asarray([sample.device_time for sample in samples])
-    scales = np.asarray([sample.execute_time for sample in samples])
-    fits = []
-    for knee in KNEES:
-        rows, weights = np.asarray([_columns(work, knee) for work in works], dtype=float), np.ones(len(samples))
-        for _ in range(1 + NUM_REWEIGHTINGS):
-            coefficients, _ = non_negative_least_squares(rows, seconds, scales / weights)
-            misses = np.abs(rows @ coefficients - seconds) / scales
-            weights = np.maximum(misses, SMALL_MISS) ** -0.5
-        fits.append((float(misses.sum()), DeviceCost(knee, *coefficients)))
-    _, best = min(fits, key=lambda candidate: candidate[0])
-    if not any(work.num_shared_context_tokens for work in works):
-        best = replace(best, per_shared_context_token=best.per_context_token)
-    return best
-
-
-def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
-    rows = [(1, sample.work.num_sequences, sample.work.num_chunks) for sample in samples]
-    coefficients, _ = non_negative_least_squares(rows, seconds)
-    return HostCost(*coefficients)
-
-
-def _fit_intake(intakes: Sequence[tuple[int, float]]) -> IntakeCost:
-    if not intakes:
-        return IntakeCost()
-    coefficients, _ = non_negative_least_squares([(1, size) for size, _ in intakes], [took for _, took in intakes])
-    return IntakeCost(*coefficients)
-
-
-def non_negative_least_squares(
-    rows: ArrayLike, targets: ArrayLike, scales: ArrayLike | None = None
-) -> tuple[list[float], float]:
-    """Return coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / scales)², and that sum.
-
-    Rows without a positive scale do not count; by default the scales are the targets.
-
-    The optimum is a plain least-squares solution over its positive entries, so the best non-negative solution over all
-    subsets of columns is found by trying each; with at most ten columns there are few.
-    """
-    times = np.asarray(targets, dtype=float)
-    divisors = times if scales is None else np.asarray(scales, dtype=float)
-    keep = divisors > 0.0
-    matrix = np.asarray(rows, dtype=float)[keep] / divisors[keep, None]  # [num_samples, num_columns], relative
-    scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
-    # A rotation (QR) keeps all distances and reduces the rows to the number of columns.
-    triangle = np.linalg.qr(np.column_stack([matrix / scale, times[keep] / divisors[keep]])).R
-    matrix, goal = triangle[:, :-1], triangle[:, -1]
-    num_columns = matrix.shape[1]
-    best, least = np.zeros(num_columns), float(goal @ goal)
-    for size in range(1, num_columns + 1):
-        for columns in itertools.combinations(range(num_columns), size):
-            part = matrix[:, columns]
-            solution = np.linalg.lstsq(part, goal, rcond=None)[0]
-            misses = part @ solution - goal
-            if misses @ misses < least and (solution >= 0.0).all():
-                best, least = np.zeros(num_columns), float(misses @ misses)
-                best[list(columns)] = solution
-    return (best / scale).tolist(), least
+    @classmethod
+    def from_dict(cls, parts: dict[str, Any]) -> CostModel:
+        """The model whose `dataclasses.asdict` is given; raises TypeError or KeyError for anything else."""
+        kinds = {"schedule": HostCost, "device": DeviceCost, "update": HostCost, "launch": HostCost}
+        made = {name: kind(**parts[name]) for name, kind in (kinds | {"intake": IntakeCost}).items()}
+        return cls(**(parts | made))

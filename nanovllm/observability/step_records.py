@@ -213,4 +213,5 @@ class StepObservers:
             num_clients=scheduler.waiting.num_clients,
             client_gap=scheduler.waiting.gap,
             cache_groups=group_stats(manager),
+            budget=None if scheduler.budget is None else scheduler.budget.stats(),
         )

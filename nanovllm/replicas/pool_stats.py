@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nanovllm.core.outputs import CacheGroupStats, EngineStats
+from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats
 
 # Statistics that only grow; sums include dead processes.
 COUNTERS = (
@@ -46,6 +46,7 @@ class PoolStats:
             cache_groups=tuple(
                 map(_sum, zip(*(stats.cache_groups for stats in each if stats.cache_groups), strict=True))
             ),
+            budget=_budget([stats.budget for stats in each if stats.budget is not None]),
             **sums,
         )
 
@@ -54,6 +55,18 @@ def _sum(groups: Sequence[CacheGroupStats]) -> CacheGroupStats:
     """Sum a cache group over replicas."""
     counts = ("num_blocks", "num_used_blocks", "num_findable_blocks", "num_evictions")
     return replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in counts})
+
+
+def _budget(budgets: Sequence[BudgetStats]) -> BudgetStats | None:
+    """One budget of all replicas."""
+    if not budgets:
+        return None
+    return replace(
+        budgets[0],
+        num_tokens=round(sum(budget.num_tokens for budget in budgets) / len(budgets)),
+        error=_mean([budget.error for budget in budgets]),
+        num_misses=sum(budget.num_misses for budget in budgets),
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

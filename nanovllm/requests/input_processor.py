@@ -47,8 +47,9 @@ class RequestLimits:
     model_name: for errors.
     has_base_model: whether the head is a separate module, which prompt_logprobs requires.
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
-    eos_token_ids: the model's, without ids that cannot be sampled.
-    sampling_defaults: defaults for fields of `SamplingParams`.
+    eos_token_ids: those of the model that can be sampled: its config may name others.
+    sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+    itl_goal, ttft_goal: the engine's, in seconds; None for none.
     """
 
     vocab_size: int
@@ -59,6 +60,8 @@ class RequestLimits:
     allow_control_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    itl_goal: float | None = None
+    ttft_goal: float | None = None
 
 
 class InputProcessor:
@@ -310,6 +313,7 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
         raise ValueError(
             f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
         )
+    _check_goals(params, limits)
     if has_tokenizer:
         return
     for name, is_used in (
@@ -321,4 +325,17 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
         if is_used:
             raise ValueError(
                 f"{name} need a tokenizer, and the engine was built without one; pass tokenizer=... to LLM."
+            )
+
+
+def _check_goals(params: SamplingParams, limits: RequestLimits) -> None:
+    """Raise ValueError for a goal that is stricter than the engine's."""
+    for name in ("itl_goal", "ttft_goal"):
+        goal, least = getattr(params, name), getattr(limits, name)
+        if goal is not None and (least is None or goal < least):
+            has = "none" if least is None else f"{least:g} s"
+            remedy = f"the engine option {name}" if least is None else f"at least {least:g} s"
+            raise ValueError(
+                f"{name} of a request is {goal:g} s, and that of the engine is {has}; a request may only wait longer. "
+                f"Set {remedy}, or leave it out."
             )

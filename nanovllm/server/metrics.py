@@ -59,6 +59,12 @@ class EngineFigures(Collector):
             "kv_cache_findable_bytes": ("KV memory of findable prefixes.", stats.kv_findable_bytes),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1; of the fullest pool.", usage),
         }
+        if stats.budget is not None:
+            error = math.nan if stats.budget.error is None else stats.budget.error
+            gauges |= {
+                "step_budget_tokens": ("Token budget of the last step, by itl_goal.", stats.budget.num_tokens),
+                "step_cost_error": ("Median relative error of predicted step times.", error),
+            }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -78,6 +84,9 @@ class EngineFigures(Collector):
             "steps": ("Steps.", stats.num_steps),
             "failed_steps": ("Steps that failed and were undone.", stats.num_failed_steps),
         }
+        if stats.budget is not None:
+            text = "Steps of twice or half of their predicted time."
+            counters["step_cost_misses"] = (text, stats.budget.num_misses)
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)

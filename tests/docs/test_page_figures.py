@@ -19,7 +19,7 @@ from nanovllm.core.config import FLASH_BLOCK_SIZE
 from nanovllm.core.device_limits import DEVICE_DEFAULTS
 from nanovllm.core.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
 from nanovllm.core.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
-from nanovllm.execution import buckets, cost_model, forward_graphs, memory
+from nanovllm.execution import buckets, forward_graphs, memory
 from nanovllm.kernels import layer_stack, processor_classes
 from nanovllm.model.gguf.config import READ_TYPES
 from nanovllm.observability import kv_events, trace_writer
@@ -39,7 +39,7 @@ from nanovllm.server.openai.protocol import CompletionRequest
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 from nanovllm.streaming import engine_thread
 from nanovllm.tools.bench import other_engines, worker
-from nanovllm.tools.simulate import utilisation
+from nanovllm.tools.simulate import cost_fit, utilisation
 from nanovllm.tools.tune import find_rate, forecast, ranking, report, settings, shares
 from nanovllm.tools.workloads import recorded, workloads
 from nanovllm.tools.workloads.specs import build
@@ -219,8 +219,8 @@ QUOTED = {
         f"(at most {routing.MAX_IMBALANCE:g})",
         f"a load above {routing.OVERLOAD_FACTOR} x the least load of all + {routing.OVERLOAD_MARGIN}",
         f"Above {utilisation.MOST_PREDICTABLE} it warns",
-        f"Errors above {percent(cost_model.SMALL_MISS)} count as they are",
-        f"that {WORDS[1 + cost_model.NUM_REWEIGHTINGS]} times, with new weights",
+        f"Errors above {percent(cost_fit.SMALL_MISS)} count as they are",
+        f"that {WORDS[1 + cost_fit.NUM_REWEIGHTINGS]} times, with new weights",
     ],
     "docs/guide/structured_output.md": [
         f"more than {MAX_FORM_BYTES // 1024} KiB",

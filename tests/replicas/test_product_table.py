@@ -20,6 +20,7 @@ from nanovllm.requests import scores
 from tests.support.async_llms import collect
 from tests.support.features import public_names, refusals
 from tests.support.replicas import completions, tiny_folder
+from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
 MODES = (REPLICAS, TENSOR_PARALLEL)
@@ -29,7 +30,7 @@ LIMITS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
-    "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
+    "trust_remote_code": True, "kv_cache_touch": "none", "itl_goal": 60.0, "ttft_goal": 90.0,
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
@@ -76,6 +77,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "include_stop_str_in_output": {"stop": ("e", "a"), "include_stop_str_in_output": True},
     "skip_special_tokens": {"allowed_token_ids": (0, 1, 2, 3), "skip_special_tokens": False},
     "seed": {"seed": 12},
+    "itl_goal": {"itl_goal": 70.0},
+    "ttft_goal": {"ttft_goal": 95.0},
 }
 # Beside which a parameter shows: few tokens to repeat, or one that is likely.
 FEW = {"allowed_token_ids": (3, 300, 400, 500)}
@@ -83,7 +86,14 @@ BASES: dict[str, dict[str, Any]] = {
     "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
     "bad_words": {"logit_bias": {7: 40.0}},
 }  # fmt: skip
-SAME = {"ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}  # these change no token here
+SAME = {
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprobs_start",
+    "itl_goal",
+    "ttft_goal",
+}  # these change no token here
 
 
 @functools.cache
@@ -130,6 +140,9 @@ def llm(mode, steps, trace):
 def async_options(mode, tmp_path_factory):
     events = f"ipc://{tmp_path_factory.mktemp('events')}/"
     own = {"kv_events": f"{events}events", "kv_events_replay": f"{events}replay", "kv_events_topic": "kv"}
+    costs = tmp_path_factory.mktemp("costs") / "costs.json"
+    CALIBRATION.save(costs)
+    own |= {"itl_goal": 60.0, "step_costs": str(costs)}
     return OTHERS | {mode: 2, "prepares_when_idle": True, "kv_events_rank": 3} | own
 
 

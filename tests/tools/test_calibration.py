@@ -14,7 +14,7 @@ from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.build import build_engine
 from nanovllm.cli.main import main
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepWork
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.scheduler import Scheduler
@@ -29,6 +29,7 @@ from nanovllm.tools.simulate.calibrate import (
     scenarios,
 )
 from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_fit import StepSample
 from tests.support.scheduling import make_config
 from tests.support.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 

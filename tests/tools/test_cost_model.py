@@ -9,15 +9,8 @@ import pytest
 
 from nanovllm import EngineConfig
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import (
-    CostModel,
-    DeviceCost,
-    HostCost,
-    StepSample,
-    StepWork,
-    fit,
-    non_negative_least_squares,
-)
+from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, StepWork
+from nanovllm.tools.simulate.cost_fit import StepSample, fit, non_negative_least_squares
 from tests.support.scheduling import Loop, make_scheduler
 
 TRUE = CostModel(

@@ -97,7 +97,15 @@ function drawTotals(newest) {
   const { steps, failed_steps, output_tokens, preemptions, evictions, cache_queries, cache_hits } = newest.counters;
   setText($("totals"), `Since the start: ${count(steps)} steps, ${count(failed_steps)} failed; ${count(output_tokens)} `
     + `tokens generated; ${count(cache_hits)} of ${count(cache_queries)} prompt tokens cached; ${count(evictions)} blocks `
-    + `evicted; ${count(preemptions)} preemptions.`);
+    + `evicted; ${count(preemptions)} preemptions.` + budgetNote(newest.budget));
+}
+
+/** The budget that keeps the ITL goal, and how well step times are predicted. */
+function budgetNote(budget) {
+  if (!budget) return "";
+  const [tokens, error] = budget;
+  return ` Token budget by the ITL goal: ${count(tokens)}; step times ${error === null ? "not predicted yet"
+    : `predicted within ${percent(error)} %`}.`;
 }
 
 function readout(step, isLive, about) {

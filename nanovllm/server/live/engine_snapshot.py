@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.core.outputs import BudgetStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
@@ -49,8 +50,9 @@ class EngineSnapshot:
     num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
-    machine: "device" and "dtype" of the weights; with replicas, only if set as options.
-    queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
+    machine: "device" and "dtype" of the weights; of replicas only what the options name.
+    places: place in the queue, from 1, of each waiting question of a page, by its x-request-id.
+    budget: tokens and error of `BudgetStats`, with an itl_goal.
     """
 
     time: float
@@ -63,7 +65,8 @@ class EngineSnapshot:
     counters: dict[str, int]
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
-    queue_positions: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    budget: tuple[int, float | None] | None = None
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -122,7 +125,12 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         },
         time.perf_counter() - began,
         _machine(engine),
+        budget=None if scheduler.budget is None else _budget(scheduler.budget.stats()),
     )
+
+
+def _budget(stats: BudgetStats) -> tuple[int, float | None]:
+    return stats.num_tokens, stats.error
 
 
 def _machine(engine: Engine) -> dict[str, str]:
@@ -158,6 +166,7 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
         },
         time.perf_counter() - began,
         {name: option for name in ("device", "dtype") if (option := getattr(pool.config, name)) != "auto"},
+        budget=None if stats.budget is None else _budget(stats.budget),
     )
 
 

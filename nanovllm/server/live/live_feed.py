@@ -75,6 +75,7 @@ class SnapshotMessages:
                 "places": self.snapshot.queue_positions,
                 "counters": self.snapshot.counters,
                 "machine": self.snapshot.machine,
+                "budget": self.snapshot.budget,
                 "pool": None if knows_pool else self.pool,
             }
             self._messages[last_step, knows_pool] = named_event("look", data)

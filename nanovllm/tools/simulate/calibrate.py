@@ -32,11 +32,12 @@ from nanovllm.core.features import check_one_process
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, StepSample, StepWork, fit
+from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.model.loader import LoadedModel
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_fit import StepSample, fit
 
 logger = logging.getLogger("nanovllm")
 

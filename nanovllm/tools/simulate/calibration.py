@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, resolve_pools
 from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.execution.cost_model import CostModel
 
 FORMAT = 4
 
@@ -115,15 +115,7 @@ class Calibration:
             found = fields.pop("format")
             if found != FORMAT:
                 raise ValueError(f"its format is {found}, and this version reads {FORMAT}")
-            cost = fields.pop("cost_model")
-            cost_model = CostModel(
-                schedule=HostCost(**cost.pop("schedule")),
-                device=DeviceCost(**cost.pop("device")),
-                update=HostCost(**cost.pop("update")),
-                launch=HostCost(**cost.pop("launch")),
-                intake=IntakeCost(**cost.pop("intake")),
-                **cost,
-            )
+            cost_model = CostModel.from_dict(fields.pop("cost_model"))
             groups = tuple((window, chunk, size) for window, chunk, size in fields.pop("cache_groups", ()))
             return cls(cost_model=cost_model, cache_groups=groups, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -22,8 +22,10 @@ from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_budget import StepBudget
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork
+from nanovllm.execution.learned_costs import LearnedCosts, resolve_goal
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.scheduler import Scheduler
 
@@ -83,14 +85,20 @@ class Replica:
         on_step: StepHook | None = None,
         pools: CachePools = ONE_POOL,
     ) -> None:
-        self.config = config
         self.now = 0.0  # the host's clock, in seconds
-        self.scheduler = Scheduler(config, build_block_manager(config, pools))
         self._groups = () if pools.is_one_full else pools.groups
+        self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
+        budget = None
+        if config.itl_goal is not None:
+            costs = LearnedCosts(config, self._groups, cost_model.step_cost(overlap=config.overlap))
+            config = resolve_goal(config, costs.forecast([], 0)(config.block_size))
+            budget = StepBudget(config, costs, lambda: self.now)
+            self.observers.append(costs)
+        self.config = config
+        self.scheduler = Scheduler(config, build_block_manager(config, pools), budget)
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token
-        self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
         self._device_free = 0.0
         self._in_flight: deque[_Launched] = deque()
         self._requests: dict[str, _Request] = {}

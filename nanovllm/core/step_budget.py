@@ -1,0 +1,107 @@
+"""Token budget of a step by latency goals: as many tokens of prompts as the running streams can wait for. No torch.
+
+A stream's next token is due one `itl_goal` after its last one; what the decodes leave of that time, chunks may take::
+
+    last token        schedule                                                        next token is due
+    |-- host's time ---|-- decodes ----|-- chunks: the largest number predicted to fit --|
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceABC
+from typing import Protocol
+
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import BudgetStats
+from nanovllm.core.sequence import Sequence
+
+# A prompt's deadline begins to count at this share of ttft_goal, and at all of it steps may take this many itl_goals.
+URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
+# Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
+MAX_LATENESS = 0.5
+
+Lookup = Callable[[Sequence], SequenceABC[int]]  # the blocks of a sequence in the prefix cache
+
+
+class StepCosts(Protocol):
+    """Predicts steps.
+
+    last_time: the end of the last step that was read, on the engine's clock.
+    error: median error of the last predictions, relative to the time measured; None before the first.
+    num_misses: steps that took twice or half of what was predicted.
+    """
+
+    last_time: float
+
+    @property
+    def error(self) -> float | None: ...
+
+    @property
+    def num_misses(self) -> int: ...
+
+    def sizes(self, num_decodes: int, limit: int) -> SequenceABC[int]:
+        """Numbers of chunk tokens to choose from, ascending, at most `limit`; on a GPU they fill captured shapes."""
+
+    def forecast(self, decodes: SequenceABC[ScheduledSequence], start: int) -> Callable[[int], float]:
+        """Number of tokens of a chunk from `start`, beside these decodes -> seconds of the step; never decreasing."""
+
+
+class StepBudget:
+    """Chooses the token budget of each step.
+
+    A request that still lacks its first token relaxes the goal of ITL: from half of its `ttft_goal` on, linearly, up
+    to 4 `itl_goal` once that has passed.
+
+    Args:
+        config: resolved, with an `itl_goal` in seconds.
+        clock: the engine's, in seconds.
+    """
+
+    def __init__(self, config: EngineConfig, costs: StepCosts, clock: Callable[[], float]) -> None:
+        self._config, self._costs, self._clock = config, costs, clock
+        assert config.itl_goal is not None
+        self._itl_goal: float = config.itl_goal
+        self._last = config.max_num_batched_tokens
+
+    def num_tokens(
+        self,
+        decodes: SequenceABC[ScheduledSequence],
+        prompts: SequenceABC[Sequence] | Collection[Sequence],
+        lookup: Lookup,
+    ) -> int:
+        """The step's budget: at least the decodes and one block, at most `max_num_batched_tokens`.
+
+        Args:
+            decodes: placed already. Without any nobody waits for the step, and the budget is whole.
+            prompts: sequences that wait for chunks, in their order; the first one's chunk is predicted.
+        """
+        budget = self._config.max_num_batched_tokens
+        if decodes and prompts:
+            first = next(iter(prompts))
+            start = first.num_computed_tokens + len(lookup(first)) * self._config.block_size
+            sizes = self._costs.sizes(len(decodes), budget - len(decodes))
+            count = bisect_right(sizes, self._seconds(decodes, first), key=self._costs.forecast(decodes, start))
+            chunks = max(self._config.block_size, sizes[count - 1] if count else 0)
+            budget = min(budget, len(decodes) + chunks)
+        self._last = budget
+        return budget
+
+    def _seconds(self, decodes: SequenceABC[ScheduledSequence], first: Sequence) -> float:
+        """The longest step that all streams can wait for."""
+        now, config = self._clock(), self._config
+        own = [goal for entry in decodes if (goal := entry.sequence.params.itl_goal) is not None]
+        goal = self._itl_goal if len(own) < len(decodes) else min(own)
+        # With overlap the step before still runs, and the next token is due one goal after its end.
+        late = 0.0 if config.overlap else min(max(0.0, now - self._costs.last_time), MAX_LATENESS * goal)
+        ttft_goal = config.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
+        if ttft_goal is None:
+            return goal - late
+        urgency = ((now - first.arrival_time) / ttft_goal - URGENT_FROM) / (1.0 - URGENT_FROM)
+        return goal * (1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)) - late
+
+    def stats(self) -> BudgetStats:
+        costs = self._costs
+        return BudgetStats(self._itl_goal, self._last, costs.error, costs.num_misses)

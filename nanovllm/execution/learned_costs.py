@@ -1,0 +1,183 @@
+"""Costs of steps, learned while the engine runs: a recursive fit of `DeviceCost` to each step's work and seconds.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from nanovllm.cache.cache_pools import CacheGroup
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import AUTO_GOAL, EngineConfig
+from nanovllm.execution.buckets import RowSizes
+from nanovllm.execution.cost_model import KNEES, DeviceCost, StepWork, columns
+from nanovllm.observability.step_records import Observer, StepRecord
+
+MEMORY_STEPS = 20  # a step's weight falls to 1/e after so many, and to a twelfth after 50
+NOISE = 0.25  # relative; larger errors count by their size, not its square (Huber 1964)
+MISS = 2.0  # a step that takes so many times, or so small a part, of its prediction is another event: a capture, a page
+MAX_MISSES = 4  # in a row; the next one is learned from, since the machine has changed
+INERTIA = 0.01  # of coefficients against samples that cannot tell them apart
+NUM_SWEEPS = 4
+NUM_FIRST_SWEEPS = 300
+NUM_ERRORS = 100
+# itl_goal="auto": a time at which text still flows, or what so many blocks take.
+DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 4
+
+
+class RecursiveFit:
+    """Least squares of relative errors over recent steps, with coefficients that are never negative.
+
+    The sums of the normal equations decay, and each step moves the coefficients that it depends on towards their
+    solution by coordinate descent, from where they are.
+    """
+
+    def __init__(self, cost: DeviceCost) -> None:
+        self.num_misses = 0
+        self._knee = cost.knee
+        self._coefficients = np.array(cost.coefficients)  # [10]
+        size = len(self._coefficients)
+        self._products = np.zeros((size, size))  # decaying sum of outer products of rows
+        self._sums = np.zeros(size)  # and of rows
+        self._squares = np.zeros(size)  # the last square of each column that was not 0
+        self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self._in_a_row = {False: 0, True: 0}  # misses of steps without and with chunks
+
+    @classmethod
+    def begin(cls, samples: Iterable[tuple[StepWork, float]]) -> RecursiveFit:
+        """A fit to a few steps alone, with the knee that fits them best."""
+        known = list(samples)
+
+        def fitted(knee: int) -> tuple[float, RecursiveFit]:
+            fit = cls(DeviceCost(knee))
+            for work, seconds in known:
+                fit._add(fit._row(work, seconds), 1.0)
+            fit._descend(np.flatnonzero(fit._squares), NUM_FIRST_SWEEPS)
+            return sum(abs(fit.seconds(work) / seconds - 1.0) for work, seconds in known), fit
+
+        return min(map(fitted, KNEES), key=lambda pair: pair[0])[1]
+
+    @property
+    def cost(self) -> DeviceCost:
+        return DeviceCost(self._knee, *self._coefficients.tolist())
+
+    @property
+    def error(self) -> float | None:
+        """Median over the last 100 steps of |predicted / measured - 1|."""
+        return median(self._errors) if self._errors else None
+
+    def seconds(self, work: StepWork) -> float:
+        return float(self._coefficients @ columns(work, self._knee))
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Learn from a measured step, unless it misses its prediction for the first few times in a row."""
+        if seconds <= 0.0:
+            return
+        row = self._row(work, seconds)
+        ratio = float(self._coefficients @ row)
+        error = abs(ratio - 1.0)
+        self._errors.append(error)
+        weight = min(1.0, NOISE / max(error, 1e-9))
+        has_chunks = work.num_chunks > 0
+        if 1.0 / MISS < ratio < MISS:
+            self._in_a_row[has_chunks] = 0
+        else:
+            self.num_misses += 1
+            self._in_a_row[has_chunks] += 1
+            if self._in_a_row[has_chunks] <= MAX_MISSES:
+                return
+            weight = 1.0
+            self._products *= 0.1  # of another machine
+            self._sums *= 0.1
+        self._add(row, weight)
+        self._descend(np.flatnonzero(row), NUM_SWEEPS)
+
+    def _row(self, work: StepWork, seconds: float) -> np.ndarray:
+        return np.array(columns(work, self._knee), dtype=float) / seconds  # [10]; times the coefficients it should be 1
+
+    def _add(self, row: np.ndarray, weight: float) -> None:
+        decay = 1.0 - 1.0 / MEMORY_STEPS
+        self._products = decay * self._products + weight * np.outer(row, row)
+        self._sums = decay * self._sums + weight * row
+        self._squares = np.where(row > 0.0, row * row, self._squares)
+
+    def _descend(self, places: np.ndarray, num_sweeps: int) -> None:
+        """Minimise over the coefficients at some places, one by one, with inertia."""
+        products, values = self._products, self._coefficients
+        for _ in range(num_sweeps):
+            for place in places.tolist():
+                inertia = INERTIA * self._squares[place]
+                gap = self._sums[place] - products[place] @ values
+                values[place] = max(0.0, values[place] + gap / (products[place, place] + inertia))
+
+
+def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
+    """Settle `itl_goal` by the seconds of a step of one block; raises ValueError for a goal that no step can keep."""
+    if config.itl_goal == AUTO_GOAL:
+        return replace(config, itl_goal=max(DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS * block_seconds))
+    assert config.itl_goal is not None
+    if config.itl_goal < block_seconds:
+        raise ValueError(
+            f"itl_goal is {config.itl_goal:g} s, but a step of one block of {config.block_size} tokens takes "
+            f"{block_seconds:.2g} s on this machine, so prompts could not proceed within it. Set itl_goal to at least "
+            f"{2 * block_seconds:.2g} s, or a smaller block_size."
+        )
+    return config
+
+
+class LearnedCosts(Observer):
+    """`StepCosts` of an engine, which learns from its step records.
+
+    A step's seconds are those that a decode waits for it: since the step before was read, or since its scheduling.
+
+    Args:
+        config: fully resolved.
+        groups: the model's cache groups; none for full attention alone.
+        cost: where the fit begins; by default it knows nothing, until `fit` is replaced.
+    """
+
+    def __init__(self, config: EngineConfig, groups: Sequence[CacheGroup] = (), cost: DeviceCost | None = None) -> None:
+        self.fit = RecursiveFit(cost or DeviceCost(KNEES[0]))
+        self.last_time = 0.0
+        self._block_size, self._groups = config.block_size, groups
+        self._sizes = RowSizes.from_config(config)
+        self._filling: dict[tuple[int, int], tuple[int, ...]] = {}  # (padded decodes, limit) -> sizes
+
+    @property
+    def error(self) -> float | None:
+        return self.fit.error
+
+    @property
+    def num_misses(self) -> int:
+        return self.fit.num_misses
+
+    def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
+        if self._sizes is None:
+            return range(self._block_size, limit + 1)
+        padded, _ = self._sizes.padded(num_decodes, 1)
+        if (padded, limit) not in self._filling:
+            rows = [size - padded for size in self._sizes.mixed_rows]
+            self._filling[padded, limit] = (*(size for size in rows if 0 < size < limit), limit)
+        return self._filling[padded, limit]
+
+    def work(self, batch: ScheduledBatch) -> StepWork:
+        return StepWork.from_batch(batch, self._block_size, self._sizes, self._groups)
+
+    def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
+        batch = ScheduledBatch(0, tuple(decodes), len(decodes))
+        work, cost = StepWork.from_batch(batch, self._block_size, groups=self._groups), self.fit.cost
+        return lambda size: cost.seconds(work.with_chunk(start, size, self._sizes, self._groups))
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        seconds = record.time - max(record.start_time, self.last_time)
+        self.last_time = record.time
+        self.fit.learn(self.work(batch), seconds)
+
+    def __str__(self) -> str:
+        return "the step costs"

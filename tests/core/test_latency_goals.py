@@ -1,0 +1,102 @@
+"""An engine with a latency goal: the tokens of one without, goals of requests, statistics, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, EngineConfig, SamplingParams
+from tests.support.sweeps import CALIBRATION
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def open_llm(**options: Any) -> LLM:
+    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+def answers(params: Any = GREEDY, **options: Any) -> list[list[list[int]]]:
+    prompts = random_prompts(9, low=3, high=200)
+    with open_llm(max_num_seqs=4, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm._engine.check_integrity()
+        assert (llm.stats().budget is None) == ("itl_goal" not in options)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def usual() -> list[list[list[int]]]:
+    return answers()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("goal", [60.0, "tight"])
+def test_tokens_do_not_depend_on_the_goal(usual, overlap, goal, monkeypatch):
+    if goal == "tight":  # of which each step misses: a block a step
+        monkeypatch.setattr("nanovllm.execution.start_costs.resolve_goal", lambda config, seconds: config)
+        goal = 1e-3
+    assert answers(itl_goal=goal, ttft_goal=30.0, overlap=overlap) == usual
+
+
+def test_samples_structured_answers_and_preemption_beside_a_goal():
+    params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=12)
+    tight = {"num_kv_blocks": 33, "max_model_len": 500}
+    assert answers(params, itl_goal=60.0, **tight) == answers(params, **tight)
+
+
+def test_the_fit_learns_from_steps_and_the_statistics_tell():
+    with open_llm(itl_goal=60.0) as llm:
+        assert llm.stats().budget.error is None
+        llm.generate(random_prompts(4, low=40, high=90), GREEDY, use_tqdm=False)
+        stats = llm.stats().budget
+    assert (stats.itl_goal, stats.num_tokens) == (60.0, 1024)
+    assert stats.error >= 0.0
+
+
+def test_a_calibration_begins_the_predictions(tmp_path: Path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    with open_llm(itl_goal=60.0, step_costs=str(tmp_path / "costs.json")) as llm:
+        costs = llm._engine.scheduler.budget._costs
+        assert costs.fit.cost == CALIBRATION.cost_model.step_cost(overlap=False)
+        assert costs.fit.cost.fixed == pytest.approx(0.01 + 2e-4)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other.json', which is no calibration \(KeyError"):
+        open_llm(itl_goal=60.0, step_costs=str(tmp_path / "other.json"))
+
+
+def test_a_request_may_wait_longer_and_not_less():
+    with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"itl_goal of a request is 50 s, and that of the engine is 60 s; "):
+            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
+        with pytest.raises(ValueError, match="ttft_goal of a request is 50 s, and that of the engine is 90 s"):
+            llm.generate([[1, 2, 3]], SamplingParams(ttft_goal=50.0), use_tqdm=False)
+    with (
+        open_llm() as llm,
+        pytest.raises(ValueError, match=r"is 50 s, and that of the engine is none; "),
+    ):
+        llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["itl_goal", "ttft_goal"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-4])
+def test_goals_are_times_of_at_least_a_millisecond(name, value):
+    with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number of at least 0.001"):
+        EngineConfig(**({"itl_goal": 1.0} | {name: value}))
+    with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number of at least 0.001"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("options", [{"ttft_goal": 1.0}, {"step_costs": "costs.json"}])
+def test_what_serves_a_goal_needs_one(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*, but no itl_goal is set"):
+        EngineConfig(**options)
+
+
+def test_a_goal_below_a_step_of_one_block_is_refused_at_load():
+    with pytest.raises(ValueError, match=r"itl_goal is 0.001 s, but a step of one block of 256 tokens takes"):
+        open_llm(itl_goal=1e-3, block_size=256, num_kv_blocks=9)

@@ -1,0 +1,190 @@
+"""The token budget of a latency goal: as much as the costs allow, and never so little that prompts starve."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.step_budget import MAX_RELAXATION, StepBudget
+from tests.support.scheduler_fuzz import walk_at_random
+from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
+
+BLOCK, MOST = 4, 256
+
+
+class Costs:
+    """A millisecond a step, a decode and a token of a chunk, and a microsecond a pair; nothing was read before 0."""
+
+    last_time, error, num_misses = 0.0, None, 0
+
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self._sizes = sizes
+
+    def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
+        return [size for size in self._sizes or range(1, MOST + 1) if size <= limit]
+
+    def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
+        return lambda size: 1e-3 * (1 + len(decodes) + size) + 1e-6 * start * size
+
+
+def make_budget(goal: float, costs: Any = None, *, now: float = 0.0, **options: Any) -> StepBudget:
+    defaults = {"itl_goal": goal, "ttft_goal": None, "max_num_batched_tokens": MOST, "block_size": BLOCK}
+    config: Any = SimpleNamespace(**(defaults | {"overlap": False} | options))
+    return StepBudget(config, costs or Costs(), lambda: now)
+
+
+def decodes(count: int, **params: Any) -> list[ScheduledSequence]:
+    sequences = [make_sequence([1], arrival=number, **params) for number in range(count)]
+    return [ScheduledSequence(sequence, 0, 1, 1, [1], 0) for sequence in sequences]
+
+
+def prompt(num_computed: int = 0, **options: Any) -> Any:
+    sequence = make_sequence([1] * 60, arrival=99, **options)
+    sequence.num_computed_tokens = num_computed
+    return sequence
+
+
+def num_tokens(budget: StepBudget, running: list[ScheduledSequence], *waiting: Any, num_hits: int = 0) -> int:
+    return budget.num_tokens(running, waiting, lambda sequence: [7] * num_hits)
+
+
+def test_a_step_takes_as_many_tokens_as_are_predicted_to_keep_the_goal():
+    assert num_tokens(make_budget(0.05), decodes(3), prompt()) == 3 + 46  # 1 + 3 + 46 milliseconds
+
+
+def test_nobody_who_decodes_or_no_prompt_leaves_the_budget_whole():
+    assert num_tokens(make_budget(0.05), [], prompt()) == MOST
+    assert num_tokens(make_budget(0.05), decodes(3)) == MOST
+
+
+def test_a_chunk_deep_in_a_prompt_or_after_hits_is_smaller():
+    whole, deep = (num_tokens(make_budget(0.05), decodes(1), prompt(n)) for n in (0, 40))
+    assert deep < whole
+    assert num_tokens(make_budget(0.05), decodes(1), prompt(), num_hits=10) == deep
+
+
+@given(st.floats(1e-3, 10.0), st.floats(1e-3, 10.0), st.integers(1, MOST - BLOCK), st.integers(0, 59))
+def test_the_budget_grows_with_the_goal_between_a_block_and_the_whole(first, second, count, start):
+    low, high = sorted((first, second))
+    less, more = (num_tokens(make_budget(goal), decodes(count), prompt(start)) for goal in (low, high))
+    assert count + BLOCK <= less <= more <= MOST
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_more_decodes_leave_no_more_for_chunks(first, second):
+    few, many = sorted((first, second))
+    assert num_tokens(make_budget(0.05), decodes(many), prompt()) - many <= (
+        num_tokens(make_budget(0.05), decodes(few), prompt()) - few
+    )
+
+
+def test_chunks_fill_a_captured_shape():
+    costs = Costs((8, 32, 64))
+    assert num_tokens(make_budget(0.05, costs), decodes(3), prompt()) == 3 + 32
+    assert num_tokens(make_budget(0.01, costs), decodes(3), prompt()) == 3 + BLOCK  # not even the smallest fits
+
+
+def test_the_time_since_the_last_token_is_spent_but_not_more_than_half_of_the_goal():
+    budgets = [num_tokens(make_budget(0.05, now=now), decodes(3), prompt()) for now in (0.0, 0.01, 0.025, 9.0)]
+    assert budgets == [49, 39, 24, 24]
+    assert num_tokens(make_budget(0.05, now=0.01, overlap=True), decodes(3), prompt()) == 49  # a step still runs
+
+
+def test_the_strictest_stream_decides():
+    patient = decodes(3, itl_goal=0.1)
+    assert num_tokens(make_budget(0.05), patient, prompt()) == 99
+    assert num_tokens(make_budget(0.05), [*patient, *decodes(1)], prompt()) == 49
+    assert num_tokens(make_budget(0.05), [*patient, *decodes(1, itl_goal=0.08)], prompt()) == 79
+
+
+def test_a_prompt_near_its_deadline_relaxes_the_goal_up_to_four_times():
+    running = decodes(1)
+    budgets = [
+        num_tokens(make_budget(0.01, now=now, ttft_goal=2.0, overlap=True), running, prompt()) for now in (1, 1.5, 2, 9)
+    ]
+    assert budgets == [9, 24, 39, 39]
+    assert budgets[-1] == 0.01 * MAX_RELAXATION * 1e3 - 1
+    patient = prompt(ttft_goal=20.0)
+    assert num_tokens(make_budget(0.01, now=9, ttft_goal=2.0, overlap=True), running, patient) == 9
+
+
+def test_statistics_tell_the_last_budget():
+    budget = make_budget(0.05)
+    assert budget.stats().num_tokens == MOST
+    num_tokens(budget, decodes(3), prompt())
+    assert (budget.stats().num_tokens, budget.stats().itl_goal) == (49, 0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- scheduler
+
+
+def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
+    scheduler = make_scheduler(max_num_batched_tokens=MOST)
+    scheduler.budget = make_budget(0.016)
+    loop = Loop(scheduler)
+    loop.add([1] * 20, max_tokens=20)
+    assert chunks(loop.step()) == {"0": (0, 20)}
+    loop.add([2] * 40, max_tokens=1)
+    sizes = [loop.step().num_tokens for _ in range(4)]
+    assert sizes == [1 + 12, 1 + 12, 1 + 12, 1 + 4]  # 14 fit, a chunk ends with a block; 13, 13 for deeper ones
+
+
+class RandomCosts(Costs):
+    """Predictions without sense, which no request may starve of."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
+        scale = self._rng.choice((0.0, 1e-3, 1.0, 1e6))
+        return lambda size: scale * size
+
+
+def walk(seed: int, **budget: Any) -> Loop:
+    rng = random.Random(seed)
+    block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
+    most = max_num_seqs + block_size + rng.randint(0, 16)
+    scheduler = make_scheduler(
+        block_size=block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=most,
+        num_kv_blocks=1 + -(-max_model_len // block_size) + rng.randint(0, 6),
+        long_prefill_token_threshold=rng.randint(1, 6) * block_size, max_long_partial_prefills=1,
+        max_num_partial_prefills=rng.randint(1, 3),
+    )  # fmt: skip
+    loop = Loop(scheduler)
+    if budget:
+        scheduler.budget = make_budget(
+            rng.choice((1e-3, 0.1, 10.0)), RandomCosts(random.Random(seed)), block_size=block_size,
+            max_num_batched_tokens=most, ttft_goal=rng.choice((None, 1.0)), **budget,
+        )  # fmt: skip
+    return walk_at_random(loop, rng, 200)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_random_costs_no_step_is_empty_and_no_prompt_starves(overlap):
+    """`Loop` bounds the steps to the end, and raises for a step of nothing while work is left."""
+    loops = [walk(seed, overlap=overlap) for seed in range(20)]
+    assert sum(loop.scheduler.stats.num_steps for loop in loops) > 1500
+    assert sum(loop.scheduler.stats.num_preemptions for loop in loops) > 20
+
+
+def test_an_unlimited_goal_gives_every_batch_of_no_goal():
+    def batches(goal: float | None) -> list[Any]:
+        rng, scheduler = random.Random(3), make_scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=20)
+        if goal is not None:
+            scheduler.budget = make_budget(goal, max_num_batched_tokens=40)
+        loop, seen = Loop(scheduler), []
+        for number in range(30):
+            loop.add([number] * rng.randint(1, 50), max_tokens=rng.randint(1, 12))
+            seen += [(chunks(batch), batch.num_decodes) for batch in (loop.step() for _ in range(3)) if batch]
+        return seen
+
+    assert batches(None) == batches(1e6)
+    assert batches(None) != batches(0.01)

@@ -1,0 +1,168 @@
+"""Costs learned from steps: they converge, follow a machine that slows down, and forget single disturbances."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.core.config import EngineConfig
+from nanovllm.execution.buckets import RowSizes
+from nanovllm.execution.cost_model import DeviceCost, StepWork
+from nanovllm.execution.learned_costs import DEFAULT_GOAL_S, MAX_MISSES, LearnedCosts, RecursiveFit, resolve_goal
+from tests.support.scheduling import Loop, make_scheduler
+
+TRUE = DeviceCost(
+    knee=32, fixed=10e-3, per_token_below=0.05e-3, per_token_above=0.2e-3, per_decode=0.05e-3, per_chunk=0.3e-3,
+    per_context_token=4e-7, per_shared_context_token=1e-7, per_chunk_pair=5e-8, per_sample=0.03e-3, both=1e-3,
+)  # fmt: skip
+
+
+def random_work(r: random.Random, *, with_chunk: bool = True) -> StepWork:
+    count = r.randint(1, 30)
+    work = StepWork(count, count, 0, sum(r.randint(1, 900) for _ in range(count)), 0, 0, count)
+    return work.with_chunk(64 * r.randint(0, 10), r.randint(1, 400)) if with_chunk else work
+
+
+def learn(fit: RecursiveFit, cost: DeviceCost, num_steps: int, *, seed: int = 0, noise: float = 0.03) -> None:
+    r = random.Random(seed)
+    for _ in range(num_steps):
+        work = random_work(r, with_chunk=r.random() < 0.5)
+        fit.learn(work, cost.seconds(work) * r.uniform(1.0 - noise, 1.0 + noise))
+
+
+def error(fit: RecursiveFit, cost: DeviceCost) -> float:
+    """Median relative error over works that were not learned from."""
+    r = random.Random(99)
+    misses = [abs(fit.seconds(work) / cost.seconds(work) - 1.0) for work in (random_work(r) for _ in range(101))]
+    return sorted(misses)[50]
+
+
+def scaled(cost: DeviceCost, factor: float) -> DeviceCost:
+    return DeviceCost(cost.knee, *(factor * value for value in cost.coefficients))
+
+
+def begun() -> RecursiveFit:
+    works = [StepWork(0, 0, 0, 0, 0, 0, 0).with_chunk(0, size) for size in (16, 64, 256)]
+    works += [StepWork(count, count, 0, 64 * count, 0, 0, count) for count in (1, 8)]
+    return RecursiveFit.begin((work, TRUE.seconds(work)) for work in works)
+
+
+def test_a_few_steps_begin_a_fit_and_some_more_make_it_precise():
+    fit = begun()
+    assert error(fit, TRUE) < 0.25
+    learn(fit, TRUE, 200)
+    assert error(fit, TRUE) < 0.03
+    assert fit.error < 0.04
+
+
+def test_a_fit_that_begins_at_the_truth_stays_there():
+    fit = RecursiveFit(TRUE)
+    assert fit.error is None
+    learn(fit, TRUE, 300)
+    assert error(fit, TRUE) < 0.02
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.5, 4.0])
+def test_a_machine_that_slows_down_or_speeds_up_is_followed_within_a_hundred_steps(factor):
+    fit = RecursiveFit(TRUE)
+    learn(fit, TRUE, 100)
+    learn(fit, scaled(TRUE, factor), 100, seed=1)
+    assert error(fit, scaled(TRUE, factor)) < 0.05
+
+
+def test_single_steps_that_take_many_times_as_long_are_counted_and_not_learned_from():
+    fit, r = RecursiveFit(TRUE), random.Random(5)
+    for number in range(300):
+        work = random_work(r)
+        fit.learn(work, TRUE.seconds(work) * (30.0 if number % 20 == 0 else 1.0))
+    assert fit.num_misses == 15
+    assert error(fit, TRUE) < 0.01
+
+
+def test_misses_that_persist_are_learned_from_even_between_steps_of_another_kind():
+    fit, r = RecursiveFit(replace(TRUE, per_token_above=8e-3)), random.Random(6)
+    for _ in range(60):
+        decodes, mixed = random_work(r, with_chunk=False), random_work(r)
+        fit.learn(decodes, TRUE.seconds(decodes))
+        fit.learn(mixed, TRUE.seconds(mixed))
+    assert fit.num_misses > MAX_MISSES
+    assert error(fit, TRUE) < 0.1
+
+
+def test_no_coefficient_is_ever_negative_and_decodes_alone_leave_the_costs_of_prompts():
+    fit = RecursiveFit(TRUE)
+    learn(fit, TRUE, 100)
+    before, r = fit.cost, random.Random(7)
+    for _ in range(500):
+        work = random_work(r, with_chunk=False)
+        fit.learn(work, 1.3 * TRUE.seconds(work) * r.uniform(0.8, 1.2))
+        assert min(fit.cost.coefficients) >= 0.0
+    assert fit.cost.per_token_above == before.per_token_above
+    assert fit.cost.per_chunk_pair == before.per_chunk_pair
+
+
+def test_a_step_of_no_time_teaches_nothing():
+    fit = RecursiveFit(TRUE)
+    fit.learn(random_work(random.Random(0)), 0.0)
+    assert fit.cost == TRUE
+
+
+# ------------------------------------------------------------------------------------------------------ costs, goals
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(**options).resolve_limits("cpu", 4096)
+
+
+def test_a_forecast_is_the_cost_of_the_batch_that_comes_of_it():
+    scheduler = make_scheduler(block_size=4)
+    loop = Loop(scheduler)
+    for number in range(5):
+        loop.add([number] * 9, max_tokens=9)
+    loop.step()
+    loop.add([7] * 30, max_tokens=9)
+    costs = LearnedCosts(replace(config(), block_size=16), cost=TRUE)
+    batch = loop.step()
+    forecast = costs.forecast(batch.entries[: batch.num_decodes], 0)
+    assert forecast(30) == pytest.approx(TRUE.seconds(costs.work(batch)))
+    assert [forecast(size) for size in range(1, 60)] == sorted(forecast(size) for size in range(1, 60))
+
+
+def test_on_a_gpu_the_sizes_fill_captured_shapes():
+    cuda = replace(config(max_num_seqs=64, max_num_batched_tokens=1024), device="cuda", attention_backend="flex")
+    costs, rows = LearnedCosts(cuda), RowSizes.from_config(cuda)
+    sizes = costs.sizes(9, 1015)
+    assert list(sizes) == sorted(sizes)
+    assert sizes[-1] == 1015
+    padded, _ = rows.padded(9, 1)
+    assert all(padded + size in rows.mixed_rows for size in sizes[:-1])
+    assert costs.sizes(9, 1015) is sizes
+    assert list(LearnedCosts(config()).sizes(9, 70)) == list(range(64, 71))
+
+
+def test_a_step_takes_the_seconds_since_the_one_before_was_read_or_since_its_own_begin():
+    costs, loop = LearnedCosts(config(), cost=TRUE), Loop(make_scheduler(block_size=4))
+    loop.add([1] * 9, max_tokens=9)
+    seen = []
+    costs.fit.learn = lambda work, seconds: seen.append(round(seconds, 9))
+    for start, end in ((1.0, 1.5), (1.2, 1.9), (3.0, 3.1)):  # the second begins while the first runs
+        costs.step_ended(SimpleNamespace(start_time=start, time=end), loop.step())
+    assert seen == [0.5, 0.4, 0.1]
+    assert costs.last_time == 3.1
+
+
+def test_a_goal_that_a_step_of_one_block_exceeds_is_refused_with_both_times():
+    with pytest.raises(ValueError, match=r"itl_goal is 0.02 s, but a step of one block of 64 tokens takes 0.05 s"):
+        resolve_goal(config(itl_goal=0.02), 0.05)
+    assert resolve_goal(config(itl_goal=0.06), 0.05).itl_goal == 0.06
+
+
+def test_the_automatic_goal_fits_the_machine_and_a_gpu_has_none():
+    assert resolve_goal(config(itl_goal="auto"), 1e-3).itl_goal == DEFAULT_GOAL_S
+    assert resolve_goal(config(itl_goal="auto"), 1.0).itl_goal == 4.0
+    assert EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096).itl_goal is None
+    assert EngineConfig(itl_goal=0.05).resolve_limits("cuda", 4096).itl_goal == 0.05
