@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache.cache_groups import build_block_manager
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager, cache_groups_of, resolve_pools
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse

@@ -19,31 +19,30 @@ from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, Scheduled
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import SchedulerStats
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 from nanovllm.core.step_budget import StepBudget
-
-_KEY = attrgetter("key")  # the order of scheduling
-MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
-MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step being scheduled: leftover budget, and the chunks placed so far."""
-
-    budget: int
-    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
 
 
 class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill (Agrawal et al. 2024, Sarathi-Serve).
 
     Calls come in turns: `schedule` makes a batch and counts it as launched; `update` takes its sampled tokens. Several
-    batches may be launched before the first is updated; updates come in launch order. Without a `budget` every step has
-    `max_num_batched_tokens`.
+    batches may be launched before the first is updated; updates come in launch order.
+
+    Args:
+        budget: of each step, by a latency goal; without one every step has `max_num_batched_tokens`.
+        prefill_cost, decode_cost: of a computed and of a generated token, for clients' shares; in any unit of time.
     """
 
-    def __init__(self, config: EngineConfig, block_manager: BlockManager, budget: StepBudget | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        budget: StepBudget | None = None,
+        *,
+        prefill_cost: float = PREFILL_COST,
+        decode_cost: float = DECODE_COST,
+    ) -> None:
         self.config = config
         self.budget = budget
         self.block_manager = block_manager
@@ -87,8 +86,8 @@ class Scheduler:
         num_decodes = len(entries)
         budget = self.config.max_num_batched_tokens
         if self.budget is not None:
-            budget = self.budget.num_tokens(entries, prefills or self.waiting, self.block_manager.lookup)
-        step = _Step(budget=budget - num_decodes)
+            budget = self.budget.num_tokens(entries, prefills or self.waiting.in_order(), self.block_manager.lookup)
+        step = OpenStep(budget=budget - num_decodes)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one
                 self._schedule_next_chunk(step, sequence)

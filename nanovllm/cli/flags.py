@@ -139,6 +139,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "LogitsProcessor": _function,
 }
+_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # of mappings, by the type of their keys
+_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT"}
 _METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 

@@ -16,7 +16,7 @@ from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.sampling_params import MODEL_OPTIONS
-from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string
+from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string, weights
 
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")

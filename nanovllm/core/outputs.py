@@ -263,6 +263,9 @@ class EngineStats:
     cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
     kv_touched_bytes: memory that the KV cache takes: on a CPU its blocks that were used or touched while idle.
     kv_findable_bytes: of blocks that hold a findable prefix, in use or free.
+    num_clients: with running or waiting requests; of several replicas, in that with the most.
+    client_gap: largest difference between the service of two clients that wait in one priority level, now, over their
+        weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
     budget: with an `itl_goal`; of replicas the means and the sum of misses.
     """
 
@@ -286,6 +289,8 @@ class EngineStats:
     cache_groups: tuple[CacheGroupStats, ...] = ()
     kv_touched_bytes: int = 0
     kv_findable_bytes: int = 0
+    num_clients: int = 0
+    client_gap: float = 0.0
     budget: BudgetStats | None = None
 
 

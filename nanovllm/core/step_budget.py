@@ -9,7 +9,7 @@ A stream's next token is due one `itl_goal` after its last one; what the decodes
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol
 
@@ -66,12 +66,7 @@ class StepBudget:
         self._itl_goal: float = config.itl_goal
         self._last = config.max_num_batched_tokens
 
-    def num_tokens(
-        self,
-        decodes: SequenceABC[ScheduledSequence],
-        prompts: SequenceABC[Sequence] | Collection[Sequence],
-        lookup: Lookup,
-    ) -> int:
+    def num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
         """The step's budget: at least the decodes and one block, at most `max_num_batched_tokens`.
 
         Args:
@@ -79,8 +74,7 @@ class StepBudget:
             prompts: sequences that wait for chunks, in their order; the first one's chunk is predicted.
         """
         budget = self._config.max_num_batched_tokens
-        if decodes and prompts:
-            first = next(iter(prompts))
+        if decodes and (first := next(iter(prompts), None)) is not None:
             start = first.num_computed_tokens + len(lookup(first)) * self._config.block_size
             sizes = self._costs.sizes(len(decodes), budget - len(decodes))
             count = bisect_right(sizes, self._seconds(decodes, first), key=self._costs.forecast(decodes, start))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 MAX_INTEGER = 2**63 - 1
+MIN_WEIGHT = 1e-3
 MIN_GOAL_S = 1e-3  # of latencies: no step is shorter
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
 

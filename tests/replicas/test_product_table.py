@@ -30,7 +30,8 @@ LIMITS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
-    "trust_remote_code": True, "kv_cache_touch": "none", "itl_goal": 60.0, "ttft_goal": 90.0,
+    "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
+    "itl_goal": 60.0, "ttft_goal": 90.0,
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,

@@ -50,8 +50,8 @@ class EngineSnapshot:
     num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
-    machine: "device" and "dtype" of the weights; of replicas only what the options name.
-    places: place in the queue, from 1, of each waiting question of a page, by its x-request-id.
+    machine: "device" and "dtype" of the weights; with replicas, only if set as options.
+    queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     budget: tokens and error of `BudgetStats`, with an itl_goal.
     """
 
@@ -65,7 +65,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
+    queue_positions: dict[str, int] = field(default_factory=dict)
     budget: tuple[int, float | None] | None = None
 
 
