@@ -19,7 +19,7 @@ from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import Simulation, report, simulate
 from nanovllm.tools.simulate.utilisation import interval, seconds_at_once, warning
-from nanovllm.tools.tune.goals import duration
+from nanovllm.tools.tune.goals import add_request_goal_flags, duration, request_goals_from_flags
 
 # Engine options without effect on a simulation; the pool comes from the calibration or from the other options.
 NOT_SIMULATED = (
@@ -83,6 +83,7 @@ def add_simulate_command(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"
     )
+    add_request_goal_flags(parser)
     add_verbose_flag(parser)
     parser.add_argument("--model", help="expected model; a calibration of another one is refused")
     add_engine_flags(parser, leave_out=NOT_SIMULATED)
@@ -125,32 +126,36 @@ def _simulate(options: argparse.Namespace) -> int:
     )
     took = time.perf_counter() - begin
     figures = simulation.figures() | _certainty(options, simulation, config, calibration)
+    if (goals := request_goals_from_flags(options)) is not None:
+        figures["goals"] = goals.figures(simulation.requests, figures["seconds"])
     if options.json:
-        text = json.dumps(
-            {
-                "workload": workload.name,
-                "model": calibration.model,
-                "config": _as_dict(config),
-                "replicas": options.replicas,
-                "routing": options.policy,
-                "index_delay": options.index_delay,
-                "front_delay": cost_model.front_delay,
-                "figures": figures,
-                "requests": [
-                    _as_dict(metrics) | {"replica": replica}
-                    for metrics, replica in zip(simulation.requests, simulation.replica_of, strict=True)
-                ],
-                "steps": [[_as_dict(record) for record in records] for records in simulation.steps],
-            }
-        )
+        about = {"workload": workload.name, "model": calibration.model, "config": _as_dict(config)}
+        text = json.dumps(about | _as_json(options, simulation, cost_model.front_delay) | {"figures": figures})
         if options.json == "-":
             print(text)
             return 0
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     print(f"{workload.name} on {options.replicas} x {calibration.model}, simulated in {took:.2f} s\n{report(figures)}")
+    if goals is not None:
+        kept = figures["goals"]
+        print(f"{kept['share']:.1%} of requests within {goals}: {kept['requests_per_second']:.2f} requests/s")
     if (note := warning(figures["utilisation"])) is not None:
         print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+def _as_json(options: argparse.Namespace, simulation: Simulation, front_delay: float) -> dict[str, Any]:
+    return {
+        "replicas": options.replicas,
+        "routing": options.policy,
+        "index_delay": options.index_delay,
+        "front_delay": front_delay,
+        "requests": [
+            _as_dict(metrics) | {"replica": replica}
+            for metrics, replica in zip(simulation.requests, simulation.replica_of, strict=True)
+        ],
+        "steps": [[_as_dict(record) for record in records] for records in simulation.steps],
+    }
 
 
 def _certainty(

@@ -63,14 +63,14 @@ def add_warm_ups_flag(parser: argparse.ArgumentParser) -> None:
 
 def about_workloads() -> str:
     """Format the list of workloads for the epilog of a command's help."""
-    return "workloads:\n" + "\n".join(f"  {name:<9}{_about(name)}" for name in WORKLOADS)
+    return "workloads:\n" + "\n".join(f"  {name:<11}{_about(name)}" for name in WORKLOADS)
 
 
 def _about(name: str) -> str:
     maker = WORKLOADS[name]
     parameters = inspect.signature(maker).parameters.values()
     takes = " ".join(f"{parameter.name}={format_value(parameter.default)}" for parameter in parameters)
-    return ABOUT[name] + (f"\n{'':<11}{takes}" if takes else "")
+    return ABOUT[name] + (f"\n{'':<13}{takes}" if takes else "")
 
 
 # ------------------------------------------------------------------------------------------------ values of the flags

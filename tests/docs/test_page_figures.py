@@ -41,7 +41,7 @@ from nanovllm.streaming import engine_thread
 from nanovllm.tools.bench import other_engines, worker
 from nanovllm.tools.simulate import cost_fit, utilisation
 from nanovllm.tools.tune import find_rate, forecast, ranking, report, settings, shares
-from nanovllm.tools.workloads import recorded, workloads
+from nanovllm.tools.workloads import block_tokens, recorded
 from nanovllm.tools.workloads.specs import build
 from tests.support.command_line import command_parsers
 from tests.support.pages import ROOT, TEXTS
@@ -128,8 +128,8 @@ QUOTED = {
     ],
     "docs/guide/benchmarking.md": [
         *(f"{load.num_prompt_tokens:,} and {load.num_output_tokens:,}" for load in map(build, ("W", "P", "W1", "W2"))),
-        f"ids from {workloads.LOWEST_ID} up to `vocab`",
-        f"with ids from {workloads.LOWEST_ID} to {workloads.LOWEST_ID + recorded.DRAWN - 1}",
+        f"ids from {block_tokens.LOWEST_ID} up to `vocab`",
+        f"with ids from {block_tokens.LOWEST_ID} to {block_tokens.LOWEST_ID + block_tokens.DRAWN - 1}",
         f"blocks of {recorded.MOONCAKE_BLOCK} tokens",
         f"the first {worker.TIMED_WARM_UP}, slow engines play {WORDS[other_engines.SLOW_WARM_UP_REQUESTS]}",
     ],

@@ -8,6 +8,8 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.core.outputs import RequestMetrics
+from nanovllm.tools.tune.goals import RequestGoals
 from nanovllm.tools.tune.settings import SWEPT, Resolver, sample, values_to_try
 from nanovllm.tools.tune.shares import smallest_share, take_share
 from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_requests, whales
@@ -125,3 +127,14 @@ def test_a_share_of_requests_at_once_can_fill_the_engine():
     assert smallest_share(workload, max_num_seqs=16) == 0.25
     assert len(take_share(workload, smallest_share(workload, max_num_seqs=48)).requests) == 48
     assert smallest_share(workload, max_num_seqs=128) == 1.0
+
+
+def test_goals_of_a_request_count_those_that_keep_all_of_them():
+    requests = [
+        RequestMetrics(0.0, first_token_time=ttft, max_itl=slowest)
+        for ttft, slowest in ((0.5, 0.01), (2.0, 0.01), (0.5, 0.05), (1.0, None))
+    ]
+    goals = RequestGoals(ttft=1.0, itl=0.03)
+    assert goals.figures(requests, 4.0) == {"ttft": 1.0, "itl": 0.03, "share": 0.5, "requests_per_second": 0.5}
+    assert RequestGoals(itl=0.03).figures(requests, 4.0)["share"] == 0.75
+    assert str(goals) == "TTFT <= 1000 ms and each ITL <= 30 ms"

@@ -315,6 +315,8 @@ def test_azures_trace_has_prompts_of_their_own(tmp_path):
         ('{"timestamp": "now", "input_length": 5, "output_length": 1, "hash_ids": [1]}\n', "the arrival is 'now'"),
         ("TIMESTAMP,ContextTokens\n", "line 1: the columns are"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "line 2: Invalid isoformat"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "in the column TIMESTAMP"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,x\n", "line 2: GeneratedTokens is 'x'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,2\n", "line 2: ContextTokens is 0"),
     ],
 )  # fmt: skip

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from nanovllm.core.outputs import RequestMetrics
 
 TIMES = ("ttft", "itl")
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -39,6 +43,43 @@ class Goal:
     def excess(self, run: dict[str, Any]) -> float:
         """Return the share of the limit by which a run exceeds it; negative below the limit."""
         return self.value(run) / self.limit - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGoals:
+    """Limits for each request: seconds to its first token, and between any two of its tokens; None: no limit."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+    def __str__(self) -> str:
+        limits = (("TTFT", self.ttft), ("each ITL", self.itl))
+        return " and ".join(f"{name} <= {1e3 * limit:g} ms" for name, limit in limits if limit is not None)
+
+    def kept_by(self, request: RequestMetrics) -> bool:
+        """Whether a request kept the limits; one without a token did not."""
+        if request.ttft is None:
+            return False
+        return request.ttft <= (self.ttft or math.inf) and (request.max_itl or 0.0) <= (self.itl or math.inf)
+
+    def figures(self, requests: Sequence[RequestMetrics], seconds: float) -> dict[str, Any]:
+        """Return the limits, the "share" of requests that kept them, and these "requests_per_second"."""
+        count = sum(map(self.kept_by, requests))
+        return asdict(self) | {"share": count / len(requests), "requests_per_second": count / seconds}
+
+
+def add_request_goal_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "goals of a request", "the share of requests that keep them is reported; a number with its unit, such as 500ms"
+    )
+    group.add_argument("--goal-ttft", type=_limit, metavar="TIME", help="time to the first token")
+    group.add_argument("--goal-itl", type=_limit, metavar="TIME", help="time between any two tokens")
+
+
+def request_goals_from_flags(options: argparse.Namespace) -> RequestGoals | None:
+    """The goals of the flags; None without any."""
+    goals = RequestGoals(options.goal_ttft, options.goal_itl)
+    return None if goals == RequestGoals() else goals
 
 
 def add_goal_flags(parser: argparse.ArgumentParser) -> None:

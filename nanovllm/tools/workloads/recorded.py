@@ -15,18 +15,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from nanovllm.tools.workloads.workloads import LOWEST_ID, TimedRequest, Workload
+from nanovllm.tools.workloads.block_tokens import draw_prompt
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 logger = logging.getLogger("nanovllm")
 
 MOONCAKE_BLOCK = 512  # tokens per hash
 RECORD, MOONCAKE, AZURE = "nanovllm serve --record", "Mooncake", "Azure"
-Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-DRAWN = 256 - LOWEST_ID  # token ids from LOWEST_ID on: in the vocabulary of every model, bytes included
-UNIQUE = 2**54  # above every recorded hash: hashes of prompts without a shared prefix
+UNIQUE = 2**54  # above every recorded hash: hashes of prompts that share nothing
 
 
 class Recorded(NamedTuple):
@@ -103,7 +100,7 @@ def _lines(path: Path, kind: str) -> Iterator[Recorded]:
 def _record(line: str, number: int) -> Recorded:
     value = _object(line)
     return Recorded(
-        _seconds(value["arrival"]),
+        _seconds("arrival", value["arrival"]),
         _count("prompt_tokens", value["prompt_tokens"], 1),
         _count("output_tokens", value["output_tokens"], 0),
         block := _count("block_tokens", value["block_tokens"], 1),
@@ -119,20 +116,34 @@ def _mooncake(line: str, number: int) -> Recorded:
     length = _count("input_length", value["input_length"], 1)
     hashes = _hashes(value["hash_ids"], length, MOONCAKE_BLOCK)
     output = _count("output_length", value["output_length"], 0)
-    return Recorded(1e-3 * _seconds(value["timestamp"]), length, output, MOONCAKE_BLOCK, hashes)
+    return Recorded(1e-3 * _seconds("timestamp", value["timestamp"]), length, output, MOONCAKE_BLOCK, hashes)
 
 
 def _azure(line: str, number: int) -> Recorded:
     cells = line.strip().split(",")
     if len(cells) != 3:
         raise ValueError(f"{len(cells)} columns, where {AZURE_HEADER} are 3.")
-    day, _, clock = cells[0].strip().partition(" ")
-    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # up to seven digits
-    whole = datetime.fromisoformat(f"{day} {clock}+00:00").timestamp()
-    length, output = int(cells[1]), int(cells[2])
-    length = _count("ContextTokens", length, 1)
-    hashes = [UNIQUE + number]
-    return Recorded(whole + float(f"0.{fraction or 0}"), length, _count("GeneratedTokens", output, 0), length, hashes)
+    try:
+        arrival = _timestamp(cells[0].strip())
+    except ValueError as error:
+        raise ValueError(f"{error}, in the column TIMESTAMP") from error
+    length = _count("ContextTokens", _whole_number(cells[1]), 1)
+    output = _count("GeneratedTokens", _whole_number(cells[2]), 0)
+    return Recorded(arrival, length, output, length, [UNIQUE + number])
+
+
+def _timestamp(text: str) -> float:
+    day, _, clock = text.partition(" ")
+    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # which has up to seven digits
+    return datetime.fromisoformat(f"{day} {clock}+00:00").timestamp() + float(f"0.{fraction or 0}")
+
+
+def _whole_number(text: str) -> int | str:
+    """The number of a cell; its text, which `_count` refuses by name, if it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        return text.strip()
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -145,9 +156,9 @@ def _object(line: str) -> dict[str, Any]:
     return value
 
 
-def _seconds(value: Any) -> float:
+def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"the arrival is {value!r}; it must be a number.")
+        raise ValueError(f"the arrival is {value!r}; {name} must be a number.")
     return float(value)
 
 
@@ -176,20 +187,3 @@ def _as_timed(request: Recorded, begin: float) -> Iterable[TimedRequest]:
     for sample in range(count):
         share = request.num_output_tokens // count + (sample < request.num_output_tokens % count)
         yield TimedRequest(request.arrival - begin, prompt, max(1, share), priority=request.priority)
-
-
-def draw_prompt(hash_ids: list[int], length: int, block_tokens: int) -> list[int]:
-    """Draw the token ids of a prompt, block by block from the hashes."""
-    ids: Numbers = np.asarray(hash_ids, np.uint64)[:, None]  # [num_blocks, 1]
-    offsets: Numbers = np.arange(block_tokens, dtype=np.uint64)
-    mixed = _mix(np.add(_mix(ids), offsets, dtype=np.uint64))  # [num_blocks, block_tokens]
-    token_ids: list[int] = (mixed.ravel()[:length] % np.uint64(DRAWN) + np.uint64(LOWEST_ID)).tolist()
-    return token_ids
-
-
-def _mix(values: Numbers) -> Numbers:
-    """Scramble 64-bit numbers: the finalizer of splitmix64."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

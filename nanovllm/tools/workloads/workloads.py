@@ -10,13 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.tools.workloads.block_tokens import LOWEST_ID
+from nanovllm.tools.workloads.real_traffic import draw_traffic
+from nanovllm.tools.workloads.trace_statistics import TRACES
+
 Span = int | tuple[int, int]  # a fixed length, or (shortest, longest) to draw from
 
-LOWEST_ID = 17  # first id after the special tokens of the default model
 VOCAB = 10_000  # default upper bound of drawn ids, below the vocabulary size of common models
 
 
@@ -230,6 +234,20 @@ def whales(
     sizes = [(0.0, prompt, output)] * decoding + [(delay, whale_prompt, whale_output)] * whales
     made = [TimedRequest(time, draw.tokens(draw.length(long)), draw.length(out)) for time, long, out in sizes]
     return Workload("whales", made)
+
+
+def real_traffic(name: str, *, requests: int = 1000, rate: float, scale: float = 1.0, seed: int = 0) -> Workload:
+    """Build a look-alike of the trace `name` of `trace_statistics.TRACES`.
+
+    Args:
+        rate: requests per second; the trace's own arrivals, faster or slower.
+    """
+    drawn = draw_traffic(TRACES[name], _scaled(requests, scale), rate=rate, scale=scale, seed=seed)
+    return Workload(name, [TimedRequest(*request) for request in drawn])
+
+
+for _name, _trace in TRACES.items():
+    _workload(_name, _trace.about)(partial(real_traffic, _name, rate=_trace.rate))
 
 
 # ---------------------------------------------------------------------------------------------------------- arrivals
