@@ -313,7 +313,8 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
         raise ValueError(
             f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
         )
-    _check_goals(params, limits)
+    if params.itl_goal is not None or params.ttft_goal is not None:
+        _check_goals(params, limits)
     if has_tokenizer:
         return
     for name, is_used in (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -100,3 +103,15 @@ def test_what_serves_a_goal_needs_one(options):
 def test_a_goal_below_a_step_of_one_block_is_refused_at_load():
     with pytest.raises(ValueError, match=r"itl_goal is 0.001 s, but a step of one block of 256 tokens takes"):
         open_llm(itl_goal=1e-3, block_size=256, num_kv_blocks=9)
+
+
+def test_a_simulation_keeps_the_goal_with_the_engines_own_budget():
+    config = CALIBRATION.resolve(EngineConfig(itl_goal=0.02))
+    requests = [TimedRequest(0.05 * number, [number] * 300, 30) for number in range(8)]
+    goal, usual = (
+        simulate(Workload("prompts", requests, {}), replace(config, itl_goal=each), CALIBRATION.cost_model)
+        for each in (0.02, None)
+    )
+    worst = [max(metrics.max_itl for metrics in run.requests) for run in (goal, usual)]
+    assert worst[0] <= 0.0202 < worst[1]
+    assert (goal.stats[0].budget.itl_goal, usual.stats[0].budget) == (0.02, None)
