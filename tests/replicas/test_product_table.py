@@ -323,7 +323,7 @@ ASYNCHRONOUS = {
     "submit", "submit_chat", "abort", "tokenize", "detokenize", "prepare", "work", "texts", "compiles",
     "heartbeat", "is_dead", "inspect", "close",
     "plan_scores", "output_kind", "request_id", "prepares_when_idle", "kv_cache_memory_bytes", "kv_events",
-    "kv_events_replay", "kv_events_topic", "kv_events_rank",
+    "kv_events_replay", "kv_events_topic", "kv_events_rank", "step_costs",
 }  # fmt: skip
 
 
