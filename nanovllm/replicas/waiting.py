@@ -12,10 +12,10 @@ def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bo
     """Requests of a dead replica that its scheduler may have run; it had not reached the rest of its queue.
 
     Args:
-        ages: whether priorities age, so that the order of the queue is unknown here.
+        ages: whether priorities age. Then, or with several clients, the order of the queue is unknown here.
     """
     ordered = sorted(requests, key=lambda request: (request.new.priority, request.placement))
-    if ages:
+    if ages or len({request.new.client for request in ordered}) > 1:
         return ordered
     found, num_samples = [], 0
     for request in ordered:

@@ -11,8 +11,8 @@ from nanovllm.replicas.pool_request import MAX_DEATHS, PoolRequest
 from nanovllm.replicas.waiting import WaitingRequests, may_have_run
 
 
-def pool_request(name, *, num_deaths=0, placement=0, priority=0, **params):
-    new = NewRequest(name, [1, 2], SamplingParams(**params), priority=priority)
+def pool_request(name, *, num_deaths=0, placement=0, priority=0, client="", **params):
+    new = NewRequest(name, [1, 2], SamplingParams(**params), priority=priority, client=client)
     request = PoolRequest(new)
     request.num_deaths, request.placement = num_deaths, placement
     return request
@@ -33,6 +33,12 @@ def test_those_that_a_scheduler_runs_first_may_have_run():
     assert may_have_run([late, several, first, urgent], 2, ages=False) == [urgent, first]
     assert may_have_run([late, several, first, urgent], 3, ages=False) == [urgent, first, several]
     assert may_have_run([late, first], 1, ages=True) == [first, late]
+
+
+def test_with_several_clients_any_request_may_have_run():
+    first, second, other = (pool_request(c, placement=n, client=c) for n, c in enumerate("aab"))
+    assert may_have_run([first, second, other], 1, ages=False) == [first, second, other]
+    assert may_have_run([first, second], 1, ages=False) == [first]
 
 
 @pytest.mark.parametrize("end", ["token", "no new token", "ended"])
