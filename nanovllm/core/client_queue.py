@@ -202,7 +202,14 @@ class ClientQueue:
         first = next(iter(self.in_order()))
         has_place = any(sequence.client == first.client for sequence in running)
         last = first.priority if has_place else math.inf
-        others = [s for s in running if s.client != first.client and first.priority <= s.priority <= last]
+        others = [
+            s
+            for s in running
+            if s.client != first.client
+            and first.priority <= s.priority <= last
+            # With ageing an older one of lower priority would start before the first waiting one again.
+            and (s.priority == first.priority or s.key > first.key)
+        ]
         if first.num_in_flight_tokens or not others:
             return None
         victim, account = self.victims(others)[0], self._account(first)

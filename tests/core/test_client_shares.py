@@ -232,6 +232,18 @@ def test_a_more_urgent_request_keeps_its_place_and_a_less_urgent_one_loses_it():
     assert "3" in running(loop)
 
 
+def test_with_ageing_an_older_request_keeps_its_place():
+    """The request of the higher priority came so much later that the other would start before it again."""
+    loop = make_loop(max_num_seqs=1, priority_ageing_s=1.0)
+    add_many(loop, "a", 1, max_tokens=20, priority=1)
+    loop.step()
+    loop.now = 8.0
+    add_many(loop, "b", 1, max_tokens=2)
+    for _ in range(10):
+        loop.step()
+    assert running(loop) == ["0"] and loop.scheduler.stats.num_preemptions == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_place_taken_with_a_token_in_flight_costs_no_token(depth: int):
     loop = make_loop(max_num_seqs=2, num_kv_blocks=401)
