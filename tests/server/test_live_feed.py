@@ -34,7 +34,7 @@ from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
 from tests.support.async_llms import OPTIONS, bounded
 from tests.support.blocks import SIZE, A, B, computed, make_manager, release
-from tests.support.scheduling import make_sequence
+from tests.support.scheduling import make_scheduler, make_sequence
 from tests.support.serving import serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -158,6 +158,19 @@ async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait():
         for task in tasks:
             task.cancel()
     assert look.queue_positions == {"live-third": 3, "live-last": len(ids) - 1}
+
+
+def test_positions_follow_the_shares_of_clients():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for number, client in enumerate("aaab"):
+        scheduler.add(make_sequence([1, 2], arrival=number, client=client))
+    scheduler.schedule()
+    engine = SimpleNamespace(statuses=(), scheduler=scheduler)
+    snapshot = EngineSnapshot(0.0, (), [], 0, 0, bytes(5), bytes(5), {}, 0.0)
+    assert with_queue_positions(snapshot, engine, {"2": "live-a", "3": "live-b"}).queue_positions == {
+        "live-b": 1,
+        "live-a": 3,
+    }
 
 
 def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_arrival():

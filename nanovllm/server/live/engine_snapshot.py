@@ -97,7 +97,7 @@ def _waiting_ids(engine: Any) -> Iterator[str]:
             if not any(sample.token_ids for sample in request.samples):
                 yield from repeat(request_id, request.new.params.n)
     else:
-        yield from (sequence.request_id for sequence in engine.scheduler.waiting)
+        yield from (sequence.request_id for sequence in engine.scheduler.waiting.in_order())
 
 
 def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
