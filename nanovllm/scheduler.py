@@ -86,7 +86,8 @@ class Scheduler:
         num_decodes = len(entries)
         budget = self.config.max_num_batched_tokens
         if self.budget is not None:
-            budget = self.budget.num_tokens(entries, prefills or self.waiting.in_order(), self.block_manager.lookup)
+            may_start = self.waiting.in_order() if len(self.running) < self.config.max_num_seqs else ()
+            budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
         step = OpenStep(budget=budget - num_decodes)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one

@@ -91,7 +91,8 @@ class StepBudget:
         # With overlap the step before still runs, and the next token is due one goal after its end.
         late = 0.0 if config.overlap else min(max(0.0, now - self._costs.last_time), MAX_LATENESS * goal)
         ttft_goal = config.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
-        if ttft_goal is None:
+        has_token = first.num_known_tokens > first.num_prompt_tokens  # one that was preempted
+        if ttft_goal is None or has_token:
             return goal - late
         urgency = ((now - first.arrival_time) / ttft_goal - URGENT_FROM) / (1.0 - URGENT_FROM)
         return goal * (1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)) - late

@@ -115,6 +115,13 @@ def test_a_prompt_near_its_deadline_relaxes_the_goal_up_to_four_times():
     assert num_tokens(make_budget(0.01, now=9, ttft_goal=2.0, overlap=True), running, patient) == 9
 
 
+def test_a_preempted_request_that_has_its_first_token_is_no_longer_urgent():
+    preempted = prompt()
+    preempted.token_ids.append(1)
+    preempted.num_known_tokens += 1
+    assert num_tokens(make_budget(0.01, now=9, ttft_goal=2.0, overlap=True), decodes(1), preempted) == 9
+
+
 def test_statistics_tell_the_last_budget():
     budget = make_budget(0.05)
     assert budget.stats().num_tokens == MOST
@@ -134,6 +141,18 @@ def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
     loop.add([2] * 40, max_tokens=1)
     sizes = [loop.step().num_tokens for _ in range(4)]
     assert sizes == [1 + 12, 1 + 12, 1 + 12, 1 + 4]  # 14 fit, a chunk ends with a block; 13, 13 for deeper ones
+
+
+def test_while_no_slot_is_free_no_budget_is_chosen():
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=MOST)
+    scheduler.budget = make_budget(0.016)
+    loop = Loop(scheduler)
+    loop.add([1] * 20, max_tokens=20)
+    loop.add([2] * 40, max_tokens=1)
+    loop.step()
+    scheduler.block_manager.lookup = None  # of a prompt that cannot start
+    loop.step()
+    assert scheduler.budget.stats().num_tokens == MOST
 
 
 class RandomCosts(Costs):
