@@ -6,6 +6,7 @@ A run of the whole suite takes a process a core; `-n 0` keeps it in one.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
 SWITCH_SECONDS = sys.getswitchinterval()
 MAX_PROCESSES = 4  # each has up to 2 GiB
+LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.progress", "huggingface_hub")]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,6 +68,17 @@ def interpreter_is_as_before():
     if module is not None and module.OldObjectsFrozen._is_for_good:
         module.OldObjectsFrozen._is_for_good = False
         gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_as_before():
+    """A command that ran in this process has set which lines are logged."""
+    before = [(logger.level, logger.propagate) for logger in LOGGERS]
+    yield
+    for logger, (level, propagate) in zip(LOGGERS, before, strict=True):
+        logger.propagate = propagate
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 def _num_threads():

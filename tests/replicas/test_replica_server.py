@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +27,18 @@ BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extr
 
 
 @pytest.fixture(scope="module")
-def running():
-    with serving({"drain_timeout": 60.0}, model=tiny_folder(), **REPLICAS) as running:
-        yield running
+def servers():
+    with contextlib.ExitStack() as stack:
+        yield SimpleNamespace(stack=stack, last=None)
+
+
+@pytest.fixture
+def running(servers):
+    """The server of this file: a new one if a test has ended the last."""
+    if servers.last is None or not servers.last.thread.is_alive():
+        server = serving({"drain_timeout": 60.0}, model=tiny_folder(), **REPLICAS)
+        servers.last = servers.stack.enter_context(server)
+    return servers.last
 
 
 def expected(prompt, params=PARAMS):
@@ -169,7 +180,6 @@ def test_every_line_of_a_server_with_replicas_and_json_logs_is_an_object_of_one_
 
 
 def test_health_is_503_while_no_replica_is_up_and_a_stop_drains(running):
-    """Last: it ends the server."""
     prompt, texts, engine = random_prompts(1, seed=35)[0], [], running.engine
     with running.http() as http:
         comes_true(lambda: states(http) == ["up", "up"])

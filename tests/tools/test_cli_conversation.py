@@ -195,15 +195,25 @@ def test_a_model_that_cannot_be_loaded_ends_the_prompt(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def chat(folder, tmp_path_factory) -> Iterator[pexpect.spawn]:
-    """The command at a terminal, with its model loaded."""
+def chats() -> Iterator[list[pexpect.spawn]]:
+    chats: list[pexpect.spawn] = []
+    yield chats
+    for child in chats:
+        child.close(force=True)
+
+
+@pytest.fixture
+def chat(chats, folder, tmp_path_factory) -> pexpect.spawn:
+    """The command at a terminal: a new one if a test has ended the last."""
+    if chats and chats[-1].isalive():
+        return chats[-1]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "NANOVLLM_CACHE": str(tmp_path_factory.mktemp("cache"))}
     environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
     arguments = ["-m", "nanovllm.cli", "chat", str(folder), *ENGINE, "--max-tokens", "200", "--ignore-eos"]
     child = pexpect.spawn(sys.executable, arguments, env=environ, encoding="utf-8", timeout=120)
     child.logfile_read = io.StringIO()
-    yield child
-    child.close(force=True)
+    chats.append(child)
+    return child
 
 
 def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
