@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.process.gc_control import collector_paused
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use, so that `nanovllm.scheduler` and the command line's help do not wait for torch.
 _HOMES = {

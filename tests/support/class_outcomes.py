@@ -94,4 +94,14 @@ _SINCE_0_1 = """
     Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM
     Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM Starcoder2ForCausalLM
 """
-SINCE = dict.fromkeys(_SINCE_0_1.split(), "0.1.0")  # the other served ones: not released yet
+_SINCE_0_2 = """
+AXK1ForCausalLM AfmoeForCausalLM Apertus1p5TextForCausalLM BeamForCausalLM CodeGenForCausalLM Cohere2ForCausalLM
+Cohere2MoeForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM Exaone4ForCausalLM
+ExaoneMoeForCausalLM FlintForCausalLM GPTJForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
+Gemma4UnifiedForCausalLM Glm4MoeLiteForCausalLM GptOssForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
+Kolibri1ForCausalLM Llama4ForCausalLM LongcatFlashForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+MinistralForCausalLM MistralForCausalLM ModernBertDecoderForCausalLM NemotronForCausalLM Olmo3ForCausalLM
+StableLmForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
+"""
+SINCE = dict.fromkeys(_SINCE_0_1.split(), "0.1.0") | dict.fromkeys(_SINCE_0_2.split(), "0.2.0")  # others: unreleased
