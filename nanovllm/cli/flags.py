@@ -14,7 +14,6 @@ from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.tools.tune.goals import duration
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -129,6 +128,8 @@ def _function(text: str) -> Callable[..., Any]:
 
 def latency(text: str) -> float | str | None:
     """The goal that a flag such as "50ms", "auto" or "none" spells; raises argparse.ArgumentTypeError."""
+    from nanovllm.tools.tune.goals import duration  # a command without this flag imports no tools
+
     return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else duration(text)
 
 

@@ -218,7 +218,7 @@ def test_each_option_leaves_a_request_plain_or_names_a_stage_of_sampling_beyond_
     plain = {
         "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "n": 2, "seed": 3, "truncate_prompt_tokens": 5,
         "max_tokens": 5, "ignore_eos": True, "stop_token_ids": [5], "stop": ["a"], "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
+        "skip_special_tokens": False, "itl_goal": 0.5, "ttft_goal": 0.5,
     }  # fmt: skip
     of_stages = {"prompt_logprobs_start"}  # beside prompt_logprobs
     assert stages.keys() | plain.keys() | of_stages == {field.name for field in fields(SamplingParams)}

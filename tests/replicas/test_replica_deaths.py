@@ -376,7 +376,7 @@ def test_an_error_while_messages_are_taken_ends_the_pool(monkeypatch):
     """A second Ctrl-C, which comes through at once: what was received is lost in part."""
     monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
     with LLM(tiny_folder(), **OPTIONS) as llm:
-        monkeypatch.setattr(pool.ReplicaPool, "_take", interrupt)
+        monkeypatch.setattr(pool.ReplicaPool, "_handle_report", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2]], use_tqdm=False)
         with pytest.raises(EngineDeadError, match="these replicas are dead"):

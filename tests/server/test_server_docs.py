@@ -68,7 +68,7 @@ def test_every_extension_and_every_refused_field_is_named():
 
 
 def test_every_endpoint_and_every_metric_is_named():
-    with serving() as running, running.http() as http:
+    with serving(itl_goal=60.0) as running, running.http() as http:
         http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
         text = http.get("/metrics").text
         paths = running.app.openapi()["paths"]
