@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.attention.flex_tiles import MIN_TILES, TileCall, TileRows, TileTables
-from nanovllm.attention.tiles import Tiles
+from nanovllm.attention.flex_tiles import MIN_TILES, TileCall, TileRows, TileTables, runs
 from nanovllm.cache.kinds import LayerTraits
+from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout
 
 # Tiles that tables have room for, at least: the compiler refuses a symbol that can only be MIN_TILES.
@@ -73,28 +73,34 @@ class FlexAttention:
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the tables for one step; they are overwritten by the next plan."""
-        tables, starts = self._block_tables(layout)
         size, count = self.block_size, layout.num_decodes
-        last = layout.positions[:count]
-        decodes = TileRows(tables, starts[:count], last, last, last)
-        tiles = Tiles.from_layout(layout, size)
-        positions, is_row = tiles.blocks * size, tiles.rows.reshape(-1, size) >= 0
-        first_rows = positions + is_row.argmax(axis=1)
-        chunks = TileRows(tables, starts[count:][tiles.chunks], positions, first_rows, first_rows + is_row.sum(1) - 1)
+        firsts, lasts = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
+        tables, starts = self._block_tables(layout.entries, firsts, lasts)
+        decodes = TileRows(tables, starts[:count], lasts[:count], lasts[:count], lasts[:count])
+        firsts, lasts = firsts[count:], lasts[count:]
+        num_tiles = lasts // size - firsts // size + 1  # of each chunk
+        positions = runs(firsts // size, num_tiles) * size
+        starts, first_rows, last_rows = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
+        first_rows, last_rows = np.maximum(first_rows, positions), np.minimum(last_rows, positions + size - 1)
+        chunks = TileRows(tables, starts, positions, first_rows, last_rows)
         for of_decodes, of_chunks in self._tables.values():
             of_decodes.fill(decodes)
             of_chunks.fill(chunks)
-        chunk_rows = np.empty(layout.num_tokens - count, np.int64)
-        chunk_rows[tiles.rows[tiles.rows >= 0]] = np.flatnonzero(is_row)
-        num_tiles = len(positions) and max(MIN_TILES, len(positions))
-        return FlexPlan(self, count, num_tiles, torch.from_numpy(chunk_rows).to(self.device))
+        chunk_rows = runs(firsts % size + (num_tiles.cumsum() - num_tiles) * size, lasts - firsts + 1)
+        num_chunk_tiles = len(positions) and max(MIN_TILES, len(positions))
+        return FlexPlan(self, count, num_chunk_tiles, torch.from_numpy(chunk_rows).to(self.device))
 
-    def _block_tables(self, layout: BatchLayout) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The blocks that some layer sees, concatenated, and where in them block 0 of each entry lies or would lie."""
-        first_rows, last_rows = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
-        seen = [sight.first_seen(first_rows) for sight, _ in self._tables]
-        first, end = np.minimum.reduce(seen) // self.block_size, last_rows // self.block_size + 1
-        spans = zip(layout.entries, first.tolist(), end.tolist(), strict=True)
+    def _block_tables(
+        self, entries: Sequence[ScheduledSequence], firsts: NDArray[np.int64], lasts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The blocks that some layer sees, concatenated, and where in them block 0 of each entry lies or would lie.
+
+        Args:
+            firsts, lasts: positions of each entry's first and last row.
+        """
+        seen = [sight.first_seen(firsts) for sight, _ in self._tables]
+        first, end = np.minimum.reduce(seen) // self.block_size, lasts // self.block_size + 1
+        spans = zip(entries, first.tolist(), end.tolist(), strict=True)
         blocks = itertools.chain.from_iterable(entry.block_table[a:b] for entry, a, b in spans)
         return np.fromiter(blocks, np.int32, int((end - first).sum())), np.cumsum(end - first) - end
 

@@ -30,9 +30,6 @@ from nanovllm.core.batch import NULL_BLOCK
 MIN_TILES = 2  # of a call: one would be compiled as a special case
 _NOWHERE = -1  # the index of a block that holds no positions
 
-IntArray = NDArray[np.integer[Any]]
-Lists = tuple[Tensor, Tensor]  # of each tile: how many blocks, and which
-
 
 class TileRows(NamedTuple):
     """The decode tiles of a step, or its chunk tiles; each array has an item a tile, but `tables`.
@@ -48,10 +45,6 @@ class TileRows(NamedTuple):
     positions: NDArray[np.int64]
     first_rows: NDArray[np.int64]
     last_rows: NDArray[np.int64]
-
-    def blocks(self, tiles: IntArray, indices: IntArray) -> NDArray[np.int32]:
-        """The blocks with these indices in the sequences of these tiles."""
-        return self.tables[self.table_starts[tiles] + indices]
 
 
 class TileTables:
@@ -71,53 +64,53 @@ class TileTables:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.partial = table(1, 1, max_tiles), table(1, 1, max_tiles, num_blocks)  # counts and blocks
-        self.full = table(1, 1, max_tiles), table(1, 1, max_tiles, num_blocks)
-        # Of each tile's first row: in its sequence, or within its block where the mask compares slots of a block.
-        self.positions = table(max_tiles)
+        # Of partial blocks, then of full ones, in one tensor: one call sets a step's blocks.
+        lists = table(2, 1, 1, max_tiles, num_blocks)
+        self._lists, self._list_starts = lists.view(-1), np.arange(2 * max_tiles).reshape(2, -1) * num_blocks
+        # The lengths of both lists, and the position of each tile's first row: in its sequence, or within its block
+        # where the mask compares slots of a block.
+        self._numbers = table(3, max_tiles)
+        counts = self._numbers[:2, None, None]
         self.indices: list[Tensor] = []  # of each block in its sequence, where the mask compares positions
         if has_sinks or not sight.is_full:
             self.indices.append(table(num_blocks).fill_(_NOWHERE))
-        self.parts = *self.partial, *self.full, self.positions, *self.indices
+        self.parts = counts[0], lists[0], counts[1], lists[1], self._numbers[2], *self.indices
 
     def fill(self, rows: TileRows) -> None:
         """Set the tables for a step; up to MIN_TILES, further tiles see nothing."""
-        if not len(rows.positions):
+        num_tiles, size, device = len(rows.positions), self._block_size, self._lists.device
+        if not num_tiles:
             return
-        size, device = self._block_size, self.positions.device
         own = rows.last_rows // size
         border = self._sight.first_seen(rows.first_rows) // size  # the first block that any row sees
         whole = np.minimum(own, -(-self._sight.first_seen(rows.last_rows) // size))  # the first that all rows see whole
-        tiles, columns = _spread(own - whole)
-        self._list(self.full, own - whole, tiles, columns, rows.blocks(tiles, whole[tiles] + columns))
-        counts = whole - border + 1 + self._has_sinks
-        tiles, columns = _spread(counts)
-        indices = border[tiles] + columns
-        indices = np.where(indices < whole[tiles], indices, own[tiles])
-        blocks = rows.blocks(tiles, indices)
+        num_begun, num_full, num_seen = whole - border, own - whole, own - border + 1
+        # A tile sees one run of its sequence's blocks: some partial, the next ones full, the last, its own, partial.
+        blocks = rows.tables[runs(rows.table_starts + border, num_seen)]
+        partial, full = self._list_starts[:, :num_tiles]
+        pieces = (partial, full, partial + num_begun), (num_begun, num_full, np.ones_like(own))
+        to = runs(*(np.array(piece).T.ravel() for piece in pieces))
+        self._lists.scatter_(0, torch.from_numpy(to).to(device), torch.from_numpy(blocks).to(device))
+        if self._has_sinks:
+            self._lists.scatter_(0, torch.from_numpy(partial + num_begun + 1).to(device), NULL_BLOCK)
         positions = rows.positions
         if self.indices:
-            self.indices[0][torch.from_numpy(blocks).long().to(device)] = torch.from_numpy(indices).int().to(device)
+            indices = torch.from_numpy(runs(border, num_seen)).int().to(device)
+            self.indices[0].scatter_(0, torch.from_numpy(blocks).long().to(device), indices)
         else:
             positions = positions % size
-        if self._has_sinks:
-            blocks[columns == counts[tiles] - 1] = NULL_BLOCK
-        self._list(self.partial, counts, tiles, columns, blocks)
-        self.positions[: len(positions)] = torch.from_numpy(positions).to(device)
-
-    @staticmethod
-    def _list(to: Lists, counts: IntArray, tiles: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        num_listed, listed = to
-        at = torch.from_numpy(np.stack([tiles, columns])).to(listed.device)
-        listed[0, 0].index_put_((at[0], at[1]), torch.from_numpy(blocks).to(listed.device))
-        num_listed[0, 0, : len(counts)] = torch.from_numpy(counts).to(listed.device)
-        num_listed[0, 0, len(counts) : MIN_TILES] = 0
+        numbers = np.array((num_begun + 1 + self._has_sinks, num_full, positions))
+        self._numbers[:, :num_tiles] = torch.from_numpy(numbers).to(device)
+        if num_tiles < MIN_TILES:
+            self._numbers[:, num_tiles:MIN_TILES] = 0
 
 
-def _spread(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Tile and column of every item of lists with these lengths."""
-    tiles = np.repeat(np.arange(len(counts)), counts)
-    return tiles, np.arange(len(tiles)) - np.repeat(np.cumsum(counts) - counts, counts)
+def runs(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Consecutive numbers, `counts[i]` of them from `firsts[i]` on, for one i after the other."""
+    ends = counts.cumsum()
+    numbers = np.repeat(firsts - ends + counts, counts)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 class TileCall(nn.Module):
