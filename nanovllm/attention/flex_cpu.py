@@ -73,22 +73,25 @@ class FlexAttention:
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the tables for one step; they are overwritten by the next plan."""
-        size, count = self.block_size, layout.num_decodes
+        count = layout.num_decodes
         firsts, lasts = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
         tables, starts = self._block_tables(layout.entries, firsts, lasts)
-        decodes = TileRows(tables, starts[:count], lasts[:count], lasts[:count], lasts[:count])
-        firsts, lasts = firsts[count:], lasts[count:]
+        if count:
+            decodes = TileRows(tables, starts[:count], lasts[:count], lasts[:count], lasts[:count])
+            for of_decodes, _ in self._tables.values():
+                of_decodes.fill(decodes)
+        if count == len(firsts):
+            return FlexPlan(self, count, 0, torch.zeros(0, dtype=torch.int64, device=self.device))
+        size, firsts, lasts = self.block_size, firsts[count:], lasts[count:]
         num_tiles = lasts // size - firsts // size + 1  # of each chunk
         positions = runs(firsts // size, num_tiles) * size
         starts, first_rows, last_rows = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
         first_rows, last_rows = np.maximum(first_rows, positions), np.minimum(last_rows, positions + size - 1)
         chunks = TileRows(tables, starts, positions, first_rows, last_rows)
-        for of_decodes, of_chunks in self._tables.values():
-            of_decodes.fill(decodes)
+        for _, of_chunks in self._tables.values():
             of_chunks.fill(chunks)
         chunk_rows = runs(firsts % size + (num_tiles.cumsum() - num_tiles) * size, lasts - firsts + 1)
-        num_chunk_tiles = len(positions) and max(MIN_TILES, len(positions))
-        return FlexPlan(self, count, num_chunk_tiles, torch.from_numpy(chunk_rows).to(self.device))
+        return FlexPlan(self, count, max(MIN_TILES, len(positions)), torch.from_numpy(chunk_rows).to(self.device))
 
     def _block_tables(
         self, entries: Sequence[ScheduledSequence], firsts: NDArray[np.int64], lasts: NDArray[np.int64]
@@ -102,7 +105,8 @@ class FlexAttention:
         first, end = np.minimum.reduce(seen) // self.block_size, lasts // self.block_size + 1
         spans = zip(entries, first.tolist(), end.tolist(), strict=True)
         blocks = itertools.chain.from_iterable(entry.block_table[a:b] for entry, a, b in spans)
-        return np.fromiter(blocks, np.int32, int((end - first).sum())), np.cumsum(end - first) - end
+        counts = end - first
+        return np.fromiter(blocks, np.int32, int(counts.sum())), counts.cumsum() - end
 
 
 @dataclass(frozen=True, slots=True)

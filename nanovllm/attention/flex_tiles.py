@@ -79,8 +79,6 @@ class TileTables:
     def fill(self, rows: TileRows) -> None:
         """Set the tables for a step; up to MIN_TILES, further tiles see nothing."""
         num_tiles, size, device = len(rows.positions), self._block_size, self._lists.device
-        if not num_tiles:
-            return
         own = rows.last_rows // size
         border = self._sight.first_seen(rows.first_rows) // size  # the first block that any row sees
         whole = np.minimum(own, -(-self._sight.first_seen(rows.last_rows) // size))  # the first that all rows see whole
