@@ -94,6 +94,12 @@ def sigint_is_heeded():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def small_default_cache(monkeypatch):
+    """512 MiB instead of 4 GiB: engines with the defaults touch all of their KV cache while they are idle."""
+    monkeypatch.setattr("nanovllm.execution.memory.MAX_DEFAULT_CPU_CACHE_BYTES", 512 * 2**20)
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium. Not for longer than a module: while it is open, its thread has an event loop that runs."""

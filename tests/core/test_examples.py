@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("small_default_cache")
 ROOT = Path(__file__).parents[2]
 SAYS = {
     "async_streams": ["Paris", "that is enough", "steps served them all"],

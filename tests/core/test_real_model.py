@@ -16,7 +16,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.model.default_model import ensure_default_model
 from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts
 
+pytestmark = pytest.mark.usefixtures("small_default_cache")
 NUM_NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference_model_is_freed():
+    yield
+    reference_model.cache_clear()
 
 
 @functools.cache

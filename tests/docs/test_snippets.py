@@ -24,6 +24,7 @@ from tests.support.pages import PAGES, ROOT, Snippet, snippets
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_default_cache")
 SHELL, PYTHON = ("bash", "sh"), ("python",)
 RUN = (*SHELL, *PYTHON)
 # What no test runs here, by its reason in the page, and how many blocks each has. Their flags and names are checked.
