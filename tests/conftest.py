@@ -5,6 +5,7 @@ A run of the whole suite takes a process a core; `-n 0` keeps it in one.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -84,6 +85,15 @@ def loggers_are_as_before():
 def _num_threads():
     torch = sys.modules.get("torch")  # which the tests without it shall not import
     return torch and torch.get_num_threads()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_memory_is_given_back():
+    """glibc keeps up to 1 GiB that the models of a file have freed."""
+    yield
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture
