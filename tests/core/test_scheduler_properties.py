@@ -99,7 +99,7 @@ def walk(seed: int, num_calls: int) -> Loop:
     return walk_at_random(loop, rng, num_calls)
 
 
-NUM_WALKS = 60
+NUM_WALKS = 75
 
 
 @pytest.fixture(scope="module")
