@@ -2,7 +2,7 @@
 
 Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight,
 `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for their blocks,
-and the pool holds one sequence of max_model_len. It loses its place only to a client that was served less by more than
+and the pool holds one sequence of max_model_len. It loses its slot only to a client that was served less by more than
 both cost again, so each turn brings tokens, and it always finishes.
 """
 
@@ -79,7 +79,7 @@ class Scheduler:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
         if self.waiting.is_shared:
-            self._free_place()
+            self._free_slot()
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
@@ -211,22 +211,22 @@ class Scheduler:
         Among several clients that which was served most loses its sequences first.
         """
         is_shared = self.waiting.is_shared
-        for victim in self.waiting.victims(self.running) if is_shared else list(reversed(self.running)):
+        for victim in self.waiting.preemption_order(self.running) if is_shared else list(reversed(self.running)):
             if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
                 break
             if victim.key > sequence.key and victim.placed_in_step != self._step_id:
                 self._preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
 
-    def _free_place(self) -> None:
-        """Preempt a sequence whose place is due to a client that waits.
+    def _free_slot(self) -> None:
+        """Preempt a sequence whose slot is due to a client that waits.
 
         Not while a prefill is in progress: it may take the budget that the other needs to start.
         """
         if not self.waiting or len(self.running) < self.config.max_num_seqs:
             return
         if all(sequence.num_known_tokens - sequence.num_computed_tokens <= 1 for sequence in self.running):
-            victim = self.waiting.place_to_take(self.running, self.share_bound)
+            victim = self.waiting.slot_victim(self.running, self.share_bound)
             if victim is not None:
                 self._preempt(victim)
 

@@ -24,24 +24,22 @@ from sortedcontainers import SortedKeyList
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token: decodes, which share a step's fixed cost, take some 3 times as long
-MAX_IDLE = 1024  # clients without requests that a level remembers
+MAX_IDLE = 1024  # clients without requests whose counters are kept
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """A client in one priority level; `served` is its counter."""
+    """A client with sequences in one priority level; `served` is its counter."""
 
     weight: float
-    served: float = 0.0
+    served: float
     num_unfinished: int = 0
     waiting: SortedKeyList = field(default_factory=lambda: SortedKeyList(key=SCHEDULING_KEY))
 
 
 class ClientQueue:
-    """Waiting sequences in order of their keys, and in that of shares; knows the running ones as unfinished.
-
-    is_shared: several clients are known. With one client nothing but prefills is counted.
+    """Waiting sequences by their keys, and in the order of shares; running ones count as unfinished.
 
     Args:
         weights: of clients; 1 for the others.
@@ -54,57 +52,51 @@ class ClientQueue:
         prefill_cost: float = PREFILL_COST,
         decode_cost: float = DECODE_COST,
     ) -> None:
-        self._waiting = SortedKeyList(key=SCHEDULING_KEY)
-        self.is_shared = False
         self.prefill_cost, self.decode_cost = prefill_cost, decode_cost
         self._weights = weights or {}
-        self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client, used last behind
+        self._waiting = SortedKeyList(key=SCHEDULING_KEY)
+        self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client
         self._num_accounts: Counter[str] = Counter()  # of each client
+        self._idle: dict[tuple[int, str], float] = {}  # counters of clients without sequences, oldest first
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def join(self, sequence: Sequence) -> None:
-        """Queue a new sequence; a client that had none in its level gets the least counter of those that have."""
+        """Queue a new sequence; a client that had none in its level gets at least the least counter there."""
         client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
-        account = level.pop(client, None)
-        if account is None:
-            account = Account(self._weights.get(client, 1.0))
+        if client not in level:
+            served = max(self._idle.pop((sequence.priority, client), 0.0), _least_served(level, 0.0))
+            level[client] = Account(self._weights.get(client, 1.0), served)
             self._num_accounts[client] += 1
-        if not account.num_unfinished:
-            account.served = max(account.served, _least(level))
-        account.num_unfinished += 1
-        level[client] = account
-        self._share()
+        level[client].num_unfinished += 1
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended and is in no queue, and idle clients that are owed nothing less for it."""
-        level = self._levels[sequence.priority]
-        level[sequence.client].num_unfinished -= 1
-        least = _least(level) if any(account.num_unfinished for account in level.values()) else math.inf
-        idle = [client for client, account in level.items() if not account.num_unfinished]
-        excess = len(idle) - MAX_IDLE
-        for number, client in enumerate(idle):
-            if number < excess or level[client].served <= least:
-                del level[client]
-                self._num_accounts[client] -= 1
-                if not self._num_accounts[client]:
-                    del self._num_accounts[client]
+        """Forget a sequence that ended and is in no queue."""
+        client, level = sequence.client, self._levels[sequence.priority]
+        level[client].num_unfinished -= 1
+        if not level[client].num_unfinished:
+            self._idle[sequence.priority, client] = level.pop(client).served
+            self._num_accounts[client] -= 1
+            if not self._num_accounts[client]:
+                del self._num_accounts[client]
         if not level:
             del self._levels[sequence.priority]
-        self._share()
+        if len(self._idle) > MAX_IDLE:
+            del self._idle[next(iter(self._idle))]
+        if self._idle and len(level) < 2:  # forget clients with which the last one has caught up
+            least = _least_served(level, math.inf)
+            self._idle = {key: n for key, n in self._idle.items() if key[0] != sequence.priority or n > least}
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence again that was preempted."""
         self._waiting.add(sequence)
-        if self.is_shared:
-            self._account(sequence).waiting.add(sequence)
+        self._account(sequence).waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, which runs now or has ended."""
         self._waiting.remove(sequence)
-        if self.is_shared:
-            self._account(sequence).waiting.remove(sequence)
+        self._account(sequence).waiting.remove(sequence)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -112,21 +104,8 @@ class ClientQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
-    def _share(self) -> None:
-        """Sort waiting sequences by client once there are several, and no longer once there is one."""
-        if self.is_shared == (len(self._num_accounts) > 1):
-            return
-        self.is_shared = not self.is_shared
-        for level in self._levels.values():
-            for account in level.values():
-                account.waiting.clear()
-        if self.is_shared:
-            for sequence in self:
-                self._account(sequence).waiting.add(sequence)
-
     def _account(self, sequence: Sequence) -> Account:
-        account: Account = self._levels[sequence.priority][sequence.client]
-        return account
+        return self._levels[sequence.priority][sequence.client]
 
     # ------------------------------------------------------------------------------------------------- counters
 
@@ -136,24 +115,25 @@ class ClientQueue:
         account.served += num_tokens * self.prefill_cost / account.weight
 
     def charge_generated(self, sampling: Iterable[Sequence]) -> None:
-        """Count a token generated for each of these sequences, unless its client is forgotten."""
+        """Count a token generated for each of these sequences, unless its client has none left."""
         for sequence in sampling:
             account = self._levels.get(sequence.priority, {}).get(sequence.client)
             if account is not None:
                 account.served += self.decode_cost / account.weight
 
     @property
+    def is_shared(self) -> bool:
+        """Whether a client has others to keep up with; else its generated tokens need not be counted."""
+        return len(self._num_accounts) > 1 or bool(self._idle)
+
+    @property
     def num_clients(self) -> int:
         """Clients with waiting or running sequences."""
-        if not self.is_shared:
-            return len(self._num_accounts)
-        return len({c for level in self._levels.values() for c, account in level.items() if account.num_unfinished})
+        return len(self._num_accounts)
 
     @property
     def gap(self) -> float:
         """Largest difference of the counters of two clients that wait in one priority level."""
-        if not self.is_shared:
-            return 0.0
         served = [[a.served for a in level.values() if a.waiting] for level in self._levels.values()]
         return max((max(counters) - min(counters) for counters in served if counters), default=0.0)
 
@@ -165,59 +145,55 @@ class ClientQueue:
 
     def _by_share(self) -> Iterator[Sequence]:
         """Level by level; with ageing the level of the oldest is first."""
-        heaps = []
-        for level in self._levels.values():
-            heap = []
-            for account in level.values():
-                if account.waiting:
-                    rest = iter(account.waiting)
-                    head = next(rest)
-                    heap.append((0, account.served, head.key, 0, account, rest, head))
-            if heap:
+        heaps: dict[int, list[tuple[int, float, tuple[float, int], int, int, Account]]] = {}
+        passed: set[Sequence] = set()
+        for oldest in self._waiting:
+            if (heap := heaps.get(oldest.priority)) is None:
+                accounts = [account for account in self._levels[oldest.priority].values() if account.waiting]
+                heap = [(0, account.served, account.waiting[0].key, 0, 0, account) for account in accounts]
                 heapify(heap)
-                heaps.append(heap)
-        while heaps:
-            heap = heaps[0] if len(heaps) == 1 else min(heaps, key=lambda heap: min(turn[2] for turn in heap))
-            _, served, _, num_skipped, account, rest, head = heap[0]
-            yield head
-            num_skipped += account.served == served
-            if (head := next(rest, None)) is not None:
-                turn = num_skipped // LOOKS_PER_TURN, account.served, head.key, num_skipped, account, rest, head
-                heapreplace(heap, turn)
-            else:
-                heappop(heap)
-                if not heap:
-                    heaps.remove(heap)
+                heaps[oldest.priority] = heap
+            while oldest not in passed:
+                _, served, _, num_skipped, index, account = heap[0]
+                passed.add(account.waiting[index])
+                yield account.waiting[index]
+                index += 1
+                num_skipped += account.served == served
+                if index < len(account.waiting):
+                    key = account.waiting[index].key
+                    heapreplace(heap, (num_skipped // LOOKS_PER_TURN, account.served, key, num_skipped, index, account))
+                else:
+                    heappop(heap)
 
-    def victims(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Running sequences in the order of preemption: lowest priority, then most-served client, then youngest."""
-        return sorted(running, key=lambda s: (s.priority, self._account(s).served, s.key), reverse=True)
+    def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
+        return sorted(running, key=self._precedence, reverse=True)
 
-    def place_to_take(self, running: Collection[Sequence], bound: float) -> Sequence | None:
-        """The running sequence whose place is due to the first waiting one, of a client served less; None if none is.
+    def _precedence(self, sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
+        return sequence.priority, self._account(sequence).served, sequence.key
 
-        A client without a place gets one when its counter is so far behind that what is computed twice is paid for;
+    def slot_victim(self, running: Collection[Sequence], bound: float) -> Sequence | None:
+        """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
+
+        A client without a slot gets one when its counter is so far behind that what is computed twice is paid for;
         else when it is behind by `bound`, a cost.
         """
         first = next(iter(self.in_order()))
-        has_place = any(sequence.client == first.client for sequence in running)
-        last = first.priority if has_place else math.inf
+        has_slot = any(sequence.client == first.client for sequence in running)
         others = [
             s
             for s in running
             if s.client != first.client
-            and first.priority <= s.priority <= last
             # With ageing an older one of lower priority would start before the first waiting one again.
-            and (s.priority == first.priority or s.key > first.key)
+            and (s.priority == first.priority or (not has_slot and s.priority > first.priority and s.key > first.key))
         ]
         if first.num_in_flight_tokens or not others:
             return None
-        victim, account = self.victims(others)[0], self._account(first)
-        due = bound if has_place else self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+        victim, account = max(others, key=self._precedence), self._account(first)
+        due = bound if has_slot else self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
         behind = (self._account(victim).served - account.served) * account.weight
         return victim if victim.priority > first.priority or behind > due else None
 
 
-def _least(level: dict[str, Account]) -> float:
-    """The least counter of clients with sequences; 0 if there is none."""
-    return min((account.served for account in level.values() if account.num_unfinished), default=0.0)
+def _least_served(level: Mapping[str, Account], default: float) -> float:
+    return min((account.served for account in level.values()), default=default)

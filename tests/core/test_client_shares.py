@@ -15,7 +15,9 @@ from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
 
 def served(loop: Loop, priority: int = 0) -> dict[str, float]:
     """Counters by client."""
-    return {client: account.served for client, account in loop.scheduler.waiting._levels.get(priority, {}).items()}
+    queue = loop.scheduler.waiting
+    idle = {client: counter for (level, client), counter in queue._idle.items() if level == priority}
+    return idle | {client: account.served for client, account in queue._levels.get(priority, {}).items()}
 
 
 def started(loop: Loop, num_steps: int) -> str:
@@ -172,6 +174,23 @@ def test_memory_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert loop.scheduler.waiting._levels == {} and loop.scheduler.waiting.num_clients == 0
 
 
+def test_memory_of_clients_is_bounded_over_all_priority_levels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
+    queue = ClientQueue()
+    for priority in range(10):
+        queue.join(make_sequence([1], arrival=100 * priority, priority=priority, client="one"))
+        for number in range(1, 4):
+            ended = make_sequence(
+                [1], arrival=100 * priority + number, priority=priority, client=f"{priority}.{number}"
+            )
+            queue.join(ended)
+            queue.charge(ended, 10)
+            queue.remove(ended)
+            queue.leave(ended)
+    assert list(queue._idle) == [(8, "8.2"), (8, "8.3"), (9, "9.1"), (9, "9.2"), (9, "9.3")]
+    assert queue.num_clients == 1 and queue.is_shared
+
+
 # ---------------------------------------------------------------------------------------------------------- who yields
 
 
@@ -186,7 +205,7 @@ def test_when_blocks_run_out_the_most_served_client_yields_before_the_youngest()
     loop.check_outputs()
 
 
-def test_many_samples_of_one_client_do_not_hold_all_places_while_another_waits():
+def test_many_samples_of_one_client_do_not_hold_all_slots_while_another_waits():
     loop = make_loop(max_num_seqs=8, max_model_len=500, num_kv_blocks=2001)
     add_many(loop, "a", 20, max_tokens=400)
     for _ in range(20):
@@ -203,7 +222,7 @@ def test_many_samples_of_one_client_do_not_hold_all_places_while_another_waits()
     assert patient.num_preemptions == 0
 
 
-def test_a_client_with_a_place_takes_another_only_beyond_the_bound():
+def test_a_client_with_a_slot_takes_another_only_beyond_the_bound():
     loop = make_loop(max_num_seqs=4, max_model_len=400, num_kv_blocks=401)
     add_many(loop, "a", 8, max_tokens=300)
     loop.step()
@@ -219,7 +238,7 @@ def test_a_client_with_a_place_takes_another_only_beyond_the_bound():
     assert scheduler.stats.num_preemptions == 2
 
 
-def test_a_more_urgent_request_keeps_its_place_and_a_less_urgent_one_loses_it():
+def test_a_more_urgent_request_keeps_its_slot_and_a_less_urgent_one_loses_it():
     loop = make_loop(max_num_seqs=2)
     add_many(loop, "a", 2, max_tokens=50, priority=-1)
     loop.step()
@@ -232,7 +251,7 @@ def test_a_more_urgent_request_keeps_its_place_and_a_less_urgent_one_loses_it():
     assert "3" in running(loop)
 
 
-def test_with_ageing_an_older_request_keeps_its_place():
+def test_with_ageing_an_older_request_keeps_its_slot():
     """The request of the higher priority came so much later that the other would start before it again."""
     loop = make_loop(max_num_seqs=1, priority_ageing_s=1.0)
     add_many(loop, "a", 1, max_tokens=20, priority=1)
@@ -245,7 +264,7 @@ def test_with_ageing_an_older_request_keeps_its_place():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_place_taken_with_a_token_in_flight_costs_no_token(depth: int):
+def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth: int):
     loop = make_loop(max_num_seqs=2, num_kv_blocks=401)
     add_many(loop, "a", 4, max_tokens=50)
     for _ in range(3):
@@ -253,10 +272,10 @@ def test_a_place_taken_with_a_token_in_flight_costs_no_token(depth: int):
     add_many(loop, "b", 2, max_tokens=30)
     loop.drain(depth)
     loop.check_outputs()
-    assert loop.seen["places taken"] > 0
+    assert loop.seen["slots taken"] > 0
 
 
-def test_a_place_is_not_taken_while_a_prefill_is_in_progress():
+def test_a_slot_is_not_taken_while_a_prefill_is_in_progress():
     loop = make_loop(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
     add_many(loop, "a", 1, max_tokens=100)
     loop.add(prompt(100, 5), client="a", max_tokens=50)
@@ -267,7 +286,7 @@ def test_a_place_is_not_taken_while_a_prefill_is_in_progress():
         assert loop.scheduler.stats.num_preemptions == 0
     loop.drain()
     loop.check_outputs()
-    assert loop.seen["places taken"] > 0
+    assert loop.seen["slots taken"] > 0
 
 
 # ----------------------------------------------------------------------------------------------------------- the bound

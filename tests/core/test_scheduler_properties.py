@@ -129,7 +129,7 @@ def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(wal
         "non-finite",
         "ordered by age",
         "clients beside each other",
-        "places taken",
+        "slots taken",
     ],
 )
 def test_the_walks_meet(situation: str, walks: list[Loop]):

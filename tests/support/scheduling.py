@@ -342,19 +342,19 @@ class Loop:
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
         self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
-        self.lost_place: Sequence | None = None  # to another client, in the last step
-        self._place_to_take = scheduler.waiting.place_to_take
-        scheduler.waiting.place_to_take = self._note_place
+        self.lost_slot: Sequence | None = None  # to another client, in the last step
+        self._slot_victim = scheduler.waiting.slot_victim
+        scheduler.waiting.slot_victim = self._note_slot
 
-    def _note_place(self, running: Collection[Sequence], bound: float) -> Sequence | None:
-        self.lost_place = self._place_to_take(running, bound)
-        if self.lost_place is not None:
+    def _note_slot(self, running: Collection[Sequence], bound: float) -> Sequence | None:
+        self.lost_slot = self._slot_victim(running, bound)
+        if self.lost_slot is not None:
             first = next(iter(self.scheduler.waiting.in_order()))
-            check(self.lost_place.client != first.client, "a client took its own place")
-            check(self.lost_place.priority >= first.priority, "a place was taken from a more urgent request")
-            check(len(running) == self.scheduler.config.max_num_seqs, "a place was taken while one was free")
-            self.seen["places taken"] += 1
-        return self.lost_place
+            check(self.lost_slot.client != first.client, "a client took its own slot")
+            check(self.lost_slot.priority >= first.priority, "a slot was taken from a more urgent request")
+            check(len(running) == self.scheduler.config.max_num_seqs, "a slot was taken while one was free")
+            self.seen["slots taken"] += 1
+        return self.lost_slot
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -370,7 +370,7 @@ class Loop:
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         """Schedule a batch and execute it; its tokens are read later."""
         was_running = list(self.scheduler.running)
-        self.lost_place = None
+        self.lost_slot = None
         batch = self.scheduler.schedule()
         if batch is None:
             self.check()
@@ -511,8 +511,8 @@ class Loop:
 
     def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
         preempted = [sequence for sequence in was_running if not sequence.is_running]
-        if self.lost_place in preempted:
-            preempted.remove(self.lost_place)
+        if self.lost_slot in preempted:
+            preempted.remove(self.lost_slot)
         if not preempted:
             return
         placed = {entry.sequence.request_id for entry in batch.entries}
