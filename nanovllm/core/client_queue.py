@@ -23,7 +23,7 @@ from sortedcontainers import SortedKeyList
 
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
-PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token: decodes, which share a step's fixed cost, take some 3 times as long
+PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate: decodes share a step's fixed cost
 MAX_IDLE = 1024  # clients without requests whose counters are kept
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
 

@@ -76,8 +76,8 @@ class EngineConfig:
     itl_goal: Seconds | Any = option(
         None,
         "inter-token latency that steps keep to: while requests decode, a step takes only as many prompt tokens as are "
-        'predicted to fit. "auto" fits the goal to the machine on a CPU. None: every step has '
-        "max_num_batched_tokens.",
+        'predicted to fit. "auto" fits the goal to the machine on a CPU and sets none on a GPU. None: every '
+        "step has max_num_batched_tokens.",
         check=_goal,
     )
     ttft_goal: Seconds | None = option(

@@ -65,6 +65,10 @@ class ApiKeys:
             key = self.check(authorization)
         except ApiError:
             return "invalid" if authorization else NO_KEY
+        return self.name_of_key(key)
+
+    def name_of_key(self, key: str | None) -> str:
+        """Return the name of an accepted key, NO_KEY for none."""
         return NO_KEY if key is None else self._names[key]
 
 
@@ -80,10 +84,10 @@ def key_of(request: Request) -> str | None:
     return keys.check(authorization_of(request.headers))
 
 
-def client_of(request: Request, header: str | None) -> str:
-    """The client of a request: what `header` names, else the name of its key, "" without keys.
+def client_of(request: Request, header: str | None, key: str | None) -> str:
+    """The client of a request with an accepted key: the value of `header`, else the key's name, "" without keys.
 
-    Raises ApiError (401), and (400) for a name that is too long.
+    Raises ApiError (400) for a name that is too long.
     """
     keys: ApiKeys = request.app.state.api_keys
     named = None if header is None else request.headers.get(header)
@@ -93,8 +97,7 @@ def client_of(request: Request, header: str | None) -> str:
             f"the header {header} has {len(named)} characters; a client's name has at most {MAX_CLIENT_CHARS}. Send "
             "a shorter one.",
         )
-    name = keys.name_of(authorization_of(request.headers))
-    return named or ("" if name == NO_KEY else name)
+    return named or ("" if key is None else keys.name_of_key(key))
 
 
 async def require_api_key(request: Request) -> None:

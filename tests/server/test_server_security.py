@@ -187,6 +187,15 @@ def test_a_header_overrides_the_key_and_a_bad_name_of_one_is_refused(clients):
         ServerSettings(client_header="x client")
 
 
+def test_a_key_that_is_named_none_is_a_client_of_that_name(clients, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("right # none\n")
+    with serving({"api_key_file": str(file)}) as running, running.http() as http:
+        note_clients(running.engine, clients)
+        assert http.post("/v1/completions", json=BODY, headers=bearer("right")).status_code == 200
+    assert clients == ["none"]
+
+
 def test_a_salt_per_key_without_keys_is_refused():
     with pytest.raises(ValueError, match="no API key"):
         ServerSettings(cache_salt_per_key=True)

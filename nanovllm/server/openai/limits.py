@@ -33,9 +33,10 @@ def engine_options(state: ServerState, request: Request, body: SamplingFields) -
             400, f"priority is {body.priority}; the server takes at least {limit} (--min-priority).", param="priority"
         )
     timeouts = [timeout for timeout in (body.timeout, state.settings.request_timeout) if timeout is not None]
+    key = key_of(request)
     return {
         "priority": body.priority,
-        "cache_salt": request_salt(state.settings, key_of(request), body.cache_salt or ""),
+        "cache_salt": request_salt(state.settings, key, body.cache_salt or ""),
         "timeout": min(timeouts, default=None),
-        "client": client_of(request, state.settings.client_header),
+        "client": client_of(request, state.settings.client_header, key),
     }
