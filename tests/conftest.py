@@ -76,6 +76,16 @@ def interpreter_is_as_before():
 @pytest.fixture(autouse=True)
 def loggers_are_as_before():
     """A command that ran in this process has set which lines are logged."""
+    yield from _loggers_restored()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loggers_are_as_before_the_file():
+    """A fixture of the file may run a command too."""
+    yield from _loggers_restored()
+
+
+def _loggers_restored():
     before = [(logger.level, logger.propagate) for logger in LOGGERS]
     yield
     for logger, (level, propagate) in zip(LOGGERS, before, strict=True):

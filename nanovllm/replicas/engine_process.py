@@ -253,7 +253,8 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     runner = engine.model_runner
     worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed
-    return engine, Ready(config, engine.input_processor.limits, engine.eos_token_ids, hash_seed, worker_ids)
+    limits, stats = engine.input_processor.limits, engine.stats()
+    return engine, Ready(config, limits, engine.eos_token_ids, hash_seed, stats, worker_ids)
 
 
 class Intake:

@@ -90,6 +90,7 @@ class Fleet:
                     message = LoadFailed(pickle.dumps(error), str(error))
                 if isinstance(message, Ready):
                     replica.came_up(time.monotonic(), message.config["max_num_seqs"], message.worker_ids)
+                    replica.stats = message.stats
                 elif isinstance(message, LoadFailed | Died):
                     logger.error("replica %d: %s", replica.index, message.message)
                 yield replica, message

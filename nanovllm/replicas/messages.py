@@ -153,6 +153,7 @@ class Ready(Struct, tag=True, array_like=True):
     """Resolved options of the engine, and limits of its model.
 
     hash_seed: seed of the block hashes, see `BlockManager`.
+    stats: of the new engine, until its first report.
     worker_ids: process ids of its other ranks.
     """
 
@@ -160,6 +161,7 @@ class Ready(Struct, tag=True, array_like=True):
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
     hash_seed: str
+    stats: EngineStats
     worker_ids: tuple[int, ...] = ()
 
 

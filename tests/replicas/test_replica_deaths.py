@@ -278,6 +278,7 @@ def test_replicas_that_die_again_and_again_are_given_up(monkeypatch, is_refused)
 def test_closing_ends_every_process_and_every_call(monkeypatch):
     monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
     llm = LLM(tiny_folder(), **OPTIONS)
+    assert llm.stats().num_blocks == llm.config.num_kv_blocks - 1  # of replicas that ran no step yet
     stream, ids = llm.stream([1, 2], ENDLESS), process_ids(llm)
     next(stream)
     llm.close()
