@@ -68,9 +68,9 @@ def answers_and_refusal(modules, need):
     from nanovllm import LLM, SamplingParams, StructuredOutput
     from nanovllm.cli.main import main
 
-    backend = "auto" if "kernels" in modules else "sdpa"
+    options = {} if "kernels" in modules else {"attention_backend": "sdpa", "enforce_eager": True}
     params = [SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, top_p=0.9, seed=3)]
-    with LLM(".", attention_backend=backend, max_model_len=64, num_kv_blocks=20, block_size=16) as llm:
+    with LLM(".", **options, max_model_len=64, num_kv_blocks=20, block_size=16) as llm:
         outputs = llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)
         answers = [output.outputs[0].token_ids for output in outputs]
         try:
