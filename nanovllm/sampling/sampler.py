@@ -99,6 +99,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
         """Draw from logits with all changes before the temperature applied."""
+        if not sequences:  # a step of chunks alone
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         inputs = DrawInputs.from_sequences(sequences, positions)
         if logits.device.type == "cpu":
             return draw_on_cpu(logits, inputs, self._row_kernels)

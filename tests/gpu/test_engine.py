@@ -77,6 +77,12 @@ def answers_in_one_way(way: str, pool: str) -> list[tuple[Any, ...]]:
         return result
 
 
+def test_steps_of_chunks_alone_sample_nothing_without_graphs():
+    with open_llm(enforce_eager=True, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(long_prompts()[10:14], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected("llama")[10:14]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pool", ["roomy", "tiny"])
 def test_requests_that_end_in_every_way_end_the_same_in_every_way_of_stepping(way, pool):
