@@ -20,7 +20,6 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.outputs import EngineStats, ErrorKind, RequestOutput
@@ -88,8 +87,10 @@ class Engine:
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for this many more samples; any thread may ask."""
         limit, num_slots = self.config.max_queue, self.config.max_num_seqs
+        if limit is None:
+            return
         num_unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
-        if limit is not None and num_unfinished + count > num_slots + limit:
+        if num_unfinished + count > num_slots + limit:
             raise QueueFullError(
                 f"{num_unfinished} requests (each sample counted) are unfinished; with {count} more there "
                 f"would be more than max_num_seqs ({num_slots}) to run and max_queue ({limit}) to wait. Try again "
@@ -147,10 +148,6 @@ class Engine:
             for request in suspects or hopeless:
                 self.outputs.append(self._end(request, "error", self.clock(), str(failure)))
 
-    def _end_overdue(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self.outputs.append(self._end(self.requests[self._deadlines[0][1]], "timeout", now))
-
     def _end(self, request: Request, reason: str, now: float, error: str | None = None) -> RequestOutput:
         for sequence in request.sequences:
             if not sequence.is_finished:
@@ -187,17 +184,20 @@ class Engine:
                 if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
                     self._drop_computed()  # the owner of a live module edited it
                 start = self.clock()
-                if self._deadlines:
-                    self._end_overdue(start)
-            self._draw_in_flight()
+                while self._deadlines and self._deadlines[0][0] <= start:
+                    overdue = self.requests[self._deadlines[0][1]]
+                    self.outputs.append(self._end(overdue, "timeout", start))
+            for step in self._in_flight:  # its draw waited until the host had read the step before
+                step.draw()
             with self._changing():
                 batch = self.scheduler.schedule()
             if batch is not None:
                 draws = not (self._in_flight and batch.draws_late)
-                step = LaunchedStep.launch(self.model_runner, batch, start, self.clock, draws=draws)
-                self._in_flight.append(step)
-            if (oldest := self._next_to_read(batch)) is None:
+                self._in_flight.append(LaunchedStep.launch(self.model_runner, batch, start, self.clock, draws=draws))
+            leaves_running = self.config.overlap and batch is not None and len(self._in_flight) == 1
+            if not self._in_flight or leaves_running:
                 return
+            oldest = self._in_flight[0]  # taken out once it was read: one that cannot be read is undone like the others
             token_ids = oldest.wait()
         except BaseException as error:
             if self.is_dead:  # the books themselves were cut short
@@ -213,22 +213,12 @@ class Engine:
             self._deliver(oldest, advanced)
         self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)
 
-    def _draw_in_flight(self) -> None:
-        """Draw steps that waited until the host had read the step before."""
-        for step in self._in_flight:
-            step.draw()
-
     def _draw_for_other_ranks(self) -> None:
         """Draw unread steps: ranks draw together, and the others wait for this one."""
         if self.when_failed is not None:
             with suppress(Exception), interrupts_put_off():  # the next step reports a rank that failed
-                self._draw_in_flight()
-
-    def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:
-        """The oldest step in flight; None if there is none, or with overlap only the one just launched."""
-        if not self._in_flight or (self.config.overlap and launched is not None and len(self._in_flight) == 1):
-            return None
-        return self._in_flight[0]  # taken out once it was read: a step that cannot be read is undone like the others
+                for step in self._in_flight:
+                    step.draw()
 
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""

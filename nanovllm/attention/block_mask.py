@@ -1,30 +1,13 @@
-"""Compiled FlexAttention: block masks and their tables, and a code object for each engine."""
+"""For compiled FlexAttention: block masks of hand-built tables, score caps, attention sinks."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-
-_numbers = itertools.count()
-
-
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of the function with a new code object.
-
-    Dynamo keeps a limited number of compiled versions by code object: engines that shared one would reach the limit
-    and fall back to uncompiled attention.
-    """
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def forward_mask(

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
+from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, with_sinks
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.cache.kinds import StateKind
+from nanovllm.process.device import own_code
 
 
 class FlexChunks:

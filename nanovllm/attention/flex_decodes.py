@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
+from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, with_sinks
 from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_KV_TILE, DecodeOptions, KernelOptions
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.process.device import own_code
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.block_mask import forward_mask, own_code
+from nanovllm.attention.block_mask import forward_mask
 from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.process.device import own_code
 
 MIN_TILES = 2  # of a call: one would be compiled as a special case
 _NOWHERE = -1  # the index of a block that holds no positions

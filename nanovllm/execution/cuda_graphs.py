@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.block_mask import own_code
 from nanovllm.attention.flex_gpu import build_gpu_attention, kind_groups
 from nanovllm.attention.kv_writes import use_write_kernel
 from nanovllm.attention.operator import AttentionStep
@@ -33,7 +32,7 @@ from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
-from nanovllm.process.device import to_device
+from nanovllm.process.device import own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens

@@ -35,18 +35,15 @@ class PinnedRope:
         self._found = [(module, kinds) for module in model.modules() if (kinds := _batch_dependent_kinds(module))]
         self.changes: list[Change] = []
         self.choice = ""
-        self._pin(None)
+        self.pin(None)
 
-    def pin(self, max_model_len: int) -> None:
-        """Choose the frequencies for sequences of up to max_model_len tokens.
+    def pin(self, max_model_len: int | None) -> None:
+        """Choose the frequencies for sequences of up to max_model_len tokens; None for a probe's few.
 
         "longrope" (Phi-3): as in vLLM, the short factors if max_model_len is within the original length, else the long
         ones for all sequences. "dynamic": the plain frequencies; raises UnsupportedModelError if max_model_len exceeds
         the original length, since beyond it each length has other frequencies.
         """
-        self._pin(max_model_len)
-
-    def _pin(self, max_model_len: int | None) -> None:
         self.changes = []
         chosen: set[str] = set()
         for module, kinds in self._found:

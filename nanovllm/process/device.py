@@ -1,16 +1,18 @@
-"""Device errors, copies, threads, memory, the lock for graph captures, kernels by name, the C++ compiler."""
+"""Device errors, copies, threads, memory, the lock for graph captures, kernels by name, compilers."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -108,6 +110,19 @@ def find_kernel(file: str, name: str) -> Any | None:
         if not (error.name or "").startswith(("nanovllm.kernels", "triton")):
             raise
         return None
+
+
+_copies = itertools.count()
+
+
+def own_code(function: Any) -> Callable[..., Any]:
+    """A copy of a function without closure, to be compiled for one engine.
+
+    Dynamo keeps a limited number of compiled versions by code object: engines that shared one would reach the limit
+    and fall back to uncompiled code.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
+    return FunctionType(code, function.__globals__, argdefs=function.__defaults__)
 
 
 def cpp_compiler() -> str:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.attention.block_mask import own_code
 from nanovllm.model.fast.joined_sums import join_last_sum
 from nanovllm.model.module_watch import modules_of
+from nanovllm.process.device import own_code
 
 # On a GPU layers are compiled twice: for few rows, with small independent kernels combined into one launch, and for
 # many rows, where separate kernels are faster.
