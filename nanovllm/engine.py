@@ -28,8 +28,9 @@ from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.process.interrupts import interrupts_put_off
+from nanovllm.requests import output_processor
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.output_processor import OutputProcessor, Request
+from nanovllm.requests.output_processor import Request
 from nanovllm.scheduler import Scheduler
 
 
@@ -76,7 +77,6 @@ class Engine:
         self.requests: dict[str, Request] = {}  # running or waiting, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
-        self._output_processor = OutputProcessor(self.requests)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, and not read yet
         self._failed_steps: Counter[Sequence] = Counter()  # in a row
         self._process_id = os.getpid()
@@ -239,9 +239,9 @@ class Engine:
             for entry in step.batch.entries:
                 self._failed_steps.pop(entry.sequence, None)
         now = step.times.delivered_time = self.clock()
-        for sequence, reason in self._output_processor.advance(advanced, now, step.times.tokens):
+        for sequence, reason in output_processor.advance(self.requests, advanced, now, step.times.tokens):
             self.scheduler.finish(sequence, reason)
-        outputs = self._output_processor.outputs(advanced, now)
+        outputs = output_processor.outputs(self.requests, advanced, now)
         self.outputs.extend(outputs)
         for output in outputs:
             if output.finished:

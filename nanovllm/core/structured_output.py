@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,16 +126,18 @@ def _schema_text(schema: Any) -> str:
         schema = of_model()
     if isinstance(schema, str):
         _check_size("json_schema", schema)
-        _check_text_depth(schema)
         try:
             schema = json.loads(schema)
+        except RecursionError:
+            raise _too_deep() from None
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}.") from None
     if not isinstance(schema, bool | Mapping):
         raise TypeError(f"{name} must be a dict, JSON text of an object, or a pydantic model class, not {schema!r}.")
     if schema is False:
         raise ValueError(f"{name} is false, which no document satisfies. Give another, or leave it out.")
-    _check_depth(schema)
+    if isinstance(schema, Mapping) and 2 * _measure(schema, 1, {})[1] > MAX_FORM_BYTES:  # it might fill the memory
+        raise _too_large("json_schema", f"more than {MAX_FORM_BYTES}")
     try:
         found = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -175,50 +177,15 @@ def _too_deep() -> ValueError:
     )
 
 
-def _check_text_depth(schema: str) -> None:
-    """Checks depth before json.loads, which recurses on Python's stack. Brackets within strings do not count."""
-    depth, in_string, is_escaped = 0, False, False
-    for character in schema:
-        if in_string:
-            if is_escaped or character == "\\":
-                is_escaped = not is_escaped
-            elif character == '"':
-                in_string = False
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_SCHEMA_DEPTH:
-                raise _too_deep()
-        elif character in "]}":
-            depth -= 1
+def _measure(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Levels of the JSON text of an object or array, and objects and arrays in it, which repeats shared parts.
 
-
-def _check_depth(schema: Any) -> None:
-    """Raise ValueError for too many levels, or too many parts in all, shared parts counted at each place."""
-    level = [] if isinstance(schema, bool) else [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        found = {
-            id(inner): inner for value in level for inner in _containers(value)
-        }  # each once, however often it is met
-        level = list(found.values())
-        if not level:
-            break
-    else:
+    `known` has those found so far, by identity. Raises ValueError below MAX_SCHEMA_DEPTH.
+    """
+    if depth <= MAX_SCHEMA_DEPTH and id(value) not in known:
+        parts = value.values() if isinstance(value, Mapping) else value
+        inner = [_measure(part, depth + 1, known) for part in parts if isinstance(part, Mapping | list | tuple)]
+        known[id(value)] = 1 + max((levels for levels, _ in inner), default=0), 1 + sum(count for _, count in inner)
+    if depth > MAX_SCHEMA_DEPTH or depth - 1 + known[id(value)][0] > MAX_SCHEMA_DEPTH:
         raise _too_deep()
-    size = 0 if isinstance(schema, bool) else 2 * _num_containers(schema, {})
-    if size > MAX_FORM_BYTES:  # written out, it might fill the memory
-        raise _too_large("json_schema", f"more than {MAX_FORM_BYTES}")
-
-
-def _containers(value: Any) -> Iterator[Any]:
-    for inner in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(inner, Mapping | list | tuple):
-            yield inner
-
-
-def _num_containers(value: Any, known: dict[int, int]) -> int:
-    """Number of objects and arrays in the JSON text, which repeats shared parts; `known` has the counts so far."""
-    if id(value) not in known:
-        known[id(value)] = 1 + sum(_num_containers(inner, known) for inner in _containers(value))
     return known[id(value)]

@@ -6,7 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from nanovllm.cache.cache_groups import group_stats
@@ -19,6 +20,7 @@ from nanovllm.scheduler import Scheduler
 logger = logging.getLogger("nanovllm")
 
 RECENT_STEPS = 1000
+_TOTALS = attrgetter("num_steps", "num_scheduled_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +123,9 @@ class StepObservers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
-        self._error: str | None = None
-        # Totals after each step: steps, scheduled tokens, prefix cache queries, hits.
+        self.error: str | None = None  # of a dropped observer
+        # Totals after each step.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
-
-    @property
-    def error(self) -> str | None:
-        """Error of a dropped observer."""
-        return self._error
 
     def append(self, observer: Observer) -> None:
         """Add an observer, from any thread."""
@@ -138,15 +135,8 @@ class StepObservers:
         self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
     ) -> None:
         """Record a step read at `time`; advanced: the sequences that got a token or an error from it."""
-        counters, manager = scheduler.stats, scheduler.block_manager
-        self._recent.append(
-            (
-                counters.num_steps,
-                counters.num_scheduled_tokens,
-                counters.prefix_cache_queries,
-                counters.prefix_cache_hits,
-            )
-        )
+        manager = scheduler.block_manager
+        self._recent.append(_TOTALS(scheduler.stats))
         if not self._observers:
             return
         prefills, tokens = batch.prefills, times.tokens
@@ -183,12 +173,12 @@ class StepObservers:
             except Exception as error:
                 with suppress(ValueError):  # dropped already, by a nested event
                     self._observers.remove(observer)
-                self._error = f"{type(error).__name__}: {error}"
+                self.error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """A snapshot of the engine."""
-        manager, counters = scheduler.block_manager, scheduler.stats
+        manager = scheduler.block_manager
         num_blocks = manager.num_blocks - 1
         first, last = self._recent[0], self._recent[-1]
         num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
@@ -199,19 +189,13 @@ class StepObservers:
             num_used_blocks=num_blocks - len(manager.free_blocks),
             num_free_blocks=len(manager.free_blocks),
             num_findable_blocks=manager.num_findable_blocks,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
             prefix_cache_evictions=manager.num_evictions,
-            num_preemptions=counters.num_preemptions,
-            num_steps=counters.num_steps,
-            num_failed_steps=counters.num_failed_steps,
-            num_scheduled_tokens=counters.num_scheduled_tokens,
-            num_output_tokens=counters.num_output_tokens,
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
-            hook_error=self._error,
+            hook_error=self.error,
             num_clients=scheduler.waiting.num_clients,
             client_gap=scheduler.waiting.gap,
             cache_groups=group_stats(manager),
             budget=None if scheduler.budget is None else scheduler.budget.stats(),
+            **asdict(scheduler.stats),
         )

@@ -99,6 +99,7 @@ class SentRequest(Struct, array_like=True):
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
         """Convert to a request for this process's engine, and compile its structured output."""
         params = self._sampling_params()
+        form = params.structured_output
         return NewRequest(
             self.request_id,
             self.prompt_token_ids,
@@ -110,7 +111,7 @@ class SentRequest(Struct, array_like=True):
             arrival_time=self.arrival_time,
             output_kind=self.output_kind,
             resumed=self.resumed,
-            matcher=input_processor.matcher(params, is_tried=True),
+            matcher=form and input_processor.grammars.matcher(form, is_tried=True),
             client=self.client,
         )
 

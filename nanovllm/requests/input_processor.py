@@ -17,7 +17,6 @@ from nanovllm.core.errors import PromptTooLongError
 from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
-from nanovllm.core.structured_output import Matcher
 from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.chat import ChatTemplate
 
@@ -94,7 +93,7 @@ class InputProcessor:
         """Prepare for the first structured output and the first message that spells a control token.
 
         Args:
-            is_tried: as in `matcher`.
+            is_tried: as in `GrammarCompiler.matcher`.
         """
         if self._tokenizer is None:
             return
@@ -108,11 +107,6 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
         forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
         return not all(form is None or self.grammars.is_known(form) for form in forms)
-
-    def matcher(self, params: SamplingParams, *, is_tried: bool = False) -> Matcher | None:
-        """The matcher of a structured output (compiled or cached), or None; raises ValueError for a bad form."""
-        form = params.structured_output
-        return None if form is None else self.grammars.matcher(form, is_tried=is_tried)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -161,8 +155,11 @@ class InputProcessor:
                 check_prompt(token_ids, params, self.limits)
                 if id(params) not in prepared:
                     check_params(params, self.limits, has_tokenizer=self._tokenizer is not None)
-                    bad_words = spellings_of(params.bad_words, self._tokenizer)
-                    prepared[id(params)] = {"bad_words": bad_words, "matcher": self.matcher(params)}
+                    words, form = params.bad_words, params.structured_output
+                    prepared[id(params)] = {
+                        "bad_words": words and spellings_of(words, self._tokenizer),
+                        "matcher": form and self.grammars.matcher(form),
+                    }
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise

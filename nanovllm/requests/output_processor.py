@@ -279,57 +279,53 @@ def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
     )
 
 
-class OutputProcessor:
-    """Processes new tokens of an engine's requests.
+def advance(
+    requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float, times: TokenTimes
+) -> list[tuple[Sequence, str]]:
+    """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
+
+    Adds the tokens' latencies to `times`.
 
     Args:
-        requests: the engine's table, by id; the engine adds and removes entries.
+        requests: the engine's, by id.
     """
-
-    def __init__(self, requests: Mapping[str, Request]) -> None:
-        self._requests = requests
-
-    def advance(self, sequences: Iterable[Sequence], now: float, times: TokenTimes) -> list[tuple[Sequence, str]]:
-        """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
-
-        Adds the tokens' latencies to `times`.
-        """
-        ended = []
-        for sequence in sequences:
-            request = self._requests[sequence.request_id]
-            sample = request.samples[sequence.index]
-            if sequence.finish_reason == "error" or sequence.params.embeds:  # no new token
+    ended = []
+    for sequence in sequences:
+        request = requests[sequence.request_id]
+        sample = request.samples[sequence.index]
+        if sequence.finish_reason == "error" or sequence.params.embeds:  # no new token
+            continue
+        if sample.last_token_time is None:
+            times.ttfts.append(now - sequence.arrival_time)
+            if not request.has_token:
+                request.has_token = True
+                times.request_ttfts.append(times.ttfts[-1])
+        else:
+            times.itls[now - sample.last_token_time] += 1
+        try:
+            stop = sample.advance(now)
+        except Exception as error:  # ends only the sample that cannot be decoded
+            sample.fail_text(error)
+            reason = "error"
+        else:
+            if stop is None:
                 continue
-            if sample.last_token_time is None:
-                times.ttfts.append(now - sequence.arrival_time)
-                if not request.has_token:
-                    request.has_token = True
-                    times.request_ttfts.append(times.ttfts[-1])
-            else:
-                times.itls[now - sample.last_token_time] += 1
-            try:
-                stop = sample.advance(now)
-            except Exception as error:  # ends only the sample that cannot be decoded
-                sample.fail_text(error)
-                reason = "error"
-            else:
-                if stop is None:
-                    continue
-                sequence.stop_reason, reason = stop, "stop"
-            if sequence.is_finished:  # its last token (by length, or a stop token) completed the stop string
-                sequence.finish_reason = reason
-            else:
-                ended.append((sequence, reason))
-        return ended
+            sequence.stop_reason, reason = stop, "stop"
+        if sequence.is_finished:  # its last token (by length, or a stop token) completed the stop string
+            sequence.finish_reason = reason
+        else:
+            ended.append((sequence, reason))
+    return ended
 
-    def outputs(self, sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
-        """Outputs of these sequences' requests, if streamed or finished."""
-        requests: dict[Request, None] = {}
-        for sequence in sequences:
-            request = self._requests[sequence.request_id]
-            # The sequence's own finish reason first: most are still running.
-            if request.is_streamed or (
-                sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
-            ):
-                requests[request] = None
-        return [request.output(now) for request in requests]
+
+def outputs(requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
+    """Outputs of these sequences' requests, if streamed or finished."""
+    reported: dict[Request, None] = {}
+    for sequence in sequences:
+        request = requests[sequence.request_id]
+        # The sequence's own finish reason first: most are still running.
+        if request.is_streamed or (
+            sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
+        ):
+            reported[request] = None
+    return [request.output(now) for request in reported]
