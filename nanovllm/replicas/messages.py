@@ -111,7 +111,7 @@ class SentRequest(Struct, array_like=True):
             arrival_time=self.arrival_time,
             output_kind=self.output_kind,
             resumed=self.resumed,
-            matcher=form and input_processor.grammars.matcher(form, is_tried=True),
+            matcher=None if form is None else input_processor.grammars.matcher(form, is_tried=True),
             client=self.client,
         )
 
