@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CachePools, build_block_manager, cache_groups_of, resolve_pools
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
@@ -50,7 +50,7 @@ def build_engine(
     trace: TraceWriter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Load, hook and warm up a model; arguments and errors as for `LLM`, `clock` as for `Engine`."""
+    """Load, hook and warm up a model; arguments and errors as for `LLM`. `clock`: in seconds, never goes back."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
     publisher = None
@@ -73,23 +73,13 @@ def build_engine(
     if trace is not None:
         trace.begin(model_runner.config)
     budget = None if model_runner.config.itl_goal is None else _budget(model_runner, observers, clock)
-    limits = _limits(loaded, model_runner)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    engine = Engine(
-        model_runner,
-        Scheduler(model_runner.config, block_manager, budget),
-        InputProcessor(loaded.tokenizer, limits, clock),
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=limits.eos_token_ids,
-        observers=observers,
-        clock=clock,
-    )
-    engine.when_failed = None if model_runner.workers is None else model_runner.workers.when_failed
-    return engine
+    input_processor = InputProcessor(loaded.tokenizer, _limits(loaded, model_runner), clock)
+    return Engine(model_runner, Scheduler(model_runner.config, block_manager, budget), input_processor, observers)
 
 
 def _budget(model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]) -> StepBudget:
@@ -99,8 +89,8 @@ def _budget(model_runner: ModelRunner, observers: StepObservers, clock: Callable
     def execute(batch: ScheduledBatch) -> object:
         return model_runner.execute(batch).result()
 
-    parts = learned_budget(model_runner.config, model_runner.binding, model_runner.pools, execute, clock)
-    budget, costs, model_runner.config = parts
+    config, binding, pools = model_runner.config, model_runner.binding, model_runner.pools
+    budget, costs, model_runner.config = learned_budget(config, binding, pools, execute, clock)
     observers.append(costs)
     return budget
 
@@ -215,9 +205,10 @@ def resolve_options(
     if choice.uses_graphs and not binding.is_live:
         binding.fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
+    block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
     resolved, pools = resolve_pools(
         config,
-        _cache_groups(binding, config),
+        cache_groups_of([layer.traits for layer in layers], block_bytes, config.max_model_len),
         memory if binding.ranks is None else binding.ranks.least(memory),
         max_model_len_is_set=max_model_len is not None,
     )
@@ -227,13 +218,6 @@ def resolve_options(
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
     return resolved, choice, pools
-
-
-def _cache_groups(binding: ModelBinding, config: EngineConfig) -> tuple[CacheGroup, ...]:
-    """The cache groups of the model's layers."""
-    layers = binding.layers
-    block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
-    return cache_groups_of([layer.traits for layer in layers], block_bytes, config.max_model_len)
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 from sortedcontainers import SortedList
 
@@ -43,37 +41,29 @@ class Engine:
     Args:
         model_runner: ready to execute; its config is fully resolved.
         scheduler: of the same config, without sequences.
-        input_processor: makes the requests that `add` takes.
-        tokenizer: decodes outputs; None leaves their text empty.
-        eos_token_ids: end a request unless it ignores them.
+        input_processor: makes the requests that `add` takes; its clock is the engine's.
         observers: follow every request and step.
-        clock: the time in seconds; never goes back.
     """
 
     wake, statuses = None, ()  # of a pool of replicas
-    when_failed: Callable[[Callable[[DeviceError], None]], None] | None = None  # of several ranks
 
     def __init__(
         self,
         model_runner: ModelRunner,
         scheduler: Scheduler,
         input_processor: InputProcessor,
-        *,
-        tokenizer: Any,
-        eos_token_ids: tuple[int, ...],
         observers: StepObservers,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config: EngineConfig = model_runner.config
         self.model_runner = model_runner
         self.input_processor = input_processor
-        self.tokenizer = tokenizer
+        self.tokenizer, self.clock = input_processor.tokenizer, input_processor.clock
         self.observers = observers
-        self.clock = clock
         self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
         self.scheduler = scheduler
+        workers = model_runner.workers
+        self.when_failed = None if workers is None else workers.when_failed
         self.block_manager = scheduler.block_manager
-        self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}  # running or waiting, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
@@ -114,7 +104,7 @@ class Engine:
                     new,
                     self.config,
                     tokenizer=self.tokenizer,
-                    eos_token_ids=self.eos_token_ids,
+                    eos_token_ids=self.input_processor.limits.eos_token_ids,
                     number=next(self._numbers),
                     arrivals=self._arrivals,
                 )

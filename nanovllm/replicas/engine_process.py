@@ -254,7 +254,7 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed
     limits, stats = engine.input_processor.limits, engine.stats()
-    return engine, Ready(config, limits, engine.eos_token_ids, hash_seed, stats, worker_ids)
+    return engine, Ready(config, limits, hash_seed, stats, worker_ids)
 
 
 class Intake:

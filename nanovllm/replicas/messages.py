@@ -160,7 +160,6 @@ class Ready(Struct, tag=True, array_like=True):
 
     config: dict[str, Any]
     limits: RequestLimits
-    eos_token_ids: tuple[int, ...]
     hash_seed: str
     stats: EngineStats
     worker_ids: tuple[int, ...] = ()

@@ -198,7 +198,6 @@ def pool_parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) ->
         config,
         InputProcessor(tokenizer, limits),
         tokenizer,
-        ready[0].eos_token_ids,
         ready[0].hash_seed,
         expects_prefixes=sends_block_events(config),
     )

@@ -61,7 +61,6 @@ class PoolParts:
     config: EngineConfig
     input_processor: InputProcessor
     tokenizer: Any
-    eos_token_ids: tuple[int, ...]
     hash_seed: str
     expects_prefixes: bool
 
@@ -185,7 +184,7 @@ class ReplicaPool:
             self.clock(),
             self.config,
             tokenizer=self.tokenizer,
-            eos_token_ids=self._parts.eos_token_ids,
+            eos_token_ids=self.input_processor.limits.eos_token_ids,
             error=error,
         )
 

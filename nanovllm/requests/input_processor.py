@@ -68,26 +68,26 @@ class InputProcessor:
 
     Args:
         tokenizer: None if prompts are token ids only.
-        clock: the engine's, in seconds.
+        clock: the engine's, in seconds; never goes back.
     """
 
     def __init__(self, tokenizer: Any, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     @cached_property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template, for the first conversation."""
-        return ChatTemplate(self._tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
+        return ChatTemplate(self.tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """The compiler of structured outputs, made on first use."""
         from nanovllm.requests.grammar.compiler import GrammarCompiler
 
-        return GrammarCompiler(self._tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
+        return GrammarCompiler(self.tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
 
     def prepare(self, *, is_tried: bool = False) -> None:
         """Prepare for the first structured output and the first message that spells a control token.
@@ -95,7 +95,7 @@ class InputProcessor:
         Args:
             is_tried: as in `GrammarCompiler.matcher`.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return
         with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
             self.grammars.prepare(is_tried=is_tried)
@@ -154,10 +154,10 @@ class InputProcessor:
                 token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
                 check_prompt(token_ids, params, self.limits)
                 if id(params) not in prepared:
-                    check_params(params, self.limits, has_tokenizer=self._tokenizer is not None)
+                    check_params(params, self.limits, has_tokenizer=self.tokenizer is not None)
                     words, form = params.bad_words, params.structured_output
                     prepared[id(params)] = {
-                        "bad_words": words and spellings_of(words, self._tokenizer),
+                        "bad_words": words and spellings_of(words, self.tokenizer),
                         "matcher": form and self.grammars.matcher(form),
                     }
             except (TypeError, ValueError) as error:
@@ -185,13 +185,13 @@ class InputProcessor:
         """Token ids of a prompt, with the tokenizer's special tokens if `add_special_tokens`."""
         if not isinstance(prompt, str):
             return _as_token_ids(prompt)
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
         if not prompt:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
         text("the prompt", prompt)
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack the option
-        return _as_token_ids(self._tokenizer(prompt, **options)["input_ids"])
+        return _as_token_ids(self.tokenizer(prompt, **options)["input_ids"])
 
 
 def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:

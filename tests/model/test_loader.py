@@ -103,12 +103,12 @@ def test_weights_in_shards_load(tmp_path):
 def test_every_end_of_sequence_token_of_the_generation_config_is_honoured(saved):
     assert GenerationConfig.from_pretrained(saved).eos_token_id == [7, 9]
     with LLM(saved, **OPTIONS) as llm:
-        assert set(llm._engine.eos_token_ids) == {7, 9}
+        assert set(llm._engine.input_processor.limits.eos_token_ids) == {7, 9}
 
 
 def test_the_end_of_sequence_token_of_the_tokenizer_serves_when_the_configs_name_none():
     with LLM(tiny_model(), tokenizer=tiny_tokenizer(eos_token="<|end|>"), **OPTIONS) as llm:
-        assert llm._engine.eos_token_ids == (tiny_tokenizer().convert_tokens_to_ids("<|end|>"),)
+        assert llm._engine.input_processor.limits.eos_token_ids == (tiny_tokenizer().convert_tokens_to_ids("<|end|>"),)
 
 
 def test_another_tokenizer_may_be_given_as_an_object_or_a_folder(spoil, saved):
