@@ -155,7 +155,7 @@ class Engine:
             for sequence in request.sequences:
                 self._failed_steps.pop(sequence, None)
         if self._in_flight and not self.requests:
-            self._discard_in_flight()
+            self._drop_in_flight(has_failed=False)
 
     @property
     def has_unfinished(self) -> bool:
@@ -212,11 +212,8 @@ class Engine:
 
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
-        self._draw_for_other_ranks()
         with self._changing():
-            self._in_flight.clear()
-            in_flight = self.scheduler.in_flight
-            sequences = self.scheduler.rollback(in_flight[0]) if in_flight else []
+            sequences = self._drop_in_flight(has_failed=True)
             self._failed_steps.update(sequences)
         if isinstance(error, DeviceError):
             self._death = error
@@ -237,11 +234,12 @@ class Engine:
             if output.finished:
                 self._forget(output.request_id)
 
-    def _discard_in_flight(self) -> None:
-        """Drop the steps in flight unread. The device finishes them before whatever is launched next."""
+    def _drop_in_flight(self, *, has_failed: bool) -> list[Sequence]:
+        """Undo the steps in flight; returns their sequences. The device finishes them before what is launched next."""
         self._draw_for_other_ranks()
-        self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
         self._in_flight.clear()
+        batches = self.scheduler.in_flight
+        return self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -266,8 +264,7 @@ class Engine:
             self._drop_computed()
 
     def _drop_computed(self) -> None:
-        if self._in_flight:
-            self._discard_in_flight()
+        self._drop_in_flight(has_failed=False)
         self.scheduler.preempt_all()
         self.block_manager.reset_prefix_cache()
 

@@ -308,8 +308,10 @@ class EngineConfig:
                 f"tokens. Set max_model_len to at most {max_position_embeddings}."
             )
         defaults = DEVICE_DEFAULTS[device_type]
+        if block_size is not None:
+            defaults = replace(defaults, block_size=block_size)
         budget, num_seqs, block_size = fit_budget(
-            self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults, block_size or defaults.block_size
+            self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults
         )
         threshold = self.long_prefill_token_threshold
         if threshold is None:

@@ -24,7 +24,7 @@ DEVICE_DEFAULTS = {
 
 
 def fit_budget(
-    budget: int | None, num_seqs: int | None, block_size: int | None, defaults: DeviceDefaults, usual_block_size: int
+    budget: int | None, num_seqs: int | None, block_size: int | None, defaults: DeviceDefaults
 ) -> tuple[int, int, int]:
     """Return token budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
 
@@ -32,11 +32,10 @@ def fit_budget(
 
     Args:
         budget, num_seqs, block_size: the limits as set; None yields to the others.
-        usual_block_size: default of block_size.
 
     Raises ValueError for limits that contradict each other.
     """
-    fitted_seqs, fitted_block = num_seqs or defaults.max_num_seqs, block_size or usual_block_size
+    fitted_seqs, fitted_block = num_seqs or defaults.max_num_seqs, block_size or defaults.block_size
     if budget is None:
         budget = max(defaults.max_num_batched_tokens, fitted_seqs + fitted_block)
     elif budget < fitted_seqs + fitted_block:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.core.validation import items, text, truth
+from nanovllm.core.validation import items, string, text, truth
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,11 +74,8 @@ class StructuredOutput:
             found = " and ".join(given) or "no field that is set"
             raise ValueError(f"structured_output has {found}; give exactly one of {', '.join(KINDS)}.")
         for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            if value is not None:
-                if not isinstance(value, str):
-                    raise TypeError(f"structured_output.{name} must be a string, not {value!r}.")
-                if not value:
+            if (value := getattr(self, name)) is not None:
+                if not string(f"structured_output.{name}", value):
                     raise ValueError(f"structured_output.{name} is empty; give one, or leave it out.")
                 _check_size(name, value)
 

@@ -291,11 +291,8 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
     if config.trust_remote_code:
         raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
-    with _no_progress_bars():
-        try:
-            loaded = _load_tokenizer(tokenizer, config) if tokenizer is not None else None
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"the tokenizer {tokenizer!r} could not be loaded: {error}") from error
+    with load_errors(f"the tokenizer {tokenizer!r}"), _no_progress_bars():
+        loaded = None if tokenizer is None else _load_tokenizer(tokenizer, config)
     return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
 
 

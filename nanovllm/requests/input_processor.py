@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 Prompt = str | SequenceABC[int]
-Spellings = tuple[tuple[int, ...], ...]
 
 OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
     ("sampling_params", SamplingParams, "SamplingParams"),
@@ -194,7 +193,7 @@ class InputProcessor:
         return _as_token_ids(self.tokenizer(prompt, **options)["input_ids"])
 
 
-def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
+def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Token ids of each word at the start of a text and after a space, without duplicates.
 
     Raises ValueError for a word without tokens.
