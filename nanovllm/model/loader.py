@@ -91,11 +91,7 @@ class LoadedModel:
 
 
 def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
-    """Load a model by name, or accept a loaded one.
-
-    Args:
-        model: "smollm2-135m-instruct" (embedded), a local folder or GGUF file, a hub id, or a causal language model.
-        tokenizer: a tokenizer, a folder, GGUF file or hub id of one, or None for the model's own.
+    """Load a model by name, or accept a loaded one; arguments as for `LLM`.
 
     Raises ModelLoadError, UnsupportedModelError, or ValueError for options that contradict a loaded module.
     """

@@ -181,16 +181,25 @@ class InputProcessor:
         return requests
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's special tokens if `add_special_tokens`."""
-        if not isinstance(prompt, str):
-            return _as_token_ids(prompt)
-        if self.tokenizer is None:
-            raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
-        if not prompt:
-            raise ValueError("the prompt is an empty string; it needs at least one token.")
-        text("the prompt", prompt)
-        options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack the option
-        return _as_token_ids(self.tokenizer(prompt, **options)["input_ids"])
+        """Token ids of a prompt: text, with the tokenizer's special tokens if `add_special_tokens`, or ids in any type.
+
+        Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
+            if not prompt:
+                raise ValueError("the prompt is an empty string; it needs at least one token.")
+            text("the prompt", prompt)
+            options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack it
+            prompt = self.tokenizer(prompt, **options)["input_ids"]
+        items = _as_list(prompt)
+        if set(map(type, items)) <= {int}:  # fast for long prompts
+            return items
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, numbers.Integral):
+                raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
+        return [int(item) for item in items]
 
 
 def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
@@ -206,17 +215,6 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, .
                 raise ValueError(f"bad_words holds {word!r}, for which the tokenizer has no tokens. Remove it.")
             found[token_ids] = None
     return tuple(found)
-
-
-def _as_token_ids(prompt: Any) -> list[int]:
-    """Python integers from a list, tuple, array or one-dimensional tensor of token ids."""
-    items = _as_list(prompt)
-    if set(map(type, items)) <= {int}:  # fast for long prompts
-        return items
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, numbers.Integral):
-            raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
-    return [int(item) for item in items]
 
 
 def _as_list(values: Any) -> list[Any]:
