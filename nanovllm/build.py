@@ -78,8 +78,9 @@ def build_engine(
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    input_processor = InputProcessor(loaded.tokenizer, _limits(loaded, model_runner), clock)
-    return Engine(model_runner, Scheduler(model_runner.config, block_manager, budget), input_processor, observers)
+    config = model_runner.config
+    input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
+    return Engine(model_runner, Scheduler(config, block_manager, budget), input_processor, observers)
 
 
 def _budget(model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]) -> StepBudget:
@@ -102,18 +103,14 @@ def _free_threads(loaded: loader.LoadedModel) -> int | None:
 
 
 def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:
-    config, binding = model_runner.config, model_runner.binding
+    binding = model_runner.binding
     return RequestLimits(
         vocab_size=loaded.vocab_size,
         num_logits=binding.vocab_size,
-        max_model_len=config.max_model_len,
         model_name=type(loaded.model).__name__,
         has_base_model=binding.has_base_model,
-        allow_control_tokens=config.allow_control_tokens_in_messages,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
-        sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
-        itl_goal=config.itl_goal,
-        ttft_goal=config.ttft_goal,
+        sampling_defaults=loaded.sampling_defaults if model_runner.config.generation_config == "auto" else {},
     )
 
 

@@ -100,14 +100,7 @@ class Engine:
                 raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         with self._changing():
             for new in requests:
-                request = Request(
-                    new,
-                    self.config,
-                    tokenizer=self.tokenizer,
-                    eos_token_ids=self.input_processor.limits.eos_token_ids,
-                    number=next(self._numbers),
-                    arrivals=self._arrivals,
-                )
+                request = Request(new, self.input_processor, number=next(self._numbers), arrivals=self._arrivals)
                 self.requests[new.request_id] = request
                 if request.deadline is not None:
                     self._deadlines.add((request.deadline, new.request_id))

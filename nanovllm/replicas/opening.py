@@ -193,10 +193,9 @@ def pool_parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) ->
         options: the pool's options, unresolved; max_queue bounds the pool.
     """
     config = _smallest_config([EngineConfig(**one.config) for one in ready], options)
-    limits = min((one.limits for one in ready), key=lambda limits: limits.max_model_len)
     return PoolParts(
         config,
-        InputProcessor(tokenizer, limits),
+        InputProcessor(tokenizer, config, ready[0].limits),
         tokenizer,
         ready[0].hash_seed,
         expects_prefixes=sends_block_events(config),

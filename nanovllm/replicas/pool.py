@@ -179,14 +179,7 @@ class ReplicaPool:
             self._fleet.send(replica, Abort(request.new.request_id, request.placement))
         self._waiting.discard(request)
         self._forget(request)
-        return request.end(
-            reason,
-            self.clock(),
-            self.config,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.input_processor.limits.eos_token_ids,
-            error=error,
-        )
+        return request.end(reason, self.clock(), self.input_processor, error)
 
     def _forget(self, request: PoolRequest) -> None:
         del self.requests[request.new.request_id]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import NewRequest, Resumed, ResumedSample
 from nanovllm.replicas.messages import SentOutput
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
 
@@ -117,26 +115,10 @@ class PoolRequest:
         metrics = replace(before, num_preemptions=before.num_preemptions + num_preemptions)
         return Resumed(samples, metrics, self._prompt_logprobs, self._error, self._error_kind)
 
-    def end(
-        self,
-        reason: str,
-        now: float,
-        config: EngineConfig,
-        *,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int],
-        error: str | None = None,
-    ) -> RequestOutput:
+    def end(self, reason: str, now: float, input_processor: InputProcessor, error: str | None = None) -> RequestOutput:
         """Build the last output, with the tokens so far, of a request that the front ends."""
-        resumed = self.resumed()
-        request = Request(
-            replace(self.new, resumed=resumed),
-            config,
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            number=0,
-            arrivals=count(),
-        )
+        new = replace(self.new, resumed=self.resumed())
+        request = Request(new, input_processor, number=0, arrivals=count())
         for sequence in request.sequences:
             if not sequence.is_finished:
                 sequence.finish_reason, sequence.is_finished = reason, True

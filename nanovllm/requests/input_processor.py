@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import PromptTooLongError
 from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
@@ -37,29 +38,22 @@ OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "cache_salt": "", "timeout": N
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of a model and its engine for requests.
+    """Limits of a model for requests.
 
     vocab_size: rows of the embedding; a prompt's token ids are below it.
     num_logits: number of tokens that can be sampled, with rows in embedding and head.
-    max_model_len: most tokens of prompt and output together.
     model_name: for errors.
     has_base_model: whether the head is a separate module, which prompt_logprobs requires.
-    allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
     eos_token_ids: those of the model that can be sampled: its config may name others.
     sampling_defaults: fields of `SamplingParams` for requests that leave them out.
-    itl_goal, ttft_goal: the engine's, in seconds; None for none.
     """
 
     vocab_size: int
     num_logits: int
-    max_model_len: int
     model_name: str
     has_base_model: bool = True
-    allow_control_tokens: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    itl_goal: float | None = None
-    ttft_goal: float | None = None
 
 
 class InputProcessor:
@@ -67,10 +61,14 @@ class InputProcessor:
 
     Args:
         tokenizer: None if prompts are token ids only.
+        config: the engine's, resolved.
         clock: the engine's, in seconds; never goes back.
     """
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tokenizer: Any, config: EngineConfig, limits: RequestLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
         self.limits = limits
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
@@ -79,7 +77,7 @@ class InputProcessor:
     @cached_property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template, for the first conversation."""
-        return ChatTemplate(self.tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
+        return ChatTemplate(self.tokenizer, allow_control_tokens=self.config.allow_control_tokens_in_messages)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -151,14 +149,12 @@ class InputProcessor:
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
                 token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
-                check_prompt(token_ids, params, self.limits)
+                check_prompt(token_ids, params, self.limits, self.config.max_model_len)
                 if id(params) not in prepared:
-                    check_params(params, self.limits, has_tokenizer=self.tokenizer is not None)
+                    check_params(params, self.limits, self.config, has_tokenizer=self.tokenizer is not None)
                     words, form = params.bad_words, params.structured_output
-                    prepared[id(params)] = {
-                        "bad_words": words and spellings_of(words, self.tokenizer),
-                        "matcher": form and self.grammars.matcher(form),
-                    }
+                    spellings = words and spellings_of(words, self.tokenizer)
+                    prepared[id(params)] = {"bad_words": spellings, "matcher": form and self.grammars.matcher(form)}
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
@@ -255,9 +251,11 @@ def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any, cl
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds above 0, or None for no limit.")
 
 
-def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits) -> None:
+def check_prompt(
+    prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits, max_model_len: int
+) -> None:
     """Raise ValueError for an (already truncated) prompt that cannot be served with these parameters."""
-    vocab_size, max_model_len = limits.vocab_size, limits.max_model_len
+    vocab_size = limits.vocab_size
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")
     low, high = min(prompt_token_ids), max(prompt_token_ids)
@@ -287,8 +285,8 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: Re
         )
 
 
-def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer: bool) -> None:
-    """Raise ValueError for parameters that this model or tokenizer cannot serve."""
+def check_params(params: SamplingParams, limits: RequestLimits, config: EngineConfig, *, has_tokenizer: bool) -> None:
+    """Raise ValueError for parameters that this model, engine or tokenizer cannot serve."""
     vocab_size = limits.num_logits
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
@@ -308,7 +306,7 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
             f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
         )
     if params.itl_goal is not None or params.ttft_goal is not None:
-        _check_goals(params, limits)
+        _check_goals(params, config)
     if has_tokenizer:
         return
     for name, is_used in (
@@ -323,10 +321,10 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
             )
 
 
-def _check_goals(params: SamplingParams, limits: RequestLimits) -> None:
+def _check_goals(params: SamplingParams, config: EngineConfig) -> None:
     """Raise ValueError for a goal that is stricter than the engine's."""
     for name in ("itl_goal", "ttft_goal"):
-        goal, least = getattr(params, name), getattr(limits, name)
+        goal, least = getattr(params, name), getattr(config, name)
         if goal is not None and (least is None or goal < least):
             has = "none" if least is None else f"{least:g} s"
             remedy = f"the engine option {name}" if least is None else f"at least {least:g} s"

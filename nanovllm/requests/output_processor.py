@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.resumption import restore
 
 
@@ -199,13 +199,12 @@ class Request:
     def __init__(
         self,
         new: NewRequest,
-        config: EngineConfig,
+        input_processor: InputProcessor,
         *,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int],
         number: int,
         arrivals: Iterator[int],
     ) -> None:
+        config = input_processor.config
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
@@ -216,7 +215,7 @@ class Request:
                 new,
                 arrival=next(arrivals),
                 max_model_len=config.max_model_len,
-                eos_token_ids=eos_token_ids,
+                eos_token_ids=input_processor.limits.eos_token_ids,
                 seed=seed,
                 index=index,
             )
@@ -225,7 +224,10 @@ class Request:
         if new.resumed is not None:
             for sequence in self.sequences:
                 restore(sequence, new.resumed)
-        self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
+        self.samples = [
+            Sample(new, sequence, input_processor.tokenizer, record_itl=config.record_itl)
+            for sequence in self.sequences
+        ]
 
     def metrics(self) -> RequestMetrics:
         """The request's metrics so far."""

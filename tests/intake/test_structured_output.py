@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar import compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler
@@ -259,9 +260,9 @@ class Slow:
 
 
 def process(tokenizer: Any, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any) -> Any:
-    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, 64, "Tiny", eos_token_ids=eos_token_ids)
+    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=eos_token_ids)
     params = SamplingParams(structured_output=StructuredOutput(regex="a"), **options)
-    return InputProcessor(tokenizer, limits).process([[1, 2]], params, request_ids="0")
+    return InputProcessor(tokenizer, EngineConfig(max_model_len=64), limits).process([[1, 2]], params, request_ids="0")
 
 
 def test_what_a_model_or_its_tokenizer_lacks_is_named():
@@ -274,7 +275,9 @@ def test_what_a_model_or_its_tokenizer_lacks_is_named():
 
 
 def test_prompts_of_one_call_share_what_was_compiled():
-    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, 64, "Tiny", eos_token_ids=(EOS,))
+    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=(EOS,))
     params = SamplingParams(structured_output=StructuredOutput(choice=["a"]))
-    one, two = InputProcessor(tiny_tokenizer(), limits).process([[1], [2]], params, request_ids="01")
+    one, two = InputProcessor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits).process(
+        [[1], [2]], params, request_ids="01"
+    )
     assert one.matcher is two.matcher is not None

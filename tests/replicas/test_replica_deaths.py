@@ -243,10 +243,9 @@ def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
 
 
 def test_the_output_of_such_a_request_says_why(llm):
-    new = llm._engine.input_processor.process_one("poison", [1, 2], PARAMS[0])
-    output = PoolRequest(new).end(
-        "error", 1.0, llm.config, tokenizer=llm.tokenizer, eos_token_ids=(), error="3 replicas died"
-    )
+    input_processor = llm._engine.input_processor
+    new = input_processor.process_one("poison", [1, 2], PARAMS[0])
+    output = PoolRequest(new).end("error", 1.0, input_processor, "3 replicas died")
     assert (output.outputs[0].finish_reason, output.error, output.error_kind) == (
         "error",
         "3 replicas died",

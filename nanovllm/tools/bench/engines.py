@@ -57,6 +57,7 @@ class NanoVLLM:
                 request.prompt_token_ids,
                 SamplingParams(max_tokens=request.num_output_tokens, min_tokens=request.num_output_tokens),
                 self._engine.input_processor.limits,
+                self._engine.config.max_model_len,
             )
 
     def add(self, number: int, request: TimedRequest) -> None:
