@@ -84,15 +84,16 @@ class Scheduler:
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
         num_decodes = len(entries)
+        has_slot = len(self.running) < self.config.max_num_seqs
         budget = self.config.max_num_batched_tokens
         if self.budget is not None:
-            may_start = self.waiting.in_order() if len(self.running) < self.config.max_num_seqs else ()
+            may_start = self.waiting.in_order() if has_slot else ()
             budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
         step = OpenStep(budget=budget - num_decodes)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one
                 self._schedule_next_chunk(step, sequence)
-        if self.waiting and self.stats.num_preemptions == num_preemptions:
+        if has_slot and self.waiting and self.stats.num_preemptions == num_preemptions:
             self._admit(step, prefills)
         self._spend_what_is_left(step, num_decodes)
 
@@ -225,10 +226,9 @@ class Scheduler:
         """
         if not self.waiting or len(self.running) < self.config.max_num_seqs:
             return
-        if all(sequence.num_known_tokens - sequence.num_computed_tokens <= 1 for sequence in self.running):
-            victim = self.waiting.slot_victim(self.running, self.share_bound)
-            if victim is not None:
-                self._preempt(victim)
+        victim = self.waiting.slot_victim(self.running, self.share_bound)
+        if victim is not None and all(s.num_known_tokens - s.num_computed_tokens <= 1 for s in self.running):
+            self._preempt(victim)
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
@@ -262,9 +262,9 @@ class Scheduler:
         self.in_flight.popleft()
         manager, block_size = self.block_manager, self.block_size
         manager.commit(batch.step_id, batch.entries)
-        if self.waiting.is_shared:
-            self.waiting.charge_generated(batch.sampling)
+        is_shared = self.waiting.is_shared
         advanced: list[Sequence] = []
+        without_token: list[Sequence] = []
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
             if token_id == NON_FINITE:
                 manager.forget(sequence)  # also when it was preempted or aborted meanwhile
@@ -274,9 +274,9 @@ class Scheduler:
                 continue
             advanced.append(sequence)
             if token_id < 0:
+                without_token.append(sequence)
                 self._end_without_token(sequence, token_id)
                 continue
-            self.stats.num_output_tokens += 1
             known = sequence.token_ids
             known.append(token_id)
             if token_id in sequence.stop_token_ids:
@@ -288,6 +288,10 @@ class Scheduler:
                 # A step in flight, or this one's run, fills this block, whose last token is read only now.
                 index = len(known) // block_size - 1
                 manager.register(sequence, index, index + 1, (self.in_flight or [batch])[-1].step_id)
+        self.stats.num_output_tokens += len(advanced) - len(without_token)
+        if is_shared:
+            self.waiting.charge_generated(advanced)
+            self.waiting.charge_generated(without_token, -1)
         return self._end_runs(batch, advanced) if batch.draws_runs else advanced
 
     def _end_runs(self, batch: ScheduledBatch, advanced: list[Sequence]) -> list[Sequence]:
@@ -319,8 +323,7 @@ class Scheduler:
             self.stats.num_failed_steps += has_failed
             self.block_manager.withdraw(undone.step_id)
             for entry in undone.prefills:
-                if not entry.sequence.is_finished:
-                    self.waiting.charge(entry.sequence, -entry.num_new_tokens)
+                self.waiting.charge(entry.sequence, -entry.num_new_tokens)
             for sequence, _, _, num_samples, table, num_computed_before in reversed(undone.entries):
                 sequence.num_known_tokens -= num_samples
                 if sequence.is_finished:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
@@ -25,17 +26,28 @@ from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate: decodes share a step's fixed cost
 MAX_IDLE = 1024  # clients without requests whose counters are kept
+SERVED = attrgetter("served")  # of an Account
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """A client with sequences in one priority level; `served` is its counter."""
+    """A client in one priority level.
 
+    served: its counter.
+    first: of `waiting`; kept, since each step asks every client for it.
+    """
+
+    client: str
     weight: float
-    served: float
+    served: float = 0.0
     num_unfinished: int = 0
     waiting: SortedKeyList = field(default_factory=lambda: SortedKeyList(key=SCHEDULING_KEY))
+    first: Sequence | None = None
+
+    @property
+    def has_slot(self) -> bool:
+        return self.num_unfinished > len(self.waiting)
 
 
 class ClientQueue:
@@ -57,18 +69,22 @@ class ClientQueue:
         self._waiting = SortedKeyList(key=SCHEDULING_KEY)
         self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client
         self._num_accounts: Counter[str] = Counter()  # of each client
-        self._idle: dict[tuple[int, str], float] = {}  # counters of clients without sequences, oldest first
+        self._idle: dict[tuple[int, str], Account] = {}  # of clients without sequences, oldest first
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def join(self, sequence: Sequence) -> None:
         """Queue a new sequence; a client that had none in its level gets at least the least counter there."""
         client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
-        if client not in level:
-            served = max(self._idle.pop((sequence.priority, client), 0.0), _least_served(level, 0.0))
-            level[client] = Account(self._weights.get(client, 1.0), served)
+        account = level.get(client)
+        if account is None:
+            account = self._idle.pop((sequence.priority, client), None)
+            account = account or Account(client, self._weights.get(client, 1.0))
+            account.served = max(account.served, _least_served(level, 0.0))
+            level[client] = account
             self._num_accounts[client] += 1
-        level[client].num_unfinished += 1
+        account.num_unfinished += 1
+        sequence.account = account
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -76,7 +92,7 @@ class ClientQueue:
         client, level = sequence.client, self._levels[sequence.priority]
         level[client].num_unfinished -= 1
         if not level[client].num_unfinished:
-            self._idle[sequence.priority, client] = level.pop(client).served
+            self._idle[sequence.priority, client] = level.pop(client)
             self._num_accounts[client] -= 1
             if not self._num_accounts[client]:
                 del self._num_accounts[client]
@@ -86,17 +102,25 @@ class ClientQueue:
             del self._idle[next(iter(self._idle))]
         if self._idle and len(level) < 2:  # forget clients with which the last one has caught up
             least = _least_served(level, math.inf)
-            self._idle = {key: n for key, n in self._idle.items() if key[0] != sequence.priority or n > least}
+            self._idle = {
+                key: account
+                for key, account in self._idle.items()
+                if key[0] != sequence.priority or account.served > least
+            }
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence again that was preempted."""
+        account = sequence.account
         self._waiting.add(sequence)
-        self._account(sequence).waiting.add(sequence)
+        account.waiting.add(sequence)
+        account.first = account.waiting[0]
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, which runs now or has ended."""
+        account = sequence.account
         self._waiting.remove(sequence)
-        self._account(sequence).waiting.remove(sequence)
+        account.waiting.remove(sequence)
+        account.first = account.waiting[0] if account.waiting else None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -104,22 +128,19 @@ class ClientQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
-    def _account(self, sequence: Sequence) -> Account:
-        return self._levels[sequence.priority][sequence.client]
-
     # ------------------------------------------------------------------------------------------------- counters
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count prompt tokens placed for an unfinished sequence; hits are free, and a negative number is a refund."""
-        account = self._account(sequence)
+        """Count prompt tokens placed; hits are free, and a negative number is a refund."""
+        account = sequence.account
         account.served += num_tokens * self.prefill_cost / account.weight
 
-    def charge_generated(self, sampling: Iterable[Sequence]) -> None:
-        """Count a token generated for each of these sequences, unless its client has none left."""
-        for sequence in sampling:
-            account = self._levels.get(sequence.priority, {}).get(sequence.client)
-            if account is not None:
-                account.served += self.decode_cost / account.weight
+    def charge_generated(self, sequences: Iterable[Sequence], num_tokens: int = 1) -> None:
+        """Count so many generated tokens for each sequence, which may have ended with them."""
+        cost = num_tokens * self.decode_cost
+        for sequence in sequences:
+            account = sequence.account
+            account.served += cost / account.weight
 
     @property
     def is_shared(self) -> bool:
@@ -134,7 +155,9 @@ class ClientQueue:
     @property
     def gap(self) -> float:
         """Largest difference of the counters of two clients that wait in one priority level."""
-        served = [[a.served for a in level.values() if a.waiting] for level in self._levels.values()]
+        if not self.is_shared:
+            return 0.0
+        served = [[a.served for a in level.values() if a.first is not None] for level in self._levels.values()]
         return max((max(counters) - min(counters) for counters in served if counters), default=0.0)
 
     # ---------------------------------------------------------------------------------------------------- order
@@ -149,8 +172,8 @@ class ClientQueue:
         passed: set[Sequence] = set()
         for oldest in self._waiting:
             if (heap := heaps.get(oldest.priority)) is None:
-                accounts = [account for account in self._levels[oldest.priority].values() if account.waiting]
-                heap = [(0, account.served, account.waiting[0].key, 0, 0, account) for account in accounts]
+                accounts = self._levels[oldest.priority].values()
+                heap = [(0, a.served, a.first.key, 0, 0, a) for a in accounts if a.first is not None]
                 heapify(heap)
                 heaps[oldest.priority] = heap
             while oldest not in passed:
@@ -167,10 +190,7 @@ class ClientQueue:
 
     def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
-        return sorted(running, key=self._precedence, reverse=True)
-
-    def _precedence(self, sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
-        return sequence.priority, self._account(sequence).served, sequence.key
+        return sorted(running, key=_precedence, reverse=True)
 
     def slot_victim(self, running: Collection[Sequence], bound: float) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
@@ -178,22 +198,43 @@ class ClientQueue:
         A client without a slot gets one when its counter is so far behind that what is computed twice is paid for;
         else when it is behind by `bound`, a cost.
         """
-        first = next(iter(self.in_order()))
-        has_slot = any(sequence.client == first.client for sequence in running)
+        level = self._levels[self._waiting[0].priority]
+        waiting = [account for account in level.values() if account.first is not None]
+        least = min(map(SERVED, waiting))
+        account = min([account for account in waiting if account.served == least], key=_first_key)
+        first, client = account.first, account.client
+        assert first is not None
+        has_slot = any(client in level and level[client].has_slot for level in self._levels.values())
+        due = bound if has_slot else self.prefill_cost * first.num_known_tokens
+        is_urgent = not has_slot and any(priority > first.priority for priority in self._levels)
+        # Most steps end here, so only this costs time per client.
+        is_due = (max(map(SERVED, level.values())) - least) * account.weight > due
+        if first.num_in_flight_tokens or not (is_urgent or is_due):
+            return None
         others = [
             s
             for s in running
-            if s.client != first.client
+            if s.client != client
             # With ageing an older one of lower priority would start before the first waiting one again.
             and (s.priority == first.priority or (not has_slot and s.priority > first.priority and s.key > first.key))
         ]
-        if first.num_in_flight_tokens or not others:
+        if not others:
             return None
-        victim, account = max(others, key=self._precedence), self._account(first)
-        due = bound if has_slot else self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
-        behind = (self._account(victim).served - account.served) * account.weight
+        victim = max(others, key=_precedence)
+        if not has_slot:
+            due += self.prefill_cost * victim.num_known_tokens
+        behind = (victim.account.served - least) * account.weight
         return victim if victim.priority > first.priority or behind > due else None
 
 
+def _first_key(account: Account) -> tuple[float, int]:
+    assert account.first is not None
+    return account.first.key
+
+
+def _precedence(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
+    return sequence.priority, sequence.account.served, sequence.key
+
+
 def _least_served(level: Mapping[str, Account], default: float) -> float:
-    return min((account.served for account in level.values()), default=default)
+    return min(map(SERVED, level.values()), default=default)

@@ -133,6 +133,7 @@ class Sequence:
     group_tables: GroupTables | None = None  # only with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
 
+    account: Any = field(init=False)  # its client's counter in the queue of clients, which sets it
     is_running: bool = False
     is_finished: bool = False  # if neither, it waits and holds no blocks
     placed_in_step: int = -1  # the last step that computes some of it

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm.core import client_queue
 from nanovllm.core.client_queue import DECODE_COST, ClientQueue
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_loops import make_loop, prompt, run_until_preemption, running
 from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
@@ -16,8 +17,8 @@ from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
 def served(loop: Loop, priority: int = 0) -> dict[str, float]:
     """Counters by client."""
     queue = loop.scheduler.waiting
-    idle = {client: counter for (level, client), counter in queue._idle.items() if level == priority}
-    return idle | {client: account.served for client, account in queue._levels.get(priority, {}).items()}
+    idle = {client: account for (level, client), account in queue._idle.items() if level == priority}
+    return {client: account.served for client, account in (idle | queue._levels.get(priority, {})).items()}
 
 
 def started(loop: Loop, num_steps: int) -> str:
@@ -126,6 +127,28 @@ def test_a_failed_step_is_paid_back():
     assert served(loop) == {"a": 0, "b": 0}
     loop.drain()
     loop.check_outputs()
+
+
+def test_tokens_that_no_client_gets_are_not_counted():
+    loop = make_loop()
+    aborted, failed, ended = (loop.add(prompt(4, first), client="a", max_tokens=9) for first in range(3))
+    loop.add(prompt(4, 5), client="b", max_tokens=9)
+    loop.step()
+    assert served(loop) == {"a": 3 * (4 + DECODE_COST), "b": 4 + DECODE_COST}
+    loop.launch(non_finite={failed.request_id})
+    loop.abort(aborted)
+    loop.read()
+    assert (failed.finish_reason, ended.num_output_tokens) == ("error", 2)
+    assert served(loop) == {"a": 3 * (4 + DECODE_COST) + DECODE_COST, "b": 4 + 2 * DECODE_COST}
+
+
+def test_the_last_token_of_a_client_is_counted_too():
+    loop = make_loop()
+    add_many(loop, "a", 1, max_tokens=1)
+    add_many(loop, "b", 1, max_tokens=9)
+    loop.step()
+    loop.add(prompt(4, 3), client="a", max_tokens=9)
+    assert served(loop) == {"a": 4 + DECODE_COST, "b": 4 + DECODE_COST}
 
 
 def test_all_samples_of_a_request_are_its_clients():
@@ -261,6 +284,43 @@ def test_with_ageing_an_older_request_keeps_its_slot():
     for _ in range(10):
         loop.step()
     assert running(loop) == ["0"] and loop.scheduler.stats.num_preemptions == 0
+
+
+def victim_of(queue: ClientQueue, sequences: list[Sequence], bound: float) -> Sequence | None:
+    """`slot_victim` by its rule alone."""
+    running = [s for s in sequences if s.is_running]
+    first = next(iter(queue.in_order()))
+    has_slot = first.client in {s.client for s in running}
+    urgent = [s for s in running if s.client != first.client and s.priority > first.priority and not has_slot]
+    equal = [s for s in running if s.client != first.client and s.priority == first.priority]
+    if first.num_in_flight_tokens or not (urgent or equal):
+        return None
+    victim = max(urgent or equal, key=lambda s: (s.priority, s.account.served, s.key))
+    behind = (victim.account.served - first.account.served) * first.account.weight
+    due = bound if has_slot else queue.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+    return victim if urgent or behind > due else None
+
+
+def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
+    rng, num_found = random.Random(1), 0
+    for _ in range(400):
+        queue, sequences = ClientQueue({"a": 3.0, "b": 0.5}), []
+        for arrival in range(rng.randint(2, 12)):
+            tokens, priority = [1] * rng.randint(1, 30), rng.choice((0, 0, 0, 1))
+            sequence = make_sequence(tokens, arrival=arrival, priority=priority, client=rng.choice("abcd"))
+            queue.join(sequence)
+            queue.charge(sequence, rng.choice((0, 5, 40, 90)))
+            sequence.num_known_tokens += rng.random() < 0.1  # in flight
+            sequence.is_running = rng.random() < 0.6
+            sequences.append(sequence)
+            if sequence.is_running:
+                queue.remove(sequence)
+        if queue:
+            running, bound = [s for s in sequences if s.is_running], rng.choice((10.0, 50.0))
+            victim = queue.slot_victim(running, bound)
+            assert victim is victim_of(queue, sequences, bound)
+            num_found += victim is not None
+    assert num_found > 80
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

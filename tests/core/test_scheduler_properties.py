@@ -61,7 +61,7 @@ class SchedulerMachine(SchedulerRules):
         max_num_seqs=st.integers(1, 6),
         threshold_blocks=st.integers(1, 6),
         max_num_partial_prefills=st.integers(1, 3),
-        max_long_partial_prefills=st.integers(1, 2),
+        max_long_partial_prefills=st.sampled_from([1, 2, 6]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_hash_bits=st.sampled_from([128, 128, 2, 0]),
         priority_ageing_s=st.sampled_from(AGEING),
@@ -90,7 +90,7 @@ def walk(seed: int, num_calls: int) -> Loop:
         max_num_seqs=rng.randint(1, 6),
         threshold_blocks=rng.randint(1, 6),
         max_num_partial_prefills=rng.randint(1, 3),
-        max_long_partial_prefills=rng.randint(1, 2),
+        max_long_partial_prefills=rng.choice((1, 2, 6)),
         enable_prefix_caching=rng.random() < 0.9,
         num_hash_bits=rng.choice((128, 128, 128, 2)),
         priority_ageing_s=rng.choice(AGEING),
@@ -130,6 +130,7 @@ def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(wal
         "ordered by age",
         "clients beside each other",
         "slots taken",
+        "bounds checked",
     ],
 )
 def test_the_walks_meet(situation: str, walks: list[Loop]):
