@@ -2,8 +2,8 @@
 
 Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight,
 `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for their blocks,
-and the pool holds one sequence of max_model_len. It loses its slot only to a client that was served less by more than
-both cost again, so each turn brings tokens, and it always finishes.
+and the pool holds one sequence of max_model_len. Its client loses the last slot only to one that was served less by
+more than both cost again, so each turn brings tokens, and it always finishes.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
-        if self.waiting.is_shared:
-            self._free_slot()
+        taken = self._free_slot() if self.waiting.is_shared else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
@@ -95,6 +94,8 @@ class Scheduler:
                 self._schedule_next_chunk(step, sequence)
         if has_slot and self.waiting and self.stats.num_preemptions == num_preemptions:
             self._admit(step, prefills)
+        if taken is not None:
+            self.waiting.charge(*taken)
         self._spend_what_is_left(step, num_decodes)
 
         for sequence, (before, start) in step.chunks.items():
@@ -219,16 +220,19 @@ class Scheduler:
                 self._preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
 
-    def _free_slot(self) -> None:
-        """Preempt a sequence whose slot is due to a client that waits.
+    def _free_slot(self) -> tuple[Sequence, int] | None:
+        """Preempt a sequence whose slot is due to another client; returns that one's, and the tokens that it pays for.
 
         Not while a prefill is in progress: it may take the budget that the other needs to start.
         """
-        if not self.waiting or len(self.running) < self.config.max_num_seqs:
-            return
-        victim = self.waiting.slot_victim(self.running, self.share_bound)
-        if victim is not None and all(s.num_known_tokens - s.num_computed_tokens <= 1 for s in self.running):
-            self._preempt(victim)
+        is_full = self.waiting and len(self.running) == self.config.max_num_seqs
+        victim = self.waiting.slot_victim(self.running, self.share_bound) if is_full else None
+        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > 1 for s in self.running):
+            return None
+        first = self.waiting.first
+        num_lost = self.admission.num_lost_tokens(victim, first) if victim.account.num_running > 1 else 0
+        self._preempt(victim)
+        return first, num_lost if victim.priority == first.priority else 0
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)

@@ -94,6 +94,11 @@ class Admission:
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
         return self.blocks.num_blocks_lacking(sequence, tokens, hits)
 
+    def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
+        """Tokens that a preempted sequence computes again: all, unless its blocks probably stay in the cache."""
+        is_kept = self.config.enable_prefix_caching and self.blocks.has_free(self.blocks_lacking(successor))
+        return victim.num_known_tokens % self.blocks.block_size if is_kept else victim.num_known_tokens
+
     def _may_be_partial(self, lacking: int, partial: list[int]) -> bool:
         """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
         config, threshold = self.config, self.config.long_prefill_token_threshold

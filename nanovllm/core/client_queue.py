@@ -24,7 +24,7 @@ from sortedcontainers import SortedKeyList
 
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
-PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate: decodes share a step's fixed cost
+PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate for engines that measured no costs
 MAX_IDLE = 1024  # clients without requests whose counters are kept
 SERVED = attrgetter("served")  # of an Account
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
@@ -46,8 +46,8 @@ class Account:
     first: Sequence | None = None
 
     @property
-    def has_slot(self) -> bool:
-        return self.num_unfinished > len(self.waiting)
+    def num_running(self) -> int:
+        return self.num_unfinished - len(self.waiting)
 
 
 class ClientQueue:
@@ -188,6 +188,15 @@ class ClientQueue:
                 else:
                     heappop(heap)
 
+    @property
+    def first(self) -> Sequence:
+        """The first waiting sequence in the order of shares; there must be one."""
+        waiting = [account for account in self._levels[self._waiting[0].priority].values() if account.first is not None]
+        least = min(map(SERVED, waiting))
+        first = min([account for account in waiting if account.served == least], key=_first_key).first
+        assert first is not None
+        return first
+
     def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
         return sorted(running, key=_precedence, reverse=True)
@@ -195,21 +204,19 @@ class ClientQueue:
     def slot_victim(self, running: Collection[Sequence], bound: float) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
 
-        A client without a slot gets one when its counter is so far behind that what is computed twice is paid for;
-        else when it is behind by `bound`, a cost.
+        A client without a slot gets one of several of a client that was served more, and the last one when it is so
+        far behind that what both compute again is paid for. A client with a slot gets another when it is behind by
+        `bound`, a cost.
         """
-        level = self._levels[self._waiting[0].priority]
-        waiting = [account for account in level.values() if account.first is not None]
-        least = min(map(SERVED, waiting))
-        account = min([account for account in waiting if account.served == least], key=_first_key)
-        first, client = account.first, account.client
-        assert first is not None
-        has_slot = any(client in level and level[client].has_slot for level in self._levels.values())
-        due = bound if has_slot else self.prefill_cost * first.num_known_tokens
-        is_urgent = not has_slot and any(priority > first.priority for priority in self._levels)
+        first = self.first
+        account, client = first.account, first.client
+        has_slot = any(client in level and level[client].num_running for level in self._levels.values())
         # Most steps end here, so only this costs time per client.
-        is_due = (max(map(SERVED, level.values())) - least) * account.weight > due
-        if first.num_in_flight_tokens or not (is_urgent or is_due):
+        if has_slot or len(self._levels) == 1:
+            most = max(map(SERVED, self._levels[first.priority].values()))
+            if (most - account.served) * account.weight <= (bound if has_slot else 0.0):
+                return None
+        if first.num_in_flight_tokens:
             return None
         others = [
             s
@@ -221,10 +228,14 @@ class ClientQueue:
         if not others:
             return None
         victim = max(others, key=_precedence)
-        if not has_slot:
-            due += self.prefill_cost * victim.num_known_tokens
-        behind = (victim.account.served - least) * account.weight
-        return victim if victim.priority > first.priority or behind > due else None
+        behind = (victim.account.served - account.served) * account.weight
+        if has_slot:
+            is_due = behind > bound
+        elif victim.account.num_running > 1:
+            is_due = behind > 0.0
+        else:
+            is_due = behind > self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+        return victim if victim.priority > first.priority or is_due else None
 
 
 def _first_key(account: Account) -> tuple[float, int]:

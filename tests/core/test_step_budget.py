@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,29 +13,7 @@ from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.step_budget import MAX_RELAXATION, StepBudget
 from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
-
-BLOCK, MOST = 4, 256
-
-
-class Costs:
-    """A millisecond a step, a decode and a token of a chunk, and a microsecond a pair; nothing was read before 0."""
-
-    last_time, error, num_misses = 0.0, None, 0
-
-    def __init__(self, sizes: Sequence[int] = ()) -> None:
-        self._sizes = sizes
-
-    def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
-        return [size for size in self._sizes or range(1, MOST + 1) if size <= limit]
-
-    def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
-        return lambda size: 1e-3 * (1 + len(decodes) + size) + 1e-6 * start * size
-
-
-def make_budget(goal: float, costs: Any = None, *, now: float = 0.0, **options: Any) -> StepBudget:
-    defaults = {"itl_goal": goal, "ttft_goal": None, "max_num_batched_tokens": MOST, "block_size": BLOCK}
-    config: Any = SimpleNamespace(**(defaults | {"overlap": False} | options))
-    return StepBudget(config, costs or Costs(), lambda: now)
+from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
 
 
 def decodes(count: int, **params: Any) -> list[ScheduledSequence]:
@@ -153,18 +129,6 @@ def test_while_no_slot_is_free_no_budget_is_chosen():
     scheduler.block_manager.lookup = None  # of a prompt that cannot start
     loop.step()
     assert scheduler.budget.stats().num_tokens == MOST
-
-
-class RandomCosts(Costs):
-    """Predictions without sense, which no request may starve of."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self._rng = rng
-
-    def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
-        scale = self._rng.choice((0.0, 1e-3, 1.0, 1e6))
-        return lambda size: scale * size
 
 
 def walk(seed: int, **budget: Any) -> Loop:

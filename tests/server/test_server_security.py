@@ -187,6 +187,19 @@ def test_a_header_overrides_the_key_and_a_bad_name_of_one_is_refused(clients):
         ServerSettings(client_header="x client")
 
 
+def test_clients_by_a_header_add_no_lines_to_the_metrics():
+    def lines(http: Any) -> set[str]:
+        return {line.rpartition(" ")[0] for line in http.get("/metrics").text.splitlines()}
+
+    with serving({"client_header": "x-client-id"}) as running, running.http() as http:
+        for _ in range(2):
+            assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "first"}).status_code == 200
+            before = lines(http)
+        for number in range(20):
+            assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": f"c{number}"}).status_code == 200
+        assert lines(http) == before
+
+
 def test_a_key_that_is_named_none_is_a_client_of_that_name(clients, tmp_path):
     file = tmp_path / "keys"
     file.write_text("right # none\n")

@@ -1,0 +1,158 @@
+"""A latency goal and shares of three clients, crossed with every other feature: the answers of an engine without them.
+
+The goal is one that every step misses, so that each prompt is cut into single blocks beside decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, SamplingParams, StepError, StructuredOutput
+from tests.support import structured
+from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, open_llm, token_ids
+from tests.support.replicas import REPLICAS, completions, tiny_folder
+from tests.support.tiny_models import random_prompts
+
+ON: dict[str, Any] = {"itl_goal": 1e-3, "ttft_goal": 30.0, "client_weights": {"b": 2.0, "c": 0.5}}
+FEW_SLOTS = {"max_num_seqs": 4, "max_num_batched_tokens": 96}
+PROMPTS = random_prompts(9, low=3, high=200, seed=8)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+FORM = StructuredOutput(regex="[a-c]{20}")
+
+Answer = Callable[[LLM, list[str]], Any]
+
+
+@pytest.fixture(autouse=True)
+def goals_that_no_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.execution.start_costs.resolve_goal", lambda config, seconds: config)
+
+
+def generated(params: Any = GREEDY, **options: Any) -> Answer:
+    def answer(llm: LLM, clients: list[str]) -> Any:
+        return completions(llm.generate(PROMPTS, params, client=clients, use_tqdm=False, **options))
+
+    return answer
+
+
+def cached(llm: LLM, clients: list[str]) -> Any:
+    both = [
+        completions(llm.generate(PROMPTS, GREEDY, client=each, use_tqdm=False)) for each in (clients, clients[::-1])
+    ]
+    assert llm.stats().prefix_cache_hits > 0
+    return both
+
+
+class Near:
+    """Numbers that are equal within the rounding of sums in another order."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = np.array(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Near) and np.allclose(self._values, other._values, atol=1e-3)
+
+
+def log_probabilities(llm: LLM, clients: list[str]) -> Any:
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    outputs = llm.generate(PROMPTS, params, client=clients, use_tqdm=False)
+    tokens = [token for o in outputs for token in [*o.outputs[0].token_ids, *o.prompt_token_ids[1:]]]
+    entries = [entry for o in outputs for entry in [*o.outputs[0].logprobs, *o.prompt_logprobs[1:]]]
+    return completions(outputs), Near([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
+
+
+def streamed(llm: LLM, clients: list[str]) -> Any:
+    streams = [llm.stream(p, LONG, client=client) for p, client in zip(PROMPTS, clients, strict=True)]
+    seen: list[list[int]] = [[] for _ in streams]
+    for _ in range(40):  # in turn
+        for tokens, stream in zip(seen, streams, strict=True):
+            with suppress(StopIteration):
+                tokens[:] = next(stream).outputs[0].token_ids
+    for stream in streams:
+        stream.close()
+    return seen
+
+
+def aborted(llm: LLM, clients: list[str]) -> Any:
+    """Some streams are closed half-way; the others go on."""
+    streams: list[Iterator[Any]] = [llm.stream(p, LONG, client=c) for p, c in zip(PROMPTS, clients, strict=True)]
+    for stream in streams:
+        next(stream)
+    for stream in streams[::2]:
+        stream.close()
+    return token_ids([list(stream)[-1] for stream in streams[1::2]])
+
+
+def timed_out(llm: LLM, clients: list[str]) -> Any:
+    timeouts = [1e-9 if number % 3 == 0 else 600.0 for number in range(len(PROMPTS))]
+    outputs = llm.generate(PROMPTS, GREEDY, client=clients, timeout=timeouts, use_tqdm=False)
+    assert {output.outputs[0].finish_reason for output in outputs[::3]} == {"timeout"}
+    return [completions(outputs)[number] for number in range(len(PROMPTS)) if number % 3]
+
+
+def embedded(llm: LLM, clients: list[str]) -> Any:
+    outputs = llm.embed(PROMPTS, client=clients, use_tqdm=False)
+    beside = llm.generate(PROMPTS, GREEDY, client=clients, use_tqdm=False)
+    return completions(beside), Near([output.embedding for output in outputs])
+
+
+def scored(llm: LLM, clients: list[str]) -> Any:
+    documents = ["one", "a longer second one", "three " * 20]
+    outputs = llm.score("which?", documents, method="cosine", client=clients[1], use_tqdm=False)
+    return Near([output.score for output in outputs])
+
+
+def after_a_failed_step(llm: LLM, clients: list[str]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        fail_in_step(patch, llm, 6, RuntimeError("boom"))
+        with pytest.raises(StepError):
+            llm.generate(PROMPTS, GREEDY, client=clients, use_tqdm=False)
+    return generated()(llm, clients)
+
+
+CELLS: dict[str, tuple[Answer, dict[str, Any]]] = {
+    "plain": (generated(), {}),
+    "cached prefixes": (cached, FEW_SLOTS),
+    "no prefix cache": (generated(), {"enable_prefix_caching": False}),
+    "chunks": (generated(), {"max_num_batched_tokens": 20, "max_num_seqs": 4}),
+    "preemption": (generated(LONG), {"num_kv_blocks": 18, "max_model_len": 256, "max_num_batched_tokens": 80}),
+    "samples": (generated(SamplingParams(n=3, seed=5, max_tokens=12)), FEW_SLOTS),
+    "structured output": (generated(SamplingParams(max_tokens=40, seed=1, structured_output=FORM)), FEW_SLOTS),
+    "log-probabilities": (log_probabilities, FEW_SLOTS),
+    "streams": (streamed, FEW_SLOTS),
+    "abort": (aborted, FEW_SLOTS),
+    "timeouts": (timed_out, FEW_SLOTS),
+    "embeddings": (embedded, FEW_SLOTS),
+    "scores": (scored, FEW_SLOTS),
+    "a failed step": (after_a_failed_step, FEW_SLOTS),
+    "priorities": (generated(LONG, priority=[0, 1, -1] * 3), FEW_SLOTS),
+    "ageing priorities": (generated(LONG, priority=[0, 1, -1] * 3), FEW_SLOTS | {"priority_ageing_s": 0.01}),
+}
+CLIENTS = ["a", "a", "a", "a", "b", "c", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", CELLS)
+def test_answers_are_those_without_goals_and_shares(name: str, overlap: bool):
+    answer, options = CELLS[name]
+    open_engine = structured.open_llm if name == "structured output" else open_llm
+    with open_engine(**options) as llm:
+        expected = answer(llm, [""] * len(PROMPTS))
+    with open_engine(**(options | ON), overlap=overlap) as llm:
+        assert answer(llm, CLIENTS) == expected
+        assert_idle_and_whole(llm)
+        assert name != "preemption" or llm.stats().num_preemptions > 0
+
+
+def test_replicas_with_a_goal_and_shares_answer_as_one_engine_without():
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 96}
+    with LLM(tiny_folder(), **(REPLICAS | limits | {"data_parallel_size": 1, "routing": None})) as llm:
+        expected = generated(LONG)(llm, [""] * len(PROMPTS))
+    goals = {"itl_goal": 60.0, "ttft_goal": 90.0, "client_weights": {"b": 2.0}}
+    with LLM(tiny_folder(), **(REPLICAS | limits | goals)) as llm:
+        assert generated(LONG)(llm, CLIENTS) == expected
+        assert llm.stats().budget.itl_goal == 60.0
