@@ -15,6 +15,7 @@ from torch import nn
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
 from nanovllm.cache.cache_pools import CachePools, build_block_manager, cache_groups_of, resolve_pools
 from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.step_budget import StepBudget
@@ -72,7 +73,7 @@ def build_engine(
     binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
-    budget = None if model_runner.config.itl_goal is None else _budget(model_runner, observers, clock)
+    budget, decode_cost = _budget(model_runner, observers, clock)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
@@ -80,20 +81,34 @@ def build_engine(
         publisher.begin(block_manager, observers)
     config = model_runner.config
     input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
-    return Engine(model_runner, Scheduler(config, block_manager, budget), input_processor, observers)
+    scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
+    return Engine(model_runner, scheduler, input_processor, observers)
 
 
-def _budget(model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]) -> StepBudget:
-    """The budget that keeps the `itl_goal`, which it settles; its costs learn from every step."""
-    from nanovllm.execution.start_costs import learned_budget
+def _budget(
+    model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]
+) -> tuple[StepBudget | None, float]:
+    """The budget that keeps the `itl_goal`, which it settles, and the cost of a generated token in prompt tokens.
+
+    The budget's costs learn from every step; the other stays, since shares are bounded for fixed costs.
+    """
+    config = model_runner.config
+    if config.itl_goal is None and config.step_costs is None:
+        return None, DECODE_COST
+    from nanovllm.execution.learned_costs import relative_decode_cost
+    from nanovllm.execution.start_costs import learned_budget, read_costs
+
+    if config.itl_goal is None:
+        cost = read_costs(str(config.step_costs)).step_cost(overlap=config.overlap)
+        return None, relative_decode_cost(cost, config)
 
     def execute(batch: ScheduledBatch) -> object:
         return model_runner.execute(batch).result()
 
-    config, binding, pools = model_runner.config, model_runner.binding, model_runner.pools
-    budget, costs, model_runner.config = learned_budget(config, binding, pools, execute, clock)
+    parts = learned_budget(config, model_runner.binding, model_runner.pools, execute, clock)
+    budget, costs, model_runner.config = parts
     observers.append(costs)
-    return budget
+    return budget, relative_decode_cost(costs.fit.cost, model_runner.config)
 
 
 def _free_threads(loaded: loader.LoadedModel) -> int | None:

@@ -24,6 +24,10 @@ ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 AUTO_GOAL = "auto"
+NO_AUTO_GOAL = (
+    "itl_goal='auto' sets no goal on a GPU, so there is none to relax: steps have the whole budget. Set itl_goal to a "
+    "time such as 0.05, or leave ttft_goal out."
+)
 Seconds = float  # its flags take units: 50ms
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
@@ -87,7 +91,9 @@ class EngineConfig:
         check=partial(real, low=MIN_GOAL_S, high=math.inf),
     )
     step_costs: str | None = option(
-        None, "file of `nanovllm calibrate` whose costs begin the predictions for itl_goal, which steps then correct."
+        None,
+        "file of `nanovllm calibrate`, whose costs begin the predictions for itl_goal, which steps then correct, and "
+        "weigh generated tokens against prompt tokens in clients' shares.",
     )
     max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
     max_queue: int | None = option(
@@ -260,9 +266,10 @@ class EngineConfig:
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
-        for name in ("ttft_goal", "step_costs"):
-            if self.itl_goal is None and (value := getattr(self, name)) is not None:
-                raise ValueError(f"{name} is {value!r}, but no itl_goal is set, which it is for. Set itl_goal too.")
+        if self.itl_goal is None and self.ttft_goal is not None:
+            raise ValueError(
+                f"ttft_goal is {self.ttft_goal!r}, but no itl_goal is set, which it is for. Set itl_goal too."
+            )
         if self.routing is not None and self.data_parallel_size == 1:
             raise ValueError(
                 f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
@@ -321,6 +328,9 @@ class EngineConfig:
                 f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
                 f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
             )
+        itl_goal = None if self.itl_goal == AUTO_GOAL and device_type != "cpu" else self.itl_goal
+        if itl_goal is None and self.ttft_goal is not None:
+            raise ValueError(f"ttft_goal is {self.ttft_goal:g} s, but {NO_AUTO_GOAL}")
         partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
         if partial is not None and long is not None and long > partial:
             raise ValueError(
@@ -337,5 +347,5 @@ class EngineConfig:
             max_num_partial_prefills=partial or max(4, long or 0),
             max_long_partial_prefills=long or 1,
             overlap=defaults.overlap if self.overlap is None else self.overlap,
-            itl_goal=None if self.itl_goal == AUTO_GOAL and device_type != "cpu" else self.itl_goal,
+            itl_goal=itl_goal,
         )

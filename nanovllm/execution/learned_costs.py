@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +30,10 @@ NUM_FIRST_SWEEPS = 300
 NUM_ERRORS = 100
 # itl_goal="auto": a time at which text still flows, or what so many blocks take.
 DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 4
+BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
+MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # in prompt tokens; a few steps of a start may be fitted by less or more
+
+logger = logging.getLogger("nanovllm")
 
 
 class RecursiveFit:
@@ -118,17 +123,40 @@ class RecursiveFit:
 
 
 def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
-    """Settle `itl_goal` by the seconds of a step of one block; raises ValueError for a goal that no step can keep."""
+    """Settle `itl_goal` by the seconds of a step of one block.
+
+    Raises ValueError for less than half of them; for a goal between, a warning says that steps will exceed it.
+    """
     if config.itl_goal == AUTO_GOAL:
         return replace(config, itl_goal=max(DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS * block_seconds))
     assert config.itl_goal is not None
-    if config.itl_goal < block_seconds:
+    if config.itl_goal < block_seconds / BUSY:
         raise ValueError(
             f"itl_goal is {config.itl_goal:g} s, but a step of one block of {config.block_size} tokens takes "
             f"{block_seconds:.2g} s on this machine, so prompts could not proceed within it. Set itl_goal to at least "
             f"{2 * block_seconds:.2g} s, or a smaller block_size."
         )
+    if config.itl_goal < block_seconds:
+        logger.warning(
+            "itl_goal is %g s, and a step of one block of %d tokens took %.2g s at start: unless the machine was busy, "
+            "ITL exceeds the goal while prompts are computed, one block a step",
+            config.itl_goal, config.block_size, block_seconds,
+        )  # fmt: skip
     return config
+
+
+def relative_decode_cost(cost: DeviceCost, config: EngineConfig) -> float:
+    """Seconds of a generated token over those of a prompt token: of full batches, which clients compete for.
+
+    Args:
+        config: fully resolved.
+    """
+    size, count = min(config.max_num_batched_tokens, config.max_model_len - 1), config.max_num_seqs
+    num_held = (config.num_kv_blocks - 1) * config.block_size
+    context = min(num_held, count * config.max_model_len) // 2  # sequences are half as long as they may become
+    prompt = cost.seconds(StepWork(0, 0, 0, 0, 0, 0, 0).with_chunk(0, size)) / size
+    decode = cost.seconds(StepWork(count, count, 0, context, 0, 0, count)) / count
+    return min(max(decode / max(prompt, 1e-12), MIN_DECODE_COST), MAX_DECODE_COST)
 
 
 class LearnedCosts(Observer):

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.core.client_queue import DECODE_COST
+from nanovllm.execution.learned_costs import relative_decode_cost
+from nanovllm.execution.start_costs import learned_budget
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.sweeps import CALIBRATION
@@ -94,10 +97,45 @@ def test_goals_are_times_of_at_least_a_millisecond(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("options", [{"ttft_goal": 1.0}, {"step_costs": "costs.json"}])
-def test_what_serves_a_goal_needs_one(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*, but no itl_goal is set"):
-        EngineConfig(**options)
+def test_a_goal_of_ttft_needs_one_of_itl_and_the_automatic_one_of_a_gpu_is_none():
+    with pytest.raises(ValueError, match=r"ttft_goal is 1.0, but no itl_goal is set"):
+        EngineConfig(ttft_goal=1.0)
+    both = EngineConfig(itl_goal="auto", ttft_goal=1.0)
+    assert both.resolve_limits("cpu", 4096).ttft_goal == 1.0
+    with pytest.raises(ValueError, match=r"itl_goal='auto' sets no goal on a GPU, .* Set itl_goal to a time"):
+        both.resolve_limits("cuda", 4096)
+
+
+def test_costs_weigh_generated_tokens_where_they_are_known(tmp_path: Path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    known = CALIBRATION.cost_model.step_cost(overlap=False)
+    for goal in (None, 60.0):
+        with open_llm(itl_goal=goal, step_costs=str(tmp_path / "costs.json")) as llm:
+            config, queue = llm._engine.config, llm._engine.scheduler.waiting
+            assert (queue.prefill_cost, queue.decode_cost) == (1.0, relative_decode_cost(known, config))
+            assert queue.decode_cost != DECODE_COST
+    with open_llm() as llm:
+        assert llm._engine.scheduler.waiting.decode_cost == DECODE_COST
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [([0.2] * 3 + [0.04] * 99, True), ([0.2] * 999, False)])
+def test_a_machine_that_is_busy_at_start_is_measured_again(seconds: list[float], is_kept: bool):
+    now, taken = [0.0], iter(seconds)
+    with open_llm() as llm:
+        runner = llm._engine.model_runner
+
+        def execute(batch: object) -> None:
+            now[0] += next(taken)
+
+        def learned() -> float | None:
+            config = replace(runner.config, itl_goal=0.05)
+            return learned_budget(config, runner.binding, runner.pools, execute, lambda: now[0])[2].itl_goal
+
+        if is_kept:
+            assert learned() == 0.05
+        else:
+            with pytest.raises(ValueError, match=r"itl_goal is 0.05 s, but a step of one block of .* takes 0.2 s"):
+                learned()
 
 
 def test_a_goal_below_a_step_of_one_block_is_refused_at_load():

@@ -12,7 +12,14 @@ import pytest
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
-from nanovllm.execution.learned_costs import DEFAULT_GOAL_S, MAX_MISSES, LearnedCosts, RecursiveFit, resolve_goal
+from nanovllm.execution.learned_costs import (
+    DEFAULT_GOAL_S,
+    MAX_MISSES,
+    LearnedCosts,
+    RecursiveFit,
+    relative_decode_cost,
+    resolve_goal,
+)
 from tests.support.scheduling import Loop, make_scheduler
 
 TRUE = DeviceCost(
@@ -159,6 +166,20 @@ def test_a_goal_that_a_step_of_one_block_exceeds_is_refused_with_both_times():
     with pytest.raises(ValueError, match=r"itl_goal is 0.02 s, but a step of one block of 64 tokens takes 0.05 s"):
         resolve_goal(config(itl_goal=0.02), 0.05)
     assert resolve_goal(config(itl_goal=0.06), 0.05).itl_goal == 0.06
+
+
+def test_a_goal_of_half_a_block_or_more_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture):
+    assert resolve_goal(config(itl_goal=0.03), 0.05).itl_goal == 0.03
+    assert "itl_goal is 0.03 s, and a step of one block of 64 tokens took 0.05 s at start" in caplog.text
+
+
+def test_a_generated_token_costs_its_part_of_a_full_batch_against_one_of_a_full_chunk():
+    limits = replace(config(max_num_seqs=10, max_num_batched_tokens=1000, max_model_len=2000), num_kv_blocks=101)
+    cost = DeviceCost(8, fixed=0.1, per_token_above=1e-3, per_token_below=1e-3, per_context_token=1e-5)
+    decode, prompt = (0.1 + 10 * 1e-3 + 3200 * 1e-5) / 10, (0.1 + 1000 * 1e-3) / 1000
+    assert relative_decode_cost(cost, limits) == pytest.approx(decode / prompt)
+    assert relative_decode_cost(DeviceCost(8), limits) == 1.0
+    assert relative_decode_cost(DeviceCost(8, per_decode=1.0), limits) == 100.0
 
 
 def test_the_automatic_goal_fits_the_machine_and_a_gpu_has_none():

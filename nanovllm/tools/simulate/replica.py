@@ -19,13 +19,14 @@ from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
+from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_budget import StepBudget
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork
-from nanovllm.execution.learned_costs import LearnedCosts, resolve_goal
+from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.scheduler import Scheduler
 
@@ -88,14 +89,17 @@ class Replica:
         self.now = 0.0  # the host's clock, in seconds
         self._groups = () if pools.is_one_full else pools.groups
         self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
-        budget = None
+        budget, decode_cost = None, DECODE_COST
+        cost = cost_model.step_cost(overlap=config.overlap)
+        if config.itl_goal is not None or config.step_costs is not None:  # else an engine knows no costs
+            decode_cost = relative_decode_cost(cost, config)
         if config.itl_goal is not None:
-            costs = LearnedCosts(config, self._groups, cost_model.step_cost(overlap=config.overlap))
+            costs = LearnedCosts(config, self._groups, cost)
             config = resolve_goal(config, costs.forecast([], 0)(config.block_size))
             budget = StepBudget(config, costs, lambda: self.now)
             self.observers.append(costs)
         self.config = config
-        self.scheduler = Scheduler(config, build_block_manager(config, pools), budget)
+        self.scheduler = Scheduler(config, build_block_manager(config, pools), budget, decode_cost=decode_cost)
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token
