@@ -63,7 +63,7 @@ class Question:
                 name: value for name, value in self.fixed.items() if value != getattr(EngineConfig(), name)
             },
             "workload": {"name": self.workload.name, **about(self.workload), "sha256": tokens.hexdigest()},
-            "arrivals": arrival_options(options),
+            "arrivals": arrival_options(options, self.workload),
             "warm_ups": options.warm_ups,
         }
 

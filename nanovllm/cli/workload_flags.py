@@ -10,7 +10,7 @@ from nanovllm.cli.flags import model_source
 from nanovllm.model.source import is_gguf
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
-from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, poisson
+from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, paced, poisson
 
 
 def add_workload_flags(
@@ -46,8 +46,10 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, several: bool = False)
     else:
         parser.add_argument("--rate", type=float, metavar="FLOAT", help=about)
     parser.add_argument(
-        "--arrivals", choices=("poisson", "bursty"), help="arrival process with --rate (default poisson)"
-    )
+        "--arrivals", choices=("own", "poisson", "bursty"),
+        help="arrivals with --rate: the workload's own, faster or slower (default where it has some), or drawn ones "
+        "(default poisson)",
+    )  # fmt: skip
     parser.add_argument(
         "--burst", type=positive, metavar="INT", help="requests per burst with --arrivals bursty (default 8)"
     )
@@ -137,42 +139,56 @@ def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
     texts = options.workload or ([] if options.trace else ["random"])
     workloads = [build(text, seed=options.seed) for text in texts]
     uses_seed = any(workload.parameters.get("seed") == options.seed for workload in workloads)
-    if options.seed is not None and not _draws_arrivals(options) and not uses_seed:
-        raise ValueError(
-            f"--seed is {options.seed}, but nothing is drawn with it: {' and '.join([*texts, *options.trace])} has "
-            "fixed tokens or its own seed, and without --rate its own arrivals. Leave --seed out, or give a --rate."
-        )
     if options.requests:
         workloads = [workload.first(options.requests) for workload in workloads]
     tokenize = _Tokenize(options)
-    return workloads + [read_trace(path, tokenize=tokenize, first=options.requests) for path in options.trace]
+    workloads += [read_trace(path, tokenize=tokenize, first=options.requests) for path in options.trace]
+    draws = _sets_rate(options) and any(_arrivals(options, workload) != "own" for workload in workloads)
+    if options.seed is not None and not draws and not uses_seed:
+        raise ValueError(
+            f"--seed is {options.seed}, but nothing is drawn with it: {' and '.join([*texts, *options.trace])} has "
+            "fixed tokens or its own seed, and its own arrivals. Leave --seed out, or give a --rate with --arrivals "
+            "poisson."
+        )
+    return workloads
 
 
 def check_arrival_flags(options: argparse.Namespace) -> None:
     """Raise ValueError for arrival flags without effect."""
-    if options.arrivals and not _draws_arrivals(options):
+    if options.arrivals and not _sets_rate(options):
         raise ValueError(f"--arrivals is {options.arrivals}, but without --rate all requests keep their own arrivals.")
     if options.burst and options.arrivals != "bursty":
         raise ValueError(f"--burst is {options.burst}, but only --arrivals bursty has bursts.")
 
 
-def _draws_arrivals(options: argparse.Namespace) -> bool:
+def _sets_rate(options: argparse.Namespace) -> bool:
     return options.rate is not None or getattr(options, "find_rate", False)
 
 
-def arrival_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return "arrivals", "burst" and "seed" of the arrival process; None where unused."""
-    is_drawn, is_bursty = _draws_arrivals(options), options.arrivals == "bursty"
+def _arrivals(options: argparse.Namespace, workload: Workload) -> str:
+    if options.arrivals == "own" and not workload.is_spread:
+        raise ValueError(
+            f"--arrivals is own, but the requests of {workload.name} arrive at once or in a few groups. Leave it out "
+            "for independent arrivals."
+        )
+    return options.arrivals or ("own" if workload.is_spread else "poisson")
+
+
+def arrival_options(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """Return "arrivals", "burst" and "seed" of a workload's arrival process; None where unused."""
+    arrivals = _arrivals(options, workload) if _sets_rate(options) else None
     return {
-        "arrivals": (options.arrivals or "poisson") if is_drawn else None,
-        "burst": (options.burst or 8) if is_bursty else None,
-        "seed": (options.seed or 0) if is_drawn else None,
+        "arrivals": arrivals,
+        "burst": (options.burst or 8) if arrivals == "bursty" else None,
+        "seed": (options.seed or 0) if arrivals in ("poisson", "bursty") else None,
     }
 
 
 def with_arrivals(options: argparse.Namespace, workload: Workload, rate: float) -> Workload:
     """Return the workload with arrivals at `rate` by the flags' arrival process."""
-    how = arrival_options(options)
+    how = arrival_options(options, workload)
+    if how["arrivals"] == "own":
+        return paced(workload, rate)
     if how["arrivals"] == "bursty":
         return bursty(workload, rate, burst=how["burst"], seed=how["seed"])
     return poisson(workload, rate, seed=how["seed"])

@@ -385,6 +385,28 @@ def test_simulate_counts_a_fronts_delay_in(run, stored):
     assert behind["figures"]["itl"]["p50"] == pytest.approx(alone["figures"]["itl"]["p50"])
 
 
+def test_simulate_counts_the_requests_within_goals(run, stored, tmp_path):
+    # As above: the first token after 18.9 ms, and gaps of 10.2 ms.
+    command = ["simulate", "--calibration", stored, "--workload", "random:requests=1,prompt=100,output=3"]
+    kept = ["--goal-ttft", "19ms", "--goal-itl", "10.5ms"]
+    for limits, share in ((kept, 1.0), (["--goal-ttft", "18ms"], 0.0), (["--goal-itl", "10ms"], 0.0)):
+        status, out, _ = run(*command, *limits, "--json", str(tmp_path / "r.json"))
+        goals = json.loads((tmp_path / "r.json").read_text())["figures"]["goals"]
+        assert status == 0 and goals["share"] == share and f"{share:.1%} of requests within " in out
+    assert goals == {"ttft": None, "itl": 0.01, "share": 0.0, "requests_per_second": 0.0}
+    assert "0.0% of requests within each ITL <= 10 ms: 0.00 requests/s" in out
+    assert "goals" not in json.loads(run(*command, "--json", "-")[1])["figures"]
+    assert "'0ms' is not above 0" in run(*command, "--goal-ttft", "0ms")[2]
+
+
+def test_simulate_keeps_an_itl_goal(run, stored):
+    command = ["simulate", "--calibration", stored, "--workload", "random:requests=20,prompt=300,output=30"]
+    command += ["--rate", "10", "--goal-itl", "22ms", "--json", "-"]
+    usual, goal = (json.loads(run(*command, *more)[1])["figures"] for more in ([], ["--itl-goal", "20ms"]))
+    assert usual["goals"]["share"] < 0.5 and goal["goals"]["share"] == 1.0
+    assert goal["itl"]["max"] <= 0.022 < usual["itl"]["max"]
+
+
 def test_simulate_replays_a_trace(run, stored, tmp_path):
     trace = tmp_path / "two turns.jsonl"
     prompt = list(range(130))

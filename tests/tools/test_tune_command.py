@@ -251,6 +251,22 @@ def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
     assert build_question(asked("--seed", "5", "--workload", "random")).workload.parameters["seed"] == 5
 
 
+def test_real_traffic_keeps_its_bursts_at_every_rate(engines, tune):
+    bursts = ["--workload", "azure-code:requests=40"]
+    question = build_question(asked("--rate", "2,4", *bursts))
+    own = [request.arrival for request in question.workload.requests]
+    for rate, workload in question.workloads.items():
+        played = [request.arrival for request in workload.requests]
+        assert played[-1] == pytest.approx(40 / rate)
+        assert played == pytest.approx([arrival * played[-1] / own[-1] for arrival in own])
+    assert question.identity["arrivals"] == {"arrivals": "own", "burst": None, "seed": None}
+    drawn = build_question(asked("--rate", "2", "--arrivals", "poisson", *bursts))
+    assert drawn.identity["arrivals"] == {"arrivals": "poisson", "burst": None, "seed": 0}
+    assert "arrive at once or in a few groups" in tune("--rate", "2", "--arrivals", "own")[2]
+    bursts[1] += ",seed=3"
+    assert "nothing is drawn with it" in tune("--rate", "2", "--seed", "5", workload=bursts)[2]
+
+
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):
     assert "no workload: give --workload" in tune(workload=[])[2]
     reported = tune("--itl-p99", "1ms", workload=["--workload", "random:requests=3,output=1"])

@@ -22,6 +22,7 @@ from nanovllm.tools.workloads.workloads import (
     bursty,
     chat,
     p1,
+    paced,
     poisson,
     random_requests,
     whales,
@@ -131,6 +132,20 @@ def test_another_seed_gives_another_workload(text):
 
 def gaps(workload: Workload) -> np.ndarray:
     return np.diff([0.0, *(r.arrival for r in workload.requests if r.after is None)])
+
+
+def test_own_arrivals_keep_their_pattern_at_another_rate():
+    own = build("azure-code:requests=400")
+    faster = paced(own, 10.0)
+    assert faster.requests[-1].arrival == pytest.approx(40.0)
+    before, after = gaps(own), gaps(faster)
+    assert after / after.mean() == pytest.approx(before / before.mean()) and after.std() > 3.0 * after.mean()
+    assert [request.prompt_token_ids for request in faster.requests] == [r.prompt_token_ids for r in own.requests]
+    assert faster.parameters["rate"] == 10.0 and faster.parameters["arrivals"] == "own"
+    followed = Workload("two turns", [TimedRequest(2.0, [17], 1), TimedRequest(3.0, [17], 1, after=0)])
+    assert [request.arrival for request in paced(followed, 1.0).requests] == [1.0, 3.0]
+    with pytest.raises(ValueError, match=r"all requests of W arrive at once"):
+        paced(WORKLOADS["W"](), 1.0)
 
 
 def test_poisson_arrivals_have_their_rate_and_exponential_gaps():

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
-MAX_GROUPS = 4  # with more distinct arrival times a workload counts as spread over time
 FEWEST = 8  # minimum number of requests of a share that arrive over time, for meaningful tails
 
 
@@ -22,7 +21,7 @@ def take_share(workload: Workload, share: float) -> Workload:
         return workload
     kept: dict[int, int] = {}  # index in the workload -> index in the share
     roots = _groups(workload)
-    if len(roots) > MAX_GROUPS:
+    if workload.is_spread:
         roots = [[index for group in roots for index in group]]
     chosen = {index for group in roots for index in group[: math.ceil(share * len(group))]}
     requests: list[TimedRequest] = []
@@ -36,7 +35,7 @@ def take_share(workload: Workload, share: float) -> Workload:
 def smallest_share(workload: Workload, max_num_seqs: int) -> float:
     """Return the smallest meaningful share: requests that arrive together must be able to fill `max_num_seqs`."""
     groups = _groups(workload)
-    if len(groups) > MAX_GROUPS:
+    if workload.is_spread:
         return min(1.0, FEWEST / sum(map(len, groups)))
     return min(1.0, max_num_seqs / max(map(len, groups)))
 

@@ -22,6 +22,7 @@ from nanovllm.tools.workloads.trace_statistics import TRACES
 Span = int | tuple[int, int]  # a fixed length, or (shortest, longest) to draw from
 
 VOCAB = 10_000  # default upper bound of drawn ids, below the vocabulary size of common models
+MAX_GROUPS = 4  # with more distinct arrival times a workload counts as spread over time
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Workload:
     def is_timed(self) -> bool:
         """Whether a request arrives after the start."""
         return any(request.arrival or request.after is not None for request in self.requests)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether requests arrive over time, not in a few groups."""
+        return len({request.arrival for request in self.requests if request.after is None}) > MAX_GROUPS
 
     def first(self, count: int) -> Workload:
         """Return the workload of the first `count` requests."""
@@ -266,9 +272,31 @@ def bursty(workload: Workload, rate: float, *, burst: int = 8, seed: int = 0) ->
     return _arriving(workload, rate, burst, seed, {"rate": rate, "arrivals": "bursty", "burst": burst})
 
 
-def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters: dict[str, Any]) -> Workload:
+def paced(workload: Workload, rate: float) -> Workload:
+    """The workload's own arrivals, faster or slower by one factor: `rate` requests a second on average.
+
+    Requests with `after` keep their delay. Raises ValueError where all others arrive at once.
+    """
+    _check_rate(rate)
+    free = [request.arrival for request in workload.requests if request.after is None]
+    if not max(free):
+        raise ValueError(
+            f"all requests of {workload.name} arrive at once, so there is no pattern to keep at {rate:g}/s."
+        )
+    factor = len(free) / rate / max(free)
+    requests = [r if r.after is not None else replace(r, arrival=r.arrival * factor) for r in workload.requests]
+    return Workload(
+        f"{workload.name} own {rate:g}/s", requests, {**workload.parameters, "rate": rate, "arrivals": "own"}
+    )
+
+
+def _check_rate(rate: float) -> None:
     if not 0.0 < rate < float("inf"):
         raise ValueError(f"the rate is {rate}; it must be a number of requests a second above 0.")
+
+
+def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters: dict[str, Any]) -> Workload:
+    _check_rate(rate)
     if burst < 1:
         raise ValueError(f"the burst is {burst}; it must be at least 1 request.")
     free = [index for index, request in enumerate(workload.requests) if request.after is None]
