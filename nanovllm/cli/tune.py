@@ -129,11 +129,11 @@ def _measure(question: Question, session: TuningSession) -> tuple[report.Outcome
     sweep = _sweep(question, predicted)
     for note in _notes(question, sweep):
         print(f"note: {note}", file=sys.stderr)
-    is_complete, found = True, None
+    is_complete, found, rival = True, None, None
     try:
         session.run(sweep, question)
         if question.options.find_rate and (finalists := sweep.finalists()):
-            found = session.find_rate(question, finalists[0])
+            found, rival = session.find_rate(question, finalists)
     except KeyboardInterrupt:
         is_complete = False
     summaries = {setting: summarise(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
@@ -141,7 +141,7 @@ def _measure(question: Question, session: TuningSession) -> tuple[report.Outcome
     fit_error = question.calibration.residuals.get("p90") if question.calibration else None
     outcome = report.Outcome(
         sweep, question.resolver, question.identity, session.measurer.journal.environment, refused, summaries,
-        fit_error, found,
+        fit_error, found, rival,
     )  # fmt: skip
     return outcome, is_complete
 

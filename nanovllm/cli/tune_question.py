@@ -23,7 +23,7 @@ from nanovllm.core.features import check_one_process
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.tune.flash_default import auto_takes_flash
-from nanovllm.tools.tune.goals import Goal, goals_from_flags
+from nanovllm.tools.tune.goals import Goal, goals_from_flags, itl_goals_to_try
 from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -96,7 +96,8 @@ def build_question(options: argparse.Namespace) -> Question:
     )  # fmt: skip
     takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
     resolver = Resolver(device, fixed, takes_flash=takes_flash)
-    candidates = resolver.candidates(values, named)
+    itl_goals = [] if options.only_named or "itl_goal" in fixed else itl_goals_to_try(goals)
+    candidates = resolver.candidates(values, named, itl_goals)
     # Report contradictions among named values only.
     named_refusals = [refusal for refusal in candidates.refused if sum(name in refusal[1] for name in named) > 1]
     return Question(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from nanovllm.cli.tune_question import Question, with_rates
 from nanovllm.tools.bench.processes import Settings
 from nanovllm.tools.tune import report
 from nanovllm.tools.tune.find_rate import FoundRate, find_rate
+from nanovllm.tools.tune.goal_answer import RivalAtRate, rival_of
 from nanovllm.tools.tune.halving import MeasurementError, Sweep, num_measurements
 from nanovllm.tools.tune.journal import Journal
 from nanovllm.tools.tune.measuring import Measurer
-from nanovllm.tools.tune.ranking import Run, SettingSummary
+from nanovllm.tools.tune.ranking import Run, SettingSummary, worst_excess
 from nanovllm.tools.tune.settings import Setting
 
 
@@ -58,17 +60,21 @@ class TuningSession:
         sweep.run(self.measurer)
         self.bar.total = self.bar.n  # failed settings were not measured further
 
-    def find_rate(self, question: Question, best: SettingSummary) -> FoundRate:
-        """Find the highest rate of the best setting that keeps the goals."""
+    def find_rate(self, question: Question, finalists: list[SettingSummary]) -> tuple[FoundRate, RivalAtRate | None]:
+        """Find the highest rate of the best setting that keeps the goals, and try its rival near it."""
 
-        def play(rate: float) -> Run:
+        def play(setting: Setting, rate: float) -> Run:
             workloads = with_rates(question.options, question.workload, [rate])
-            (run,) = replace(self.measurer, workloads=workloads)(best.setting, 1.0, 0)
+            (run,) = replace(self.measurer, workloads=workloads)(setting, 1.0, 0)
             return run
 
-        self.bar.total = None
+        self.bar.total, best = None, finalists[0]
         try:
-            return find_rate(play, question.goals, best.points, self.capacity(best.setting))
+            found = find_rate(partial(play, best.setting), question.goals, best.points, self.capacity(best.setting))
+            rival = rival_of(finalists, found)
+            if rival is None:
+                return found, None
+            return found, RivalAtRate(*rival, worst_excess(play(*rival), question.goals) <= 0.0)
         except MeasurementError as error:
             raise ValueError(f"a rate could not be measured: {error}") from error
 

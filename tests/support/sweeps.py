@@ -15,10 +15,9 @@ ITL_40 = Goal("itl", "p99", 0.04)
 TTFT_500 = Goal("ttft", "p99", 0.5)
 
 
-def setting(budget: int, num_seqs: int = 16, block_size: int = 64) -> Setting:
-    return Resolver("cpu", {}).resolve(
-        {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
-    )
+def setting(budget: int, num_seqs: int = 16, block_size: int = 64, itl_goal: float | None = None) -> Setting:
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
+    return Resolver("cpu", {}).resolve(options | ({"itl_goal": itl_goal} if itl_goal else {}))
 
 
 def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | None = None) -> dict:

@@ -152,6 +152,21 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
 
 
+def test_a_goal_is_forecast_and_measured_beside_fixed_budgets(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    workload = ["--workload", "random:requests=60,prompt=200-300,output=20"]
+    arguments = ["--rate", "4,8", "--itl-p99", "22ms", "--simulate", str(tmp_path / "costs.json")]
+    named = ["--max-num-batched-tokens", "80,1024", "--max-num-seqs", "16", "--block-size", "64", "--candidates", "4"]
+    status, out, _ = tune(*arguments, *named, workload=workload)
+    assert status == 0 and "goal" in out.splitlines()[0] + out.splitlines()[1]
+    assert "\nno fixed budget needed: itl_goal 20ms keeps 8 requests/s, budget " in out
+    made = json.loads((tmp_path / "t" / "result.json").read_text())
+    assert made["by_goal"]["suffices"] and 0.02 in [of["options"].get("itl_goal") for of in made["predicted"]]
+    assert {options.get("itl_goal") for options in engines.options} == {None, 0.02}
+    if "itl_goal" in made["recommended"]["options"]:
+        assert "itl_goal = 0.02" in (tmp_path / "t" / "serve.toml").read_text()
+
+
 def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]

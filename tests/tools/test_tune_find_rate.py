@@ -66,7 +66,8 @@ def measured(monkeypatch) -> list[dict]:
     def simulated(engine, traces, settings, folder) -> list[dict]:
         options.append(engine.options)
         about = {"environment": {"torch": "9"}, "config": engine.options}
-        limits = {name: engine.options[name] for name in ("max_num_batched_tokens", "max_num_seqs", "block_size")}
+        names = ("max_num_batched_tokens", "max_num_seqs", "block_size", "itl_goal")
+        limits = {name: engine.options[name] for name in names if name in engine.options}
         workloads = [read_trace(trace) for trace in traces]
         runs = [as_played(workload, limits) for workload in workloads]
         return [
@@ -103,6 +104,17 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     assert engine["max_num_batched_tokens"] == best["max_num_batched_tokens"]
     assert engine["kv_events"] == "tcp://*:5557"
     assert set(tomllib.loads(file.read_text())) >= {"model", "block_size", "max_num_seqs", "engine_seed"}
+
+
+def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, tmp_path, capsys):
+    named = ["--max-num-batched-tokens", "64,1024", "--max-num-seqs", "64", "--block-size", "64", "--repeats", "1"]
+    workload = ["--workload", "random:requests=60,prompt=300,output=20,vocab=512", "--device", "cpu", "--model", "m"]
+    arguments = ["--find-rate", "--itl-p99", "22ms", "--ttft-p99", "300ms", "--output", str(tmp_path / "t")]
+    assert main(["tune", *workload, *named, *arguments]) == 0
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    assert result["by_goal"]["sentence"] in out.splitlines() and result["by_goal"]["suffices"]
+    assert f"keeps {result['found_rate']['rate']:g} requests/s" in result["by_goal"]["sentence"]
 
 
 def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(measured, tmp_path, capsys):

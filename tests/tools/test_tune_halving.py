@@ -90,6 +90,18 @@ def test_the_defaults_are_measured_in_every_round():
     assert sum(share < 1.0 for _, share, _ in machine.asked) == 16 + 9 + 5
 
 
+@pytest.mark.parametrize("slow", ["goal", "fixed"])
+def test_the_best_goal_and_the_best_fixed_budget_both_become_finalists(slow):
+    goals = [setting(1024, block_size=block, itl_goal=0.036) for block in (16, 32, 64, 128)]
+    budgets = [setting(1024), *(setting(100 + n) for n in range(12))]
+    rates = {of: (100.0 if slow == "goal" else 400.0) + n for n, of in enumerate(goals)}
+    rates |= {of: (400.0 if slow == "goal" else 100.0) + n for n, of in enumerate(budgets)}
+    sweep = build_sweep({of: run(rates[of]) for of in (*budgets, *goals)})
+    sweep.run(Machine({of: run(rate) for of, rate in rates.items()}))
+    finalists = {summary.setting for summary in sweep.finalists()}
+    assert goals[-1] in finalists and budgets[-1] in finalists and budgets[0] in finalists and len(finalists) <= 4
+
+
 def test_a_setting_that_fails_never_ends_the_sweep():
     runs = {setting(100 + n): run(100.0 * (1 + n)) for n in range(8)}
     first, best = setting(100), setting(107)

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from nanovllm.tools.tune import plot, report, result
+from nanovllm.tools.tune.find_rate import FoundRate
 from nanovllm.tools.tune.forecast import forecast
+from nanovllm.tools.tune.goal_answer import RivalAtRate, goal_answer, rival_of
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Sweep, rounds_for
 from nanovllm.tools.tune.ranking import summarise
@@ -67,6 +69,53 @@ def test_settings_with_as_many_tokens_are_called_equal():
     arriving = {of: reported | {"rate": 4.0} for of, reported in runs.items()}
     assert "a higher --rate shows which" in report.advice(build_outcome(arriving, ITL_40))
     assert "--rate" not in report.advice(build_outcome(runs, ITL_40))
+
+
+@pytest.mark.parametrize(
+    ("goal", "budget", "sentence"),
+    [
+        (run(500, arrivals=9.0), run(510, arrivals=9.0), "no fixed budget needed: itl_goal 36ms keeps 9 requests/s, "
+         "budget 512 keeps 9 requests/s"),
+        (run(500, arrivals=9.0), run(400, arrivals=8.0), "no fixed budget needed: itl_goal 36ms keeps 9 requests/s, "
+         "budget 512 keeps 8 requests/s"),
+        (run(500, arrivals=8.0), run(400, arrivals=9.0), "a fixed budget keeps more: itl_goal 36ms keeps 8 requests/s, "
+         "budget 512 keeps 9 requests/s"),
+        (run(996), run(1000), "no fixed budget needed: itl_goal 36ms keeps 996 tokens/s, budget 512 keeps 1000 "
+         "tokens/s"),
+        (run(980), run(1000), "a fixed budget keeps more: itl_goal 36ms keeps 980 tokens/s, budget 512 keeps 1000 "
+         "tokens/s"),
+        (run(500), run(900, itl=0.05), "no fixed budget needed: itl_goal 36ms keeps 500 tokens/s, budget 512 misses "
+         "the goals"),
+        (run(500, itl=0.05), run(400), "a fixed budget keeps more: itl_goal 36ms misses the goals, budget 512 keeps "
+         "400 tokens/s"),
+        (run(500, itl=0.05), run(400, itl=0.06), None),
+    ],
+)  # fmt: skip
+def test_the_advice_says_whether_a_fixed_budget_is_needed(goal, budget, sentence):
+    outcome = build_outcome({setting(512): budget, setting(1024, itl_goal=0.036): goal}, ITL_40)
+    lines = report.advice(outcome).splitlines()
+    assert (sentence in lines) if sentence else not any("fixed budget" in line for line in lines)
+    answer = result.as_json(outcome)["by_goal"]
+    assert answer == (sentence and {"suffices": sentence.startswith("no "), "sentence": sentence})
+    assert "goal" in report.table(outcome).splitlines()[1] and "36ms" in report.table(outcome)
+    assert build_outcome({setting(512): budget}, ITL_40).by_goal is None
+
+
+@pytest.mark.parametrize("leads", ["goal", "fixed"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_with_a_found_rate_the_rival_counts_near_it(leads, is_kept):
+    goal, fixed = setting(1024, itl_goal=0.036), setting(512)
+    runs = {of: run(500 if (of is goal) == (leads == "goal") else 400, arrivals=9.0) for of in (fixed, goal)}
+    outcome = build_outcome(runs, ITL_40)
+    found = FoundRate(10.0, 10.4, 12.0)
+    rival = rival_of(outcome.sweep.finalists(), found)
+    assert rival == ((fixed, 10.1) if leads == "goal" else (goal, 9.9))
+    answer = goal_answer(outcome.sweep.finalists(), found, RivalAtRate(*rival, is_kept))
+    assert answer.suffices is (is_kept is (leads == "fixed"))
+    first, second = ("itl_goal 36ms", "budget 512") if leads == "goal" else ("budget 512", "itl_goal 36ms")
+    end = f"{'keeps' if is_kept else 'misses the goals at'} {rival[1]:g} requests/s"
+    assert answer.sentence.endswith(f": {first} keeps 10 requests/s, {second} {end}")
+    assert goal_answer(outcome.sweep.finalists(), FoundRate(None, 1.0, 12.0)) is None
 
 
 def test_the_table_has_a_row_for_each_setting_those_that_failed_included():

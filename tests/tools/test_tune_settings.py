@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core.outputs import RequestMetrics
-from nanovllm.tools.tune.goals import RequestGoals
+from nanovllm.tools.tune.goals import Goal, RequestGoals, itl_goals_to_try
 from nanovllm.tools.tune.settings import SWEPT, Resolver, sample, values_to_try
 from nanovllm.tools.tune.shares import smallest_share, take_share
 from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_requests, whales
@@ -91,6 +91,38 @@ def test_a_sample_holds_the_first_and_every_value_about_equally_often():
         assert max(counts.values()) - min(counts.values()) <= 3, (name, counts)
     assert sample(settings, 10**6)[1:] != settings[1:] and set(sample(settings, 10**6)) == set(settings)
     assert taken == sample(settings, 36)
+
+
+def test_a_goal_stands_for_every_budget_and_meets_the_other_values():
+    values = {name: [None] for name in SWEPT} | {"max_num_batched_tokens": [256, 512], "max_num_seqs": [32, 64]}
+    settings = Resolver("cpu", {}).candidates(values, itl_goals=[0.036]).settings
+    assert [(of.values[:2], of.itl_goal) for of in settings] == [
+        ((1024, 64), None), ((256, 32), None), ((256, 64), None), ((512, 32), None), ((512, 64), None),
+        ((1024, 64), 0.036), ((1024, 32), 0.036),
+    ]  # fmt: skip
+    pinned = Resolver("cpu", {}).candidates(values | {"max_num_batched_tokens": [512]}, SWEPT[:1], [0.036]).settings
+    assert {of.values[0] for of in pinned} == {512}
+    resolver = Resolver("cpu", {})
+    flags = "--max-num-batched-tokens 1024 --max-num-seqs 64 --block-size 64 --itl-goal 36ms"
+    assert resolver.flags(settings[5]) == flags and "itl_goal" not in settings[0].options
+    assert resolver.varying(settings) == ["max_num_batched_tokens", "max_num_seqs", "itl_goal"]
+
+
+def test_a_quarter_of_a_sample_has_a_goal():
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=5000, most_at_once=1000, wide=True)
+    settings = Resolver("cpu", {}).candidates(values, itl_goals=[0.036]).settings
+    for count, num_goals in ((16, 4), (8, 2), (2, 1), (1, 0)):
+        taken = sample(settings, count)
+        goals = [of for of in taken if of.itl_goal is not None]
+        assert len(set(taken)) == count and len(goals) == num_goals and taken[0] == settings[0]
+        assert not goals or goals[0].values == settings[0].values
+    assert set(sample(settings, 10**6)) == set(settings)
+
+
+def test_the_goal_to_try_follows_from_the_strictest_limit_on_a_tail():
+    limits = [Goal("itl", "p99", 0.04), Goal("itl", "p90", 0.033), Goal("itl", "mean", 0.01), Goal("ttft", "p99", 0.01)]
+    assert itl_goals_to_try(limits) == [0.03] and itl_goals_to_try(limits[:1]) == [0.036]
+    assert itl_goals_to_try(limits[2:]) == [] and itl_goals_to_try([Goal("itl", "p99", 0.001)]) == []
 
 
 # --------------------------------------------------------------------------------------------------------------- shares

@@ -11,7 +11,7 @@ from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.simulate.utilisation import seconds_at_once
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, SettingSummary, ranked, summarise
+from nanovllm.tools.tune.ranking import Run, SettingSummary, best_rivals, ranked, summarise
 from nanovllm.tools.tune.settings import Setting
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -32,7 +32,7 @@ class Forecast:
         order = ranked(summarise(setting, [self.runs[setting]], goals) for setting in by_likeness)
         distinct = {_rounded(summary): summary.setting for summary in reversed(order)}
         rest = [summary.setting for summary in order if distinct[_rounded(summary)] == summary.setting != first]
-        return [first, *rest[: count - 1]]
+        return [first, *best_rivals(rest, count - 1)]
 
 
 def forecast(
@@ -75,7 +75,8 @@ def _figures(workload: Workload, config: EngineConfig, calibration: Calibration,
 
 
 def _distance(setting: Setting, other: Setting) -> int:
-    return sum(a != b for a, b in zip(setting.values, other.values, strict=True))
+    differences = sum(a != b for a, b in zip(setting.values, other.values, strict=True))
+    return differences + (setting.itl_goal != other.itl_goal)
 
 
 def _rounded(summary: SettingSummary) -> tuple[str, ...]:

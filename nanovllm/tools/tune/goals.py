@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanovllm.core.outputs import RequestMetrics
+from nanovllm.core.validation import MIN_GOAL_S
 
 TIMES = ("ttft", "itl")
 STATISTICS = ("mean", "p50", "p90", "p99")
+TAILS = ("p90", "p99")
+HEADROOM = 1.1  # of a limit over the engine's goal: steps may miss their prediction by so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,13 @@ def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
         (time, statistic, getattr(options, f"{time}_{statistic}")) for time in TIMES for statistic in STATISTICS
     ]
     return [Goal(time, statistic, limit) for time, statistic, limit in asked_for if limit is not None]
+
+
+def itl_goals_to_try(goals: Sequence[Goal]) -> list[float]:
+    """The engine's `itl_goal` for the strictest limit on a tail of the ITL, with two digits; none without one."""
+    limits = [goal.limit for goal in goals if goal.time == "itl" and goal.statistic in TAILS]
+    goal = float(f"{min(limits) / HEADROOM:.2g}") if limits else 0.0
+    return [goal] if goal >= MIN_GOAL_S else []
 
 
 def duration(text: str) -> float:

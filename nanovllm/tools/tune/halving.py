@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, SettingSummary, ranked, summarise
+from nanovllm.tools.tune.ranking import Run, SettingSummary, best_rivals, ranked, summarise
 from nanovllm.tools.tune.settings import Setting
 
 MOST_FINALISTS = 3  # in addition to the first setting
@@ -74,7 +74,7 @@ class Sweep:
         """Run all rounds; after an interrupt, results and failures hold the measurements so far."""
         first, rivals = self.settings[0], list(self.settings[1:])
         for share, num_rivals in self.rounds:
-            rivals = rivals[:num_rivals]
+            rivals = best_rivals(rivals, num_rivals)
             self._measure(measure, [first, *rivals], share, 0)
             rivals = [s.setting for s in self.summaries(share, rivals)]
         for repeat in range(1, self.repeats):

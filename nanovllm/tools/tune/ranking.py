@@ -75,6 +75,16 @@ def ranked(summaries: Iterable[SettingSummary]) -> list[SettingSummary]:
     return ordered + sorted((s for s in summaries if not s.keeps_goals), key=lambda s: s.excess)
 
 
+def best_rivals(ranked_settings: Sequence[Setting], count: int) -> list[Setting]:
+    """The first `count`; from two on, the best with an `itl_goal` and the best without one are among them."""
+    kept = list(ranked_settings[:count])
+    for has_goal in (True, False):
+        best = next((each for each in ranked_settings if (each.itl_goal is not None) is has_goal), None)
+        if best is not None and best not in kept and count > 1:
+            kept[-1] = best
+    return kept
+
+
 def _latency_key(summary: SettingSummary) -> tuple[float, ...]:
     tails = tuple(latency["p99"] if (latency := summary.best[time]) else 0.0 for time in reversed(TIMES))
     return (summary.excess, *tails)

@@ -9,17 +9,18 @@ from typing import Any
 from nanovllm.tools.bench.report import format_rows
 from nanovllm.tools.simulate.utilisation import warning
 from nanovllm.tools.tune.find_rate import FoundRate
+from nanovllm.tools.tune.goal_answer import GoalAnswer, RivalAtRate, goal_answer
 from nanovllm.tools.tune.goals import TIMES, Goal
 from nanovllm.tools.tune.halving import Sweep
 from nanovllm.tools.tune.ranking import EQUAL, Run, SettingSummary
-from nanovllm.tools.tune.settings import Resolver, Setting
+from nanovllm.tools.tune.settings import Resolver, Setting, format_value
 
 MOST_REFUSED = 5  # rows for combinations that the engine refuses
 DISTURBED = 0.1  # relative difference between measurements of one setting above which to warn
 SHORT = {
     "max_num_batched_tokens": "budget", "max_num_seqs": "seqs", "block_size": "block",
     "max_num_partial_prefills": "partial", "max_long_partial_prefills": "long",
-    "long_prefill_token_threshold": "threshold",
+    "long_prefill_token_threshold": "threshold", "itl_goal": "goal",
 }  # fmt: skip
 
 
@@ -32,6 +33,7 @@ class Outcome:
     predicted: forecasts by setting; empty without --simulate.
     fit_error: relative error of the forecasts' step times, p90; None if unknown.
     found: the highest rate that keeps the goals; None without --find-rate.
+    rival: with `found`, the best setting of the other kind, goal or fixed budget; None without one.
     """
 
     sweep: Sweep
@@ -42,10 +44,15 @@ class Outcome:
     predicted: dict[Setting, SettingSummary] = field(default_factory=dict)
     fit_error: float | None = None
     found: FoundRate | None = None
+    rival: RivalAtRate | None = None
 
     @property
     def goals(self) -> list[Goal]:
         return list(self.sweep.goals)
+
+    @property
+    def by_goal(self) -> GoalAnswer | None:
+        return goal_answer(self.sweep.finalists(), self.found, self.rival)
 
     def latest(self) -> list[tuple[float, SettingSummary]]:
         """Return each measured setting on its largest share.
@@ -80,7 +87,7 @@ def table(outcome: Outcome) -> str:
     rows = [["", *(SHORT[name] for name in varying), *columns]]
     for row, (share, summary) in enumerate(latest):
         mark = "->" if row == 0 and share == 1.0 else "  "
-        own = [str(summary.setting.options[name]) for name in varying]
+        own = [format_value(name, summary.setting.options.get(name, "-")) for name in varying]
         note = "  (the defaults)" if summary.setting == sweep.settings[0] else ""
         rows.append([mark, *own, *_figures(outcome, share, summary), _kept(outcome.goals, summary) + note])
     lines = [format_rows(rows)]
@@ -136,9 +143,10 @@ def _kept(goals: list[Goal], summary: SettingSummary) -> str:
     return ", ".join(missed) or "kept"
 
 
-def format_options(options: dict[str, int], names: list[str]) -> str:
+def format_options(options: dict[str, Any], names: list[str]) -> str:
     """Format the options in `names` with short names."""
-    return ", ".join(f"{SHORT[name]} {options[name]}" for name in names) or "the only setting"
+    given = (name for name in names if name in options)
+    return ", ".join(f"{SHORT[name]} {format_value(name, options[name])}" for name in given) or "the only setting"
 
 
 def _short(reason: str) -> str:
@@ -164,6 +172,8 @@ def advice(outcome: Outcome) -> str:
     lines = [f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}"]
     if outcome.found is not None:
         lines.append(outcome.found.sentence)
+    if (answer := outcome.by_goal) is not None:
+        lines.append(answer.sentence)
     return "\n".join([*lines, *_remarks(outcome, finalists)])
 
 

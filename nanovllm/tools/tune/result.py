@@ -31,6 +31,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         ],
         "fit_error": outcome.fit_error,
         "found_rate": outcome.found.as_json() if outcome.found else None,
+        "by_goal": answer.as_json() if (answer := outcome.by_goal) else None,
         "refused": [{"options": options, "reason": reason} for options, reason in outcome.refused],
     }
 
@@ -74,6 +75,8 @@ def serve_file(outcome: Outcome) -> str:
     comments = [f"{verdict} by nanovllm tune on {question['workload']['name']}:", reason(outcome, finalists)]
     if outcome.found is not None:
         comments.append(outcome.found.sentence)
+    if (answer := outcome.by_goal) is not None:
+        comments.append(answer.sentence)
     options = {"model": question["model"]}
     if question["tokenizer"]:
         options["tokenizer"] = question["tokenizer"]

@@ -26,13 +26,20 @@ Values = dict[str, Sequence[int | None]]  # values to try per option; None: not 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A resolved value for each option of `SWEPT`."""
+    """A resolved value for each option of `SWEPT`, and an `itl_goal` in seconds, which bounds steps by time instead."""
 
     values: tuple[int, ...]
+    itl_goal: float | None = None
 
     @property
-    def options(self) -> dict[str, int]:
-        return dict(zip(SWEPT, self.values, strict=True))
+    def options(self) -> dict[str, Any]:
+        goal = {} if self.itl_goal is None else {"itl_goal": self.itl_goal}
+        return dict(zip(SWEPT, self.values, strict=True)) | goal
+
+
+def format_value(name: str, value: Any) -> str:
+    """An option's value as its flag takes it."""
+    return f"{1e3 * value:g}ms" if name == "itl_goal" and isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +68,37 @@ class Resolver:
         self._fixed = fixed
         self._block_size = FLASH_BLOCK_SIZE if takes_flash else None
 
-    def resolve(self, options: dict[str, int]) -> Setting:
+    def resolve(self, options: dict[str, Any]) -> Setting:
         """Resolve options to a setting; raises ValueError for contradictory ones."""
         config = EngineConfig(**(self._fixed | options)).resolve_limits(
             self._device, UNLIMITED, block_size=self._block_size
         )
-        return Setting(tuple(getattr(config, name) for name in SWEPT))
+        return Setting(tuple(getattr(config, name) for name in SWEPT), options.get("itl_goal"))
 
-    def explicit(self, setting: Setting) -> dict[str, int]:
+    def explicit(self, setting: Setting) -> dict[str, Any]:
         """Return the options that yield a setting, without limits of partial prefills that are derived."""
         explicit = dict(itertools.islice(setting.options.items(), 3))
         for name, value in itertools.islice(setting.options.items(), 3, None):
-            if self.resolve(explicit).options[name] != value:
+            if self.resolve(explicit).options.get(name) != value:
                 explicit[name] = value
         return explicit
 
     def flags(self, setting: Setting) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.explicit(setting).items())
+        explicit = self.explicit(setting).items()
+        return " ".join(f"--{name.replace('_', '-')} {format_value(name, value)}" for name, value in explicit)
 
     def varying(self, settings: Sequence[Setting]) -> list[str]:
         """Return the options in which settings differ, without derived ones."""
         explicit = {name for setting in settings for name in self.explicit(setting)}
-        return [name for name in SWEPT if name in explicit and len({setting.options[name] for setting in settings}) > 1]
+        names = [name for name in (*SWEPT, "itl_goal") if name in explicit]
+        return [name for name in names if len({setting.options.get(name) for setting in settings}) > 1]
 
-    def candidates(self, values: Values, named: Collection[str] = ()) -> Candidates:
-        """Return every combination of values.
+    def candidates(self, values: Values, named: Collection[str] = (), itl_goals: Sequence[float] = ()) -> Candidates:
+        """Return every combination of values, and each without its budget for each `itl_goal`.
 
         Args:
             named: options with values set by the user; a single value also applies to the first setting.
+            itl_goals: seconds; the budget is the first setting's then, as a bound for memory.
 
         Raises ValueError for a value that is invalid in every combination.
         """
@@ -97,9 +107,12 @@ class Resolver:
                 EngineConfig.from_options(**_given({name: value}))
         pinned = {name: values[name][0] for name in named if len(values[name]) == 1}
         settings = {self.resolve(_given(pinned)): None}
-        refused: dict[str, dict[str, int]] = {}
-        for combination in itertools.product(*values.values()):
-            options = _given(dict(zip(values, combination, strict=True)))
+        refused: dict[str, dict[str, Any]] = {}
+        combinations: list[dict[str, Any]]
+        combinations = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+        bound = {"max_num_batched_tokens": pinned.get("max_num_batched_tokens")}
+        with_goal = [each | bound | {"itl_goal": goal} for goal in itl_goals for each in (pinned, *combinations)]
+        for options in map(_given, (*combinations, *with_goal)):
             try:
                 settings[self.resolve(options)] = None
             except ValueError as error:
@@ -107,7 +120,7 @@ class Resolver:
         return Candidates(list(settings), [(options, reason) for reason, options in refused.items()])
 
 
-def _given(options: dict[str, int | None]) -> dict[str, int]:
+def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -153,8 +166,18 @@ def values_to_try(
 def sample(settings: Sequence[Setting], count: int, *, seed: int = 0) -> list[Setting]:
     """Sample settings, the first included, with a balanced number of uses per value.
 
-    Each draw takes the setting with the least used values so far; ties are random.
+    Each draw takes the setting with the least used values so far; ties are random. Settings with an `itl_goal`, if
+    there are some, are a quarter.
     """
+    with_goal = [setting for setting in settings if setting.itl_goal is not None]
+    num_goals = min(len(with_goal), max(1, count // 4)) if count > 1 else 0
+    if not num_goals:
+        return _balanced(settings, count, seed)
+    fixed = [setting for setting in settings if setting.itl_goal is None]
+    return _balanced(fixed, count - num_goals, seed) + _balanced(with_goal, num_goals, seed)
+
+
+def _balanced(settings: Sequence[Setting], count: int, seed: int) -> list[Setting]:
     rest = list(settings[1:])
     random.Random(seed).shuffle(rest)
     taken, used = [settings[0]], Counter(_cells(settings[0]))
