@@ -84,11 +84,13 @@ class Scheduler:
         prefills = self._schedule_decodes(entries)
         num_decodes = len(entries)
         has_slot = len(self.running) < self.config.max_num_seqs
-        budget = self.config.max_num_batched_tokens
+        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
         if self.budget is not None:
             may_start = self.waiting.in_order() if has_slot else ()
             budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
-        step = OpenStep(budget=budget - num_decodes)
+            # As large a part of this step as of the longest, else one long prompt takes all of a short step.
+            threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
+        step = OpenStep(budget - num_decodes, threshold)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one
                 self._schedule_next_chunk(step, sequence)
@@ -144,7 +146,7 @@ class Scheduler:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
         hits = self.block_manager.lookup(sequence)
         start = sequence.num_computed_tokens + len(hits) * self.block_size
-        limit = min(step.budget, self.config.long_prefill_token_threshold)
+        limit = min(step.budget, step.threshold)
         if size := self.admission.chunk_size(sequence, start, limit):
             self._place(step, sequence, size, hits)
 

@@ -15,9 +15,10 @@ MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 
 @dataclass(slots=True)
 class OpenStep:
-    """The step being scheduled: leftover budget, and the chunks placed so far."""
+    """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far."""
 
     budget: int
+    threshold: int
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
 
 
@@ -49,7 +50,7 @@ class Admission:
 
         Blocks that `prefills`, which run, still need are left to them.
         """
-        blocks, threshold = self.blocks, self.config.long_prefill_token_threshold
+        blocks = self.blocks
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
         overtaken: list[Sequence] = []
@@ -62,12 +63,12 @@ class Admission:
             hits = blocks.lookup(sequence)
             start = len(hits) * blocks.block_size
             lacking = sequence.num_known_tokens - start
-            size = self.chunk_size(sequence, start, min(step.budget, threshold))
+            size = self.chunk_size(sequence, start, min(step.budget, step.threshold))
             if size == 0:
                 if sequence.num_times_passed >= MAX_TIMES_PASSED:
                     break
                 overtaken.append(sequence)
-            if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial)):
+            if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial, step.threshold)):
                 num_looked_past += 1
                 continue
             if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
@@ -99,9 +100,9 @@ class Admission:
         is_kept = self.config.enable_prefix_caching and self.blocks.has_free(self.blocks_lacking(successor))
         return victim.num_known_tokens % self.blocks.block_size if is_kept else victim.num_known_tokens
 
-    def _may_be_partial(self, lacking: int, partial: list[int]) -> bool:
+    def _may_be_partial(self, lacking: int, partial: list[int], threshold: int) -> bool:
         """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
-        config, threshold = self.config, self.config.long_prefill_token_threshold
+        config = self.config
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
             return False
         return len(partial) < config.max_num_partial_prefills

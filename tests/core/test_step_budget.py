@@ -119,6 +119,20 @@ def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
     assert sizes == [1 + 12, 1 + 12, 1 + 12, 1 + 4]  # 14 fit, a chunk ends with a block; 13, 13 for deeper ones
 
 
+def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
+    scheduler = make_scheduler(max_num_batched_tokens=MOST, long_prefill_token_threshold=MOST // 2)
+    scheduler.budget = make_budget(0.016)
+    loop = Loop(scheduler)
+    loop.add([1] * 20, max_tokens=20)
+    loop.step()
+    loop.add([2] * 40, max_tokens=1)
+    loop.add([3] * 4, max_tokens=1)
+    assert chunks(loop.step())["2"] == (
+        0,
+        4,
+    )  # the long one got half of 14 tokens, a threshold of 128 would give it all
+
+
 def test_while_no_slot_is_free_no_budget_is_chosen():
     scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=MOST)
     scheduler.budget = make_budget(0.016)
