@@ -1,0 +1,83 @@
+"""`bench/machines/goals_by_rate.py`: the capacity comes first, every setting plays the same requests, verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench.machines.goals_by_rate import Machine, Row, by_arithmetic, main, metrics_of, verdict
+from nanovllm.tools.bench.replay import Finished, Replay
+from nanovllm.tools.workloads.workloads import random_requests
+from tests.support.sweeps import CALIBRATION
+from tests.support.tiny_models import save_tiny
+
+GOAL, LIMITS = ["--itl-goal", "20ms"], ["--goal-ttft", "500ms", "--goal-itl", "24ms"]
+SMALL = ["--requests", "40", "--scale", "0.1", "--budgets", "128", "1024", *GOAL, *LIMITS]
+
+
+@pytest.fixture
+def costs(tmp_path) -> str:
+    path = tmp_path / "costs.json"
+    replace(CALIBRATION, max_position_embeddings=4096).save(path)
+    return str(path)
+
+
+def test_settings_play_the_same_requests_at_shares_of_the_capacity(costs, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    main(["--costs", costs, "--traffic", "azure-conv", "--shares", "0.5", "1", *SMALL, "--out", str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    found = next(line for line in lines if line.startswith("capacity of azure-conv: "))
+    rows = [Row(**row) for row in json.loads(out.read_text())]
+    assert [(row.setting, row.share) for row in rows] == [
+        (setting, share) for setting in ("goal 20 ms", "128", "1024") for share in (0.5, 1.0)
+    ]
+    capacity = rows[1].rate
+    assert [row.rate for row in rows] == pytest.approx([row.share * capacity for row in rows])
+    assert f" {capacity:.3g}/s, where budget " in found and "keeps 90%" in found
+    assert all(str(row) in lines for row in rows)
+    assert sum("against" in line for line in lines) == 2
+    assert max(row.kept for row in rows if row.share == 0.5) > 0.9
+
+
+def test_a_bound_on_minutes_leaves_plays_out_and_says_so(costs, capsys):
+    main(["--costs", costs, "--traffic", "azure-conv", "--capacity", "1", "--minutes", "0", *SMALL])
+    assert "simulated azure-conv 0.5 goal 20 ms: left out after 0 minutes" in capsys.readouterr().out
+
+
+def row(setting: str, kept: float, tokens: float, itl: float = 0.02) -> Row:
+    return Row("simulated", "azure-conv", 0.5, 2.0, setting, kept, {"p50": 0.1, "p99": 0.2}, {"p99": itl}, tokens)
+
+
+@pytest.mark.parametrize(
+    ("goal", "is_met"),
+    [
+        (row("goal 20 ms", 0.9, 98.0, 0.022), True), (row("goal 20 ms", 0.88, 100.0), False),
+        (row("goal 20 ms", 0.9, 97.0), False), (row("goal 20 ms", 0.9, 100.0, 0.023), False),
+    ],
+)  # fmt: skip
+def test_the_goal_is_held_against_the_budget_that_keeps_most_requests(goal, is_met):
+    (line,) = verdict([goal, row("512", 0.9, 100.0), row("8192", 0.1, 200.0)], 0.02)
+    assert "against 512: " in line and line.endswith("met" if is_met else "MISSED")
+
+
+def test_gaps_and_first_tokens_are_those_that_the_client_saw():
+    (metrics,) = metrics_of(Replay(9.0, [1.0], [Finished(0, [1.5, 1.6, 1.6, 2.0])]))
+    assert metrics.ttft == 0.5 and metrics.itls == pytest.approx([0.1, 0.0, 0.4])
+    assert metrics.max_itl == pytest.approx(0.4) and metrics.finished_time == 2.0
+
+
+def test_a_machine_plays_every_setting_on_an_engine_opened_for_it(tmp_path):
+    machine = Machine(str(save_tiny(tmp_path / "model")), {"max_model_len": 128, "num_kv_blocks": 20}, idle=0.0)
+    workload = random_requests(requests=3, prompt=20, output=4, vocab=256)
+    for options in ({"itl_goal": 60.0}, {"max_num_batched_tokens": 256, "max_num_seqs": 8}):
+        assert [len(metrics.itls) for metrics in machine(workload, options)] == [3, 3, 3]
+    machine.end()
+
+
+def test_costs_by_arithmetic_are_those_of_an_8b_model():
+    cost = by_arithmetic("8b").cost_model.device
+    assert cost.fixed == pytest.approx(4.1e-3, rel=0.1) and cost.per_token_above == pytest.approx(26e-6, rel=0.1)
+    assert cost.per_context_token == pytest.approx(37e-9, rel=0.02)
+    assert cost.per_chunk_pair == pytest.approx(1.5e-9, rel=0.1)
