@@ -88,8 +88,8 @@ class Scheduler:
         if self.budget is not None:
             may_start = self.waiting.in_order() if has_slot else ()
             budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
-            # As large a part of this step as of the longest, else one long prompt takes all of a short step.
-            threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
+            if len(prefills) + len(self.waiting) > 1:  # else one long prompt takes all of a short step
+                threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
         step = OpenStep(budget - num_decodes, threshold)
         for sequence in prefills:
             if sequence.is_running:  # it may have been preempted for an older one

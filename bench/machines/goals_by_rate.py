@@ -313,9 +313,12 @@ def main(arguments: list[str] | None = None) -> int:
         players["measured"] = machine
     rates: dict[str, float] = {}
     for traffic in options.traffic:
-        rate, best = (options.capacity, "given") if options.capacity else bench.capacity(traffic, players["simulated"])
-        print(f"capacity of {traffic}: {rate:.3g}/s, where budget {best} keeps {options.kept:.0%}", flush=True)
-        rates[traffic] = rate
+        if options.capacity is None:
+            rates[traffic], best = bench.capacity(traffic, players["simulated"])
+            about = f"where budget {best} keeps {options.kept:.0%}"
+        else:
+            rates[traffic], about = options.capacity, "as given"
+        print(f"capacity of {traffic}: {rates[traffic]:.3g}/s, {about}", flush=True)
     rows: list[Row] = []
     print(HEAD)
     tasks = ((*task, setting) for task in players.items() for setting in bench.settings)

@@ -126,11 +126,10 @@ def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
     loop.add([1] * 20, max_tokens=20)
     loop.step()
     loop.add([2] * 40, max_tokens=1)
+    assert chunks(loop.step())["1"] == (0, 12)  # alone it takes the step
     loop.add([3] * 4, max_tokens=1)
-    assert chunks(loop.step())["2"] == (
-        0,
-        4,
-    )  # the long one got half of 14 tokens, a threshold of 128 would give it all
+    both = chunks(loop.step())
+    assert both["1"] == (12, 16) and both["2"] == (0, 4)  # a threshold of 128 would give the long one all
 
 
 def test_while_no_slot_is_free_no_budget_is_chosen():
