@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
@@ -35,19 +36,20 @@ class Account:
     """A client in one priority level.
 
     served: its counter.
-    first: of `waiting`; kept, since each step asks every client for it.
+    num_waiting, first: of `waiting`; kept, since each step asks every client for them.
     """
 
     client: str
     weight: float
     served: float = 0.0
     num_unfinished: int = 0
+    num_waiting: int = 0
     waiting: SortedKeyList = field(default_factory=lambda: SortedKeyList(key=SCHEDULING_KEY))
     first: Sequence | None = None
 
     @property
     def num_running(self) -> int:
-        return self.num_unfinished - len(self.waiting)
+        return self.num_unfinished - self.num_waiting
 
 
 class ClientQueue:
@@ -113,6 +115,7 @@ class ClientQueue:
         account = sequence.account
         self._waiting.add(sequence)
         account.waiting.add(sequence)
+        account.num_waiting += 1
         account.first = account.waiting[0]
 
     def remove(self, sequence: Sequence) -> None:
@@ -120,7 +123,8 @@ class ClientQueue:
         account = sequence.account
         self._waiting.remove(sequence)
         account.waiting.remove(sequence)
-        account.first = account.waiting[0] if account.waiting else None
+        account.num_waiting -= 1
+        account.first = account.waiting[0] if account.num_waiting else None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -201,41 +205,32 @@ class ClientQueue:
         """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
         return sorted(running, key=_precedence, reverse=True)
 
-    def slot_victim(self, running: Collection[Sequence], bound: float) -> Sequence | None:
+    def slot_victim(self, running: SequenceABC[Sequence], bound: float) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
 
-        A client without a slot gets one of several of a client that was served more, and the last one when it is so
-        far behind that what both compute again is paid for. A client with a slot gets another when it is behind by
-        `bound`, a cost.
+        A client that was served less gets slots at once until it has as many as the most-served one, less one; its
+        first slot, if that is the other's last, when it is so far behind that what both compute again is paid for;
+        further ones when it is behind by `bound`, a cost.
         """
         first = self.first
         account, client = first.account, first.client
-        has_slot = any(client in level and level[client].num_running for level in self._levels.values())
-        # Most steps end here, so only this costs time per client.
-        if has_slot or len(self._levels) == 1:
-            most = max(map(SERVED, self._levels[first.priority].values()))
-            if (most - account.served) * account.weight <= (bound if has_slot else 0.0):
-                return None
         if first.num_in_flight_tokens:
             return None
-        others = [
-            s
-            for s in running
-            if s.client != client
+        num_slots = sum(level[client].num_running for level in self._levels.values() if client in level)
+        if not num_slots and max(self._levels) > first.priority:
             # With ageing an older one of lower priority would start before the first waiting one again.
-            and (s.priority == first.priority or (not has_slot and s.priority > first.priority and s.key > first.key))
-        ]
-        if not others:
+            lower = [s for s in running if s.priority > first.priority and s.key > first.key and s.client != client]
+            if lower:
+                return max(lower, key=_precedence)
+        rivals = [a for a in self._levels[first.priority].values() if a.num_unfinished > a.num_waiting]
+        rival = max(rivals, key=SERVED, default=account)  # at a cost per client, not per sequence, in most steps
+        behind = (rival.served - account.served) * account.weight
+        has_more = rival.num_running > num_slots + 1
+        if behind <= (bound if num_slots and not has_more else 0.0):
             return None
-        victim = max(others, key=_precedence)
-        behind = (victim.account.served - account.served) * account.weight
-        if has_slot:
-            is_due = behind > bound
-        elif victim.account.num_running > 1:
-            is_due = behind > 0.0
-        else:
-            is_due = behind > self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
-        return victim if victim.priority > first.priority or is_due else None
+        victim = next(s for s in reversed(running) if s.account is rival)
+        due = self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+        return victim if num_slots or has_more or behind > due else None
 
 
 def _first_key(account: Account) -> tuple[float, int]:

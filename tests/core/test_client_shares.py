@@ -247,20 +247,23 @@ def test_many_samples_of_one_client_do_not_hold_all_slots_while_another_waits():
     assert patient.num_preemptions == 0
 
 
-def test_a_client_with_a_slot_takes_another_only_beyond_the_bound():
+def test_a_client_takes_half_of_the_slots_at_once_and_more_only_beyond_the_bound():
     loop = make_loop(max_num_seqs=4, max_model_len=400, num_kv_blocks=401)
     add_many(loop, "a", 8, max_tokens=300)
     loop.step()
     add_many(loop, "b", 4, max_tokens=300)
     scheduler = loop.scheduler
     scheduler.share_bound = 100.0
-    while not scheduler.stats.num_preemptions:
+    for _ in range(6):
         loop.step()
-    while scheduler.waiting.gap <= 100.0:
+    assert running(loop) == ["0", "1", "8", "9"]
+    scheduler.waiting.charge(loop.sequences[0], 90)
+    for _ in range(20):
         loop.step()
-        assert scheduler.stats.num_preemptions == 1
+    assert 0 < scheduler.waiting.gap <= 100.0 and running(loop) == ["0", "1", "8", "9"]
+    scheduler.waiting.charge(loop.sequences[0], 90)
     loop.step()
-    assert scheduler.stats.num_preemptions == 2
+    assert running(loop) == ["0", "8", "9", "10"]
 
 
 @pytest.mark.parametrize(("num_kv_blocks", "lost"), [(400, 0), (16, 24)])
@@ -311,17 +314,18 @@ def victim_of(queue: ClientQueue, sequences: list[Sequence], bound: float) -> Se
     """`slot_victim` by its rule alone."""
     running = [s for s in sequences if s.is_running]
     first = next(iter(queue.in_order()))
-    has_slot = first.client in {s.client for s in running}
-    urgent = [s for s in running if s.client != first.client and s.priority > first.priority and not has_slot]
-    equal = [s for s in running if s.client != first.client and s.priority == first.priority]
-    if first.num_in_flight_tokens or not (urgent or equal):
+    num_slots = sum(s.client == first.client for s in running)
+    others = [s for s in running if s.client != first.client and s.priority >= first.priority]
+    lower = [s for s in others if s.priority > first.priority and not num_slots]
+    equal = [s for s in others if s.priority == first.priority]
+    if first.num_in_flight_tokens or not (lower or equal):
         return None
-    victim = max(urgent or equal, key=lambda s: (s.priority, s.account.served, s.key))
+    victim = max(lower or equal, key=lambda s: (s.priority, s.account.served, s.key))
     behind = (victim.account.served - first.account.served) * first.account.weight
-    if not has_slot and sum((s.client, s.priority) == (victim.client, victim.priority) for s in running) > 1:
-        return victim if urgent or behind > 0 else None
-    due = bound if has_slot else queue.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
-    return victim if urgent or behind > due else None
+    if lower or (behind > 0 and sum(s.account is victim.account for s in running) > num_slots + 1):
+        return victim
+    due = bound if num_slots else queue.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+    return victim if behind > due else None
 
 
 def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
