@@ -29,6 +29,7 @@ NOT_SIMULATED = (
     "revision",
     "trust_remote_code",
     "allow_control_tokens_in_messages",
+    "chat_template",
     "kv_events",
     "kv_events_replay",
     "kv_events_topic",

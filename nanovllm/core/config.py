@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from nanovllm.core import validation
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
@@ -171,6 +172,11 @@ class EngineConfig:
         False,
         "parse control tokens spelled out in messages, which lets a message end its turn or open one of another "
         "role; otherwise such text is encoded as plain text.",
+    )
+    chat_template: str | None = option(
+        None,
+        "file with a Jinja chat template, in place of the tokenizer's. None: the tokenizer's.",
+        check=validation.text_file,
     )
     record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
     seed: int = option(

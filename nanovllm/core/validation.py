@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -180,6 +181,21 @@ def utf8(name: str, data: bytes) -> str:
             f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
             f"{f', in line {line}' if line > 1 else ''}. Convert it, such as with iconv -f latin1 -t utf-8."
         ) from None
+
+
+def text_file(name: str, value: Any) -> Any:
+    """The path of a file that can be read as text, or None."""
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be the path of a file, not {value!r}.")
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            utf8(f"{name}, {path!r},", file.read())
+    except OSError as error:
+        raise ValueError(f"{name} is {path!r}, which cannot be read: {error.strerror}. Name another file.") from None
+    return path
 
 
 def packages(feature: str, names: Iterable[str], extra: str) -> None:

@@ -26,6 +26,7 @@ from nanovllm.model.limits import check_limits, check_stored_limits, positions_o
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.source import find, find_tokenizer, is_gguf
 from nanovllm.model.unsupported import unsupported
+from nanovllm.requests.chat import with_chat_template
 
 if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
@@ -236,9 +237,8 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
     options = lookup_options(source, config, name)
     with load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
-        if tokenizer is not None:
-            return _load_tokenizer(tokenizer, config)
-        return _read_tokenizer(source, options)
+        loaded = _read_tokenizer(source, options) if tokenizer is None else _load_tokenizer(tokenizer, config)
+    return with_chat_template(loaded, config.chat_template)
 
 
 @contextmanager
@@ -289,6 +289,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
     with load_errors(f"the tokenizer {tokenizer!r}"), _no_progress_bars():
         loaded = None if tokenizer is None else _load_tokenizer(tokenizer, config)
+    loaded = with_chat_template(loaded, config.chat_template)
     return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
 
 

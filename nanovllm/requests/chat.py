@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,6 +14,20 @@ from nanovllm.core.validation import texts
 from nanovllm.requests.control_tokens import ChatEncoder
 
 Message = Mapping[str, Any]
+
+
+def with_chat_template(tokenizer: Any, file: str | None) -> Any:
+    """A copy of a tokenizer with the chat template of a file; the tokenizer itself for None.
+
+    Raises ValueError without a tokenizer.
+    """
+    if file is None:
+        return tokenizer
+    if tokenizer is None:
+        raise ValueError(f"chat_template is {file!r}, and there is no tokenizer to use it; pass tokenizer=...")
+    changed = copy.copy(tokenizer)
+    changed.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+    return changed
 
 
 class ChatTemplate:

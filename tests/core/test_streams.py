@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams, StepError
+from nanovllm import LLM, SamplingParams, StepError
 from tests.support.llms import (
     GREEDY,
+    OPTIONS,
     assert_idle_and_whole,
     ends_within,
     fail_in_step,
@@ -20,7 +21,7 @@ from tests.support.llms import (
     shared_llm,
     token_ids,
 )
-from tests.support.tiny_models import random_prompts, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
 def test_chat_answers_a_conversation_through_the_chat_template():
@@ -33,6 +34,17 @@ def test_chat_answers_several_conversations_in_order():
     outputs = shared_llm().chat(conversations, GREEDY, use_tqdm=False)
     assert ["one" in tiny_tokenizer().decode(o.prompt_token_ids) for o in outputs] == [True, False, False]
     assert len(outputs) == 3
+
+
+def test_a_chat_template_of_a_file_leaves_the_callers_tokenizer_as_it_was(tmp_path):
+    path, tokenizer = tmp_path / "template.jinja", tiny_tokenizer()
+    path.write_text("say {{ messages[0]['content'] }}")
+    before = tokenizer.chat_template
+    with LLM(tiny_model(), tokenizer=tokenizer, chat_template=path, **OPTIONS) as llm:
+        (prompt,) = llm.apply_chat_template([{"role": "user", "content": "hello"}])
+        assert tokenizer.decode(prompt) == "say hello" and tokenizer.chat_template == before
+    with pytest.raises(ValueError, match="there is no tokenizer to use it"):
+        LLM(tiny_model(), chat_template=path, **OPTIONS)
 
 
 def test_the_deltas_of_a_stream_join_to_the_text_of_generate():

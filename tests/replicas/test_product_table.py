@@ -24,6 +24,8 @@ from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
 MODES = (REPLICAS, TENSOR_PARALLEL)
+TEMPLATE = Path(tempfile.mkdtemp(prefix="nanovllm-template-"), "template.jinja")
+TEMPLATE.write_text(tiny_tokenizer().chat_template.replace("<|user|>", "<|user|>ask "))
 LIMITS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8,
     "max_queue": 16, "priority_ageing_s": 5.0, "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
@@ -31,7 +33,7 @@ LIMITS: dict[str, Any] = {
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
     "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
-    "itl_goal": 60.0, "ttft_goal": 90.0,
+    "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
