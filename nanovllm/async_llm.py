@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
+from nanovllm.core.engine_options import EngineOptions
 from nanovllm.core.errors import QueueFullError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
@@ -60,10 +61,10 @@ class AsyncLLM(AsyncScoring):
         on_step: StepHook | None = None,
         trace: TraceWriter | None = None,
         prepares_when_idle: bool = False,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         of_replicas = {"prepares_when_idle": prepares_when_idle, "sends_records": True, "is_stepped_when_idle": True}
-        engine = self._open(model, tokenizer, on_step, options, trace=trace, **of_replicas)
+        engine = self._open(model, tokenizer, on_step, cast(Any, options), trace=trace, **of_replicas)
         self.config, self.tokenizer = engine.config, engine.tokenizer
         self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
         self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled

@@ -20,7 +20,7 @@ from sortedcontainers import SortedList
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.core.outputs import EngineStats, ErrorKind, RequestOutput
+from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestOutput
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
@@ -131,7 +131,7 @@ class Engine:
             for request in suspects or hopeless:
                 self.outputs.append(self._end(request, "error", self.clock(), str(failure)))
 
-    def _end(self, request: Request, reason: str, now: float, error: str | None = None) -> RequestOutput:
+    def _end(self, request: Request, reason: FinishReason, now: float, error: str | None = None) -> RequestOutput:
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self.scheduler.finish(sequence, reason)

@@ -9,12 +9,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from torch import nn
 from tqdm import tqdm
 
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.engine_options import EngineOptions
 from nanovllm.core.errors import EngineClosedError, ForkedChildError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
@@ -82,9 +83,9 @@ class LLM(Scoring):
         tokenizer: Any = None,
         on_step: StepHook | None = None,
         trace: TraceWriter | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
+        engine = open_engine(model, tokenizer, on_step, cast(Any, options), trace=trace)
         self.tokenizer = engine.tokenizer
         self._process_id = os.getpid()
         self._engine: EngineInterface | None = engine

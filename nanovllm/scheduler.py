@@ -18,7 +18,7 @@ from nanovllm.core.admission import Admission, OpenStep
 from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import SchedulerStats
+from nanovllm.core.outputs import FinishReason, SchedulerStats
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 from nanovllm.core.step_budget import StepBudget
 
@@ -65,7 +65,7 @@ class Scheduler:
             sequence.key = (aged, sequence.arrival)
         self.waiting.join(sequence)
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)

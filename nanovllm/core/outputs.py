@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 
 class OutputKind(StrEnum):
@@ -64,7 +67,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None = None
 
@@ -170,7 +173,7 @@ class EmbeddingOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     embedding: NDArray[np.float32] | None
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     num_cached_tokens: int
     metrics: RequestMetrics
     error: str | None = None
@@ -188,7 +191,7 @@ class ScoreOutput:
     request_id: str
     score: float | None
     prompt_token_ids: list[int]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     num_cached_tokens: int
     metrics: RequestMetrics
     error: str | None = None

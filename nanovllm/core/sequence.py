@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.core.outputs import ErrorKind, OutputKind, RequestMetrics, TokenLogprobs
+from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, RequestMetrics, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import Matcher
 
@@ -21,7 +21,7 @@ class ResumedSample:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
@@ -142,7 +142,7 @@ class Sequence:
     num_counted_tokens: int = 0  # computed or found at least once, so counted in the statistics
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache instead of computed
     scheduled_time: float | None = None  # start of the first step that computes some of it
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or the string that stopped it
     error: str | None = None
     error_kind: ErrorKind | None = None  # of a sequence that ended with an error

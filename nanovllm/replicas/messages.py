@@ -27,6 +27,7 @@ from nanovllm.core.outputs import (
     CompletionOutput,
     EngineStats,
     ErrorKind,
+    FinishReason,
     OutputKind,
     RequestMetrics,
     RequestOutput,
@@ -178,7 +179,7 @@ class SentCompletion(Struct, array_like=True):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None
 

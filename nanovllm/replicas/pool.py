@@ -28,7 +28,7 @@ from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.features import refuse
-from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import EngineStats, FinishReason, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import text
@@ -172,7 +172,7 @@ class ReplicaPool:
         for replica, group in sent.items():
             self._fleet.send(replica, Add(group))
 
-    def _end(self, request: PoolRequest, reason: str, error: str | None = None) -> RequestOutput:
+    def _end(self, request: PoolRequest, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """End a request in the front, and abort it in its replica."""
         if request.replica is not None:
             replica = self.replicas[request.replica]

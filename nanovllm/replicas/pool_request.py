@@ -8,7 +8,15 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
+from nanovllm.core.outputs import (
+    CompletionOutput,
+    ErrorKind,
+    FinishReason,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from nanovllm.core.sequence import NewRequest, Resumed, ResumedSample
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.input_processor import InputProcessor
@@ -26,7 +34,7 @@ class PoolSample:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
@@ -115,7 +123,9 @@ class PoolRequest:
         metrics = replace(before, num_preemptions=before.num_preemptions + num_preemptions)
         return Resumed(samples, metrics, self._prompt_logprobs, self._error, self._error_kind)
 
-    def end(self, reason: str, now: float, input_processor: InputProcessor, error: str | None = None) -> RequestOutput:
+    def end(
+        self, reason: FinishReason, now: float, input_processor: InputProcessor, error: str | None = None
+    ) -> RequestOutput:
         """Build the last output, with the tokens so far, of a request that the front ends."""
         new = replace(self.new, resumed=self.resumed())
         request = Request(new, input_processor, number=0, arrivals=count())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, ErrorKind, FinishReason, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
@@ -283,7 +283,7 @@ def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
 
 def advance(
     requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float, times: TokenTimes
-) -> list[tuple[Sequence, str]]:
+) -> list[tuple[Sequence, FinishReason]]:
     """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
 
     Adds the tokens' latencies to `times`.
@@ -308,7 +308,7 @@ def advance(
             stop = sample.advance(now)
         except Exception as error:  # ends only the sample that cannot be decoded
             sample.fail_text(error)
-            reason = "error"
+            reason: FinishReason = "error"
         else:
             if stop is None:
                 continue

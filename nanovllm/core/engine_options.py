@@ -1,0 +1,50 @@
+"""The keywords of `LLM(...)` for type checkers; `EngineConfig` declares them, and a test compares the two."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of `EngineConfig` by name; None takes the default where the type has it."""
+
+    dtype: str
+    device: str
+    max_model_len: int | None
+    max_num_batched_tokens: int | None
+    itl_goal: float | str | None
+    ttft_goal: float | None
+    step_costs: str | None
+    max_num_seqs: int | None
+    max_queue: int | None
+    priority_ageing_s: float | None
+    client_weights: dict[str, float] | None
+    block_size: int | None
+    num_kv_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    kv_cache_touch: str
+    window_pool_share: float | None
+    enable_prefix_caching: bool
+    max_num_partial_prefills: int | None
+    max_long_partial_prefills: int | None
+    long_prefill_token_threshold: int | None
+    attention_backend: str
+    enforce_eager: bool
+    overlap: bool | None
+    cuda_graphs: bool | None
+    allow_control_tokens_in_messages: bool
+    chat_template: str | None
+    record_itl: bool
+    seed: int
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_topic: str
+    kv_events_rank: int
+    data_parallel_size: int
+    routing: str | None
+    generation_config: str
+    quantization: str | None
+    revision: str | None
+    trust_remote_code: bool
+    tensor_parallel_size: int
