@@ -27,6 +27,7 @@ from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
 from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
+from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.idle_thread import take_memory_when_idle
@@ -56,7 +57,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Scoring):
+class LLM(Scoring, Resuming):
     """A model with its engine.
 
     Args:
@@ -184,7 +185,9 @@ class LLM(Scoring):
         """
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
         process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
-        request = process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options)
+        return self._stream(process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options))
+
+    def _stream(self, request: NewRequest) -> Iterator[RequestOutput]:
         interrupts = InterruptsHeld()
         return interrupts.held_in(self._run([request], interrupts))
 

@@ -1,8 +1,72 @@
-"""Restores the progress of a sequence moved from another engine."""
+"""Restores the progress of a sequence: one moved from another engine, or one that a limit cut."""
 
 from __future__ import annotations
 
-from nanovllm.core.sequence import Resumed, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.core.features import REPLICAS, refuse
+from nanovllm.core.outputs import OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import Resumed, ResumedSample, Sequence
+
+ENDED = ("stop", "error")  # finish reasons after which no token follows
+
+
+def continuation(output: RequestOutput, params: SamplingParams, max_model_len: int) -> tuple[SamplingParams, Resumed]:
+    """Parameters and progress of a request that continues `output`; max_tokens counts its new tokens.
+
+    Raises ValueError for several samples, an output that ended, and one that fills max_model_len.
+    """
+    if len(output.outputs) > 1 or params.n > 1:
+        raise ValueError(
+            f"the request has {max(len(output.outputs), params.n)} samples; resume continues one. Set n=1."
+        )
+    token_ids, logprobs = [], None
+    for completion in output.outputs:  # none before the first token
+        token_ids, logprobs = completion.token_ids, completion.logprobs
+        if completion.finish_reason in ENDED:
+            raise ValueError(
+                f"the output's finish_reason is {completion.finish_reason!r}, so nothing follows it. Resume outputs "
+                "that a limit or an abort cut."
+            )
+    length = len(output.prompt_token_ids) + len(token_ids)
+    if length >= max_model_len:
+        raise ValueError(
+            f"prompt and output have {length} tokens and fill max_model_len ({max_model_len}). Shorten the prompt, or "
+            "raise max_model_len if the model allows."
+        )
+    if params.logprobs is not None and token_ids and logprobs is None:
+        raise ValueError(f"logprobs is {params.logprobs}, but the output has none. Leave it out.")
+    if params.max_tokens is not None:
+        params = replace(params, max_tokens=len(token_ids) + params.max_tokens)
+    return params, Resumed([ResumedSample(token_ids, logprobs)], RequestMetrics(0.0), output.prompt_logprobs)
+
+
+class Resuming:
+    """Mixin of `LLM`."""
+
+    def resume(
+        self: Any, output: RequestOutput, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[RequestOutput]:
+        """Continue an output that a limit cut, as if it had not been; yields the whole output so far.
+
+        Args:
+            output: of this model; its full blocks come from the prefix cache.
+            sampling_params, **options: as in `stream`; max_tokens counts new tokens.
+
+        Raises ValueError for an output that ended by itself or fills max_model_len, and with data_parallel_size > 1.
+        """
+        if self.config.data_parallel_size > 1:
+            refuse("resume", REPLICAS)
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        params, progress = continuation(output, params, self.config.max_model_len)
+        request = self._open_engine().input_processor.process_one(
+            next(self._request_ids), output.prompt_token_ids, params, output_kind=OutputKind.CUMULATIVE, **options
+        )
+        stream: Iterator[RequestOutput] = self._stream(replace(request, resumed=progress, prompt=output.prompt))
+        return stream
 
 
 def restore(sequence: Sequence, resumed: Resumed) -> None:

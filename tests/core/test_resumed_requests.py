@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.core.outputs import OutputKind, RequestMetrics
 from nanovllm.core.sequence import Resumed, ResumedSample
+from tests.support import structured
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts
 
@@ -109,3 +113,53 @@ def test_what_had_not_begun_begins_anew(llms):
     (output,) = run(other, PARAMS["logprobs"], OutputKind.FINAL, replace(resumed, samples=[ResumedSample([], [])]))
     (expected,) = run(one, PARAMS["logprobs"], OutputKind.FINAL)
     assert rows(output) == rows(expected) and len(output.prompt_logprobs) == len(PROMPT)
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalties"])
+@pytest.mark.parametrize("end", ["length", "abort"])
+def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(llms, name, end):
+    llm, _ = llms
+    params = replace(PARAMS[name], max_tokens=100)
+    (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
+    if end == "length":
+        (cut,) = llm.generate(PROMPT, replace(params, max_tokens=41), use_tqdm=False)
+    else:
+        with closing(llm.stream(PROMPT, params)) as stream:
+            cut = list(islice(stream, 41))[-1]
+    outputs = list(llm.resume(cut, replace(params, max_tokens=59)))
+    assert rows(outputs[-1]) == rows(whole)
+    assert len(outputs[0].outputs[0].token_ids) == 42 and outputs[0].outputs[0].text.startswith(cut.outputs[0].text)
+
+
+def test_what_was_computed_before_a_cut_comes_from_the_prefix_cache():
+    steps = []
+    with open_llm(on_step=steps.append) as llm:
+        (cut,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=41), use_tqdm=False)
+        steps.clear()
+        list(llm.resume(cut, SamplingParams(temperature=0.0, max_tokens=1)))
+        # 40 + 41 tokens: five full blocks of 16 are found, and the newest token's K and V were never computed.
+        assert [step.num_prefill_tokens + step.num_decode_tokens for step in steps] == [1]
+
+
+def test_a_structured_answer_that_was_cut_ends_in_its_form():
+    params = SamplingParams(seed=3, max_tokens=60, structured_output=StructuredOutput(regex="[a-c]{30}"))
+    with structured.open_llm() as llm:
+        (cut,) = llm.generate(PROMPT, replace(params, max_tokens=8), use_tqdm=False)
+        *_, last = llm.resume(cut, params)
+    assert re.fullmatch("[a-c]{30}", last.outputs[0].text) and last.outputs[0].finish_reason == "stop"
+
+
+def test_what_cannot_go_on_is_refused_with_the_reason(llms):
+    llm, _ = llms
+    (ended,) = llm.generate(PROMPT, replace(PARAMS["stop"], min_tokens=0, max_tokens=400), use_tqdm=False)
+    (full,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, ignore_eos=True), use_tqdm=False)
+    (several,) = llm.generate(PROMPT, PARAMS["samples"], use_tqdm=False)
+    (cut,) = llm.generate(PROMPT, PARAMS["greedy"], use_tqdm=False)
+    for output, params, words in (
+        (ended, None, "finish_reason is 'stop'"),
+        (full, None, r"512 tokens and fill max_model_len \(512\)"),
+        (several, None, "3 samples"),
+        (cut, SamplingParams(logprobs=2), "logprobs is 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.resume(output, params)

@@ -8,6 +8,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,13 @@ def run_stream(llm: LLM, steps: list[Any]) -> None:
     assert not llm._engine.requests
 
 
+def run_resume(llm: LLM, steps: list[Any]) -> None:
+    if llm.config.data_parallel_size == 1:  # replicas refuse it
+        (cut,) = llm.generate(PROMPTS[0], replace(LONG, max_tokens=20), use_tqdm=False)
+        *_, last = llm.resume(cut, replace(LONG, max_tokens=30))
+        assert completions([last]) == completions(one().generate(PROMPTS[0], LONG, use_tqdm=False))
+
+
 def run_priority(llm: LLM, steps: list[Any]) -> None:
     given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
@@ -305,6 +313,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_prompts: {"prompts", "generate", "on_step", "tokenizer", "model", "trace"},
     run_chat: {"chat", "apply_chat_template"},
     run_stream: {"stream", "record_itl"},
+    run_resume: {"resume"},
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},

@@ -71,6 +71,9 @@ def test_calls_and_parameters_are_refused_by_a_pool():
     llm = shared_pool()
     with pytest.raises(ValueError, match="weights_changed does not work with data_parallel_size"):
         llm.weights_changed()
+    (output,) = llm.generate([1, 2], SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(ValueError, match="resume does not work with data_parallel_size"):
+        llm.resume(output)
     params = SamplingParams(logits_processors=[lambda ids, row: row])
     for call in (lambda: llm.generate([1, 2], params, use_tqdm=False), lambda: next(llm.stream([1, 2], params))):
         with pytest.raises(ValueError, match="logits_processors does not work with data_parallel_size: a function"):
@@ -98,7 +101,7 @@ def test_the_simulator_has_replicas_of_its_own():
 
 
 def test_each_refusal_of_the_table_is_tested_here():
-    tested = {"weights_changed", "logits_processors", "nanovllm simulate"}
+    tested = {"weights_changed", "resume", "logits_processors", "nanovllm simulate"}
     assert REFUSED.keys() == BAD.keys() | COMMANDS.keys() | tested
 
 
