@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.display import print_answer
 from nanovllm.cli.prompt_files import Request
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class AnswerWriter:
                 line = completion.text
             else:
                 line = f"{_heading(index, request, output, completion)}\n{completion.text}"
-            print(line, flush=True)
+            print_answer(line)
         self.num_written += 1
 
 

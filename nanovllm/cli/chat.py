@@ -8,12 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.chat_answers import Answers
 from nanovllm.cli.conversation import QUOTES, ChatEnded, Conversation
+from nanovllm.cli.display import printable
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
@@ -22,20 +25,22 @@ from nanovllm.cli.sampling_flags import (
     add_timeout_flag,
     load_llm,
     sampling_options,
-    sampling_params,
 )
 from nanovllm.cli.standard_input import standard_input_lines
+from nanovllm.core.paths import cache_root
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
     from nanovllm.cli.terminal import Terminal
     from nanovllm.llm import LLM
 
+LAST_CONVERSATION = "last_conversation.json"
 # A conversation has one answer a turn and prints no numbers.
 NOT_FOR_CHAT = {"n", "logprobs", "prompt_logprobs"}
 DESCRIPTION = """
-Talk to the model. At a terminal the prompt is there while the model is loaded, and /help lists the commands: /system,
-/set, /retry, /save, /reset, /exit. From a pipe each line is a message.
+Talk to the model. At a terminal the prompt is there while the model is loaded, answers are drawn as Markdown unless
+NO_COLOR is set, and /help lists the commands: /continue, /retry, /system, /set, /show, /model, /copy, /save, /load,
+/reset, /clear, /exit. From a pipe each line is a message.
 """
 
 
@@ -49,8 +54,10 @@ def add_chat_command(commands: Any) -> None:
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument(
         "--history", action=argparse.BooleanOptionalAction, default=True,
-        help="keep the messages typed at a terminal, for the arrow keys and Ctrl-R of later conversations",
+        help="keep what is typed at a terminal, for the arrow keys and Ctrl-R of later conversations, and the last "
+        "conversation, for --resume",
     )  # fmt: skip
+    chat.add_argument("--resume", action="store_true", help="go on with the last conversation that was at a terminal")
     chat.set_defaults(run=_chat)
     add_timeout_flag(chat)
     add_sampling_flags(chat, leave_out=NOT_FOR_CHAT)
@@ -60,18 +67,25 @@ def add_chat_command(commands: Any) -> None:
 def _chat(options: argparse.Namespace) -> int:
     take_model_argument(options)
     conversation = Conversation(options.system, sampling_options(options), show=_show)
+    if options.resume:
+        _resume(conversation, options)
     check_start(options, engine_options(options))
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return _talk_at_terminal(conversation, options)
-    with load_llm(options) as llm:
-        for line in _piped_messages():
-            try:
-                question = conversation.read(line)
-            except ChatEnded:
-                break
-            if question is not None:
-                _answer(llm, conversation, question, options.timeout)
-    return 0
+    return _talk_in_pipe(conversation, options)
+
+
+def _resume(conversation: Conversation, options: argparse.Namespace) -> None:
+    """Load the last conversation; --system replaces its system prompt."""
+    path = _last_conversation()
+    if not path.exists():
+        raise ValueError(
+            f"there is no conversation to resume: {path} does not exist. Chats at a terminal write it, unless with "
+            "--no-history; /load takes other files."
+        )
+    conversation.load(path)
+    if options.system is not None:
+        conversation.system = options.system
 
 
 def _show(text: str) -> None:
@@ -92,31 +106,57 @@ def _piped_messages() -> Iterator[str]:
 
 
 class _Loading:
-    """Loads the model in a thread, once the prompt is drawn; a failure ends the prompt."""
+    """The model, loaded in a thread; a failure of the first load ends the prompt.
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        from nanovllm.cli.terminal import Terminal
+    Args:
+        needs_template: refuse a model without a chat template before the first message.
+        when_failed: called in that thread with the error.
+    """
 
-        self._model, self._started = options.model, time.monotonic()
+    def __init__(
+        self, options: argparse.Namespace, when_failed: Callable[[BaseException], None], *, needs_template: bool
+    ) -> None:
+        self._options, self._when_failed, self._needs_template = options, when_failed, needs_template
+        self._started = time.monotonic()
         self._llm: Future[LLM] = Future()
-        self.terminal = Terminal(self.status, keeps_history=options.history)
-        # The import of torch holds the GIL for seconds: the prompt must be drawn before.
-        self.terminal.call_when_shown(threading.Thread(target=self._load, args=(options,), daemon=True).start)
 
-    def _load(self, options: argparse.Namespace) -> None:
+    def start(self) -> None:
+        threading.Thread(target=self.load, daemon=True).start()
+
+    def load(self) -> None:
+        """Load in this thread; `wait` raises its error."""
         try:
-            llm = load_llm(options)
-            llm.apply_chat_template([{"role": "user", "content": "hello"}])  # raises if the model has no chat template
-            self._llm.set_result(llm)
+            self._llm.set_result(self._open(self._options))
         except BaseException as error:
             self._llm.set_exception(error)
-            self.terminal.leave(error)
+            self._when_failed(error)
+
+    def _open(self, options: argparse.Namespace) -> LLM:
+        llm = load_llm(options)
+        if self._needs_template:
+            try:
+                llm.apply_chat_template([{"role": "user", "content": "hello"}])
+            except ValueError:
+                llm.close()
+                raise
+        return llm
+
+    def switch(self, options: argparse.Namespace) -> None:
+        """Load another model; the first one is loaded again if that fails. Raises the error."""
+        self.wait().close()  # before, since the two may not fit the memory together
+        self._llm, self._started = Future(), time.monotonic()
+        try:
+            self._llm.set_result(self._open(options))
+            self._options = options
+        except BaseException:
+            self.load()
+            raise
 
     def status(self) -> str | None:
         if self._llm.done():
             return None
         seconds = time.monotonic() - self._started
-        return f"loading {os.path.basename(self._model.rstrip('/'))}, {seconds:.0f} s"
+        return f"loading {os.path.basename(self._options.model.rstrip('/'))}, {seconds:.0f} s"
 
     def wait(self) -> LLM:
         return self._llm.result()
@@ -130,29 +170,78 @@ class _Loading:
         return self._llm.done()
 
 
+def _add_model_command(
+    conversation: Conversation, answers: Answers, options: argparse.Namespace, loading: _Loading
+) -> None:
+    """Add /model, which changes `options.model` once the new model is there."""
+
+    def model(name: str) -> None:
+        if not name:
+            conversation.show(options.model)
+            return
+        wanted = argparse.Namespace(**vars(options) | {"model": name, "tokenizer": None})
+        check_start(wanted, engine_options(wanted))
+        conversation.show(f"loading {name}")
+        loading.switch(wanted)
+        options.model, options.tokenizer = name, None
+        answers.forget()
+
+    conversation.further["model"] = model
+
+
+def _talk_in_pipe(conversation: Conversation, options: argparse.Namespace) -> int:
+    loading = _Loading(options, when_failed=lambda error: None, needs_template=False)
+    loading.load()
+    loading.wait()
+    try:
+        answers = Answers(conversation, options, loading.wait, is_terminal=False)
+        _add_model_command(conversation, answers, options, loading)
+        for line in _piped_messages():
+            try:
+                question = conversation.read(line)
+            except ChatEnded:
+                break
+            if question is not None:
+                answers.answer(question)
+    finally:
+        loading.wait().close()
+    return 0
+
+
 def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -> int:
+    from nanovllm.cli.terminal import Terminal
+
     if options.model == DEFAULT_MODEL:
         ensure_default_model()  # its first download draws a progress bar
     if not options.verbose:  # log lines of the load would interrupt the conversation
         logging.getLogger("nanovllm").setLevel(logging.WARNING)
         logging.getLogger("nanovllm.progress").setLevel(logging.ERROR)
-    loading = _Loading(options)
-    terminal = loading.terminal
+    loading = _Loading(options, when_failed=lambda error: terminal.leave(error), needs_template=True)
+    terminal = Terminal(loading.status, keeps_history=options.history)
+    # The import of torch holds the GIL for seconds: the prompt must be drawn before.
+    terminal.call_when_shown(loading.start)
+    conversation.confirm = terminal.confirm
+    answers = Answers(conversation, options, loading.wait, is_terminal=True)
+    _add_model_command(conversation, answers, options, loading)
     try:
         while (line := _read_typed(terminal)) is not None:
+            question = None
             try:
                 question = conversation.read(line)
                 if question is not None:
-                    _answer(loading.wait(), conversation, question, options.timeout, is_terminal=True)
+                    answers.answer(question)
+                if options.history and conversation.messages:
+                    with suppress(OSError):  # without a writable folder only --resume is lost
+                        conversation.save(_last_conversation(), mode=0o600)
             except ChatEnded:
                 break
             except (ValueError, RuntimeError, OSError) as error:  # such as too long a conversation: the user can /reset
                 if loading.has_failed:
                     loading.wait()
-                conversation.restore()
-                print(f"nanovllm: error: {in_words(error)}", file=sys.stderr)
+                conversation.restore(question)
+                print(f"nanovllm: error: {printable(in_words(error))}", file=sys.stderr)
             except KeyboardInterrupt:
-                conversation.restore()
+                conversation.restore(question)
                 print(flush=True)
     finally:
         if not loading.is_done:  # a load cannot be interrupted, so do not wait for it
@@ -174,25 +263,5 @@ def _read_typed(terminal: Terminal) -> str | None:
             print("Ctrl-D or /exit leaves; /help lists the commands")
 
 
-def _answer(
-    llm: LLM, conversation: Conversation, question: str, timeout: float | None, *, is_terminal: bool = False
-) -> None:
-    """Print the answer while it streams, and record it; an interrupt ends it and keeps the text so far."""
-    params = sampling_params(conversation.sampling, llm)
-    prompt = llm.apply_chat_template(conversation.with_question(question))[0]
-    shown, is_cut = "", False
-    with closing(llm.stream(prompt, params, timeout=timeout)) as stream:  # type: ignore[type-var]
-        try:
-            for output in stream:
-                if output.error:
-                    raise RuntimeError(output.error)
-                completion = output.outputs[0]
-                print(completion.text[len(shown) :], end="", flush=True)
-                shown, is_cut = completion.text, completion.finish_reason == "length"
-        except KeyboardInterrupt:
-            pass
-        finally:
-            print(flush=True)
-    if is_cut and is_terminal:
-        print(f"[cut at {params.max_tokens} tokens: /set max_tokens 1000, then /retry]", file=sys.stderr)
-    conversation.record(question, shown)
+def _last_conversation() -> Path:
+    return cache_root() / LAST_CONVERSATION

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +14,20 @@ from typing import Any
 
 from nanovllm.cli.units import whole_number
 from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.validation import utf8
 
 HELP = '''\
+/continue          go on with an answer that a limit or Ctrl-C cut
+/retry             answer the last message again
 /system TEXT       the system prompt, from the next answer on; without TEXT shows it, /system - removes it
 /set NAME VALUE    a sampling option, such as /set temperature 0.7; /set NAME - takes its default, /set shows all
-/retry             answer the last message again
+/show              the model, its context, the options and the messages
+/model NAME        another model for the same conversation
+/copy              copy the last answer to the clipboard
 /save FILE         write the conversation as JSON
+/load FILE         go on with a conversation that /save wrote
 /reset             begin a new conversation
+/clear             the same, on an empty screen
 /exit              leave (also Ctrl-D)
 Alt-Enter, or """ before and after the message, breaks a line. Ctrl-C ends an answer and keeps its text so far.
 A message that begins with / has a space before it.'''
@@ -28,6 +36,7 @@ NOT_TO_SET = {  # several answers, log-probabilities, and options of more than o
     "n", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "structured_output", "logits_processors", "logit_bias",
 }  # fmt: skip
 TRUTHS = {"true": True, "on": True, "false": False, "off": False}
+TURNS = ("user", "assistant")
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -43,14 +52,20 @@ class Conversation:
         system: system prompt, or None.
         sampling: options of every answer, by their names in `SamplingParams`.
         show: prints a line for the user.
+        confirm: asks the user a yes-or-no question; None without a terminal.
+
+    further: commands by name, each called with its arguments; the chat adds those that need a model.
     """
 
     system: str | None
     sampling: dict[str, Any]
     show: Callable[[str], None]
+    confirm: Callable[[str], bool] | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    further: dict[str, Callable[[str], None]] = field(default_factory=dict)
     given: dict[str, Any] = field(init=False)  # the options at the start
     _replaced: list[dict[str, str]] = field(init=False, default_factory=list)  # last exchange, during a /retry
+    _failed: str | None = field(init=False, default=None)  # the last message, if it has no answer
 
     def __post_init__(self) -> None:
         self.given = dict(self.sampling)
@@ -74,8 +89,9 @@ class Conversation:
         if name == "retry":
             return self._retry()
         commands = {
-            "help": self._help, "system": self._system, "set": self._set, "save": self._save, "reset": self._reset,
-        }  # fmt: skip
+            "help": self._help, "system": self._system, "set": self._set, "save": self._save, "load": self._load,
+            "reset": self.reset,
+        } | self.further  # fmt: skip
         if name not in commands:
             near = difflib.get_close_matches(name, [*commands, "retry", "exit"], n=1)
             hint = f"; did you mean /{near[0]}?" if near else "."
@@ -88,16 +104,53 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages, {"role": "user", "content": question}]
 
-    def restore(self) -> None:
-        """Restore the exchange that a failed /retry removed."""
+    def restore(self, question: str | None = None) -> None:
+        """Restore the exchange that a failed /retry removed; /retry then asks `question`, which has no answer."""
+        if not self._replaced and question is not None:
+            self._failed = question
         self.messages += self._replaced
         self._replaced = []
 
-    def record(self, question: str, answer: str) -> None:
-        self._replaced = []
+    def record(self, question: str, answer: str) -> bool:
+        """Add an exchange; returns whether a /retry gave the same answer again."""
+        is_same = bool(self._replaced) and self._replaced[1]["content"] == answer
+        self._replaced, self._failed = [], None
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return is_same
+
+    def load(self, path: Path) -> None:
+        """Replace messages and system prompt by those of a file.
+
+        Raises OSError, and ValueError for a file of another form.
+        """
+        try:
+            messages = json.loads(utf8(str(path), path.read_bytes()))["messages"]
+            roles, texts = zip(*((message["role"], message["content"]) for message in messages), strict=True)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path} holds no conversation, {{"messages": [...]}} as /save writes it.') from None
+        num_system = int(roles[0] == "system")
+        turns = roles[num_system:]
+        if len(turns) % 2 or turns != TURNS * (len(turns) // 2) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"{path} holds messages of {', '.join(map(str, roles[:8]))}; a conversation is texts of user and "
+                "assistant in turn, after an optional one of system."
+            )
+        self.reset()
+        self.system = texts[0] if num_system else None
+        self.messages = [{"role": role, "content": text} for role, text in zip(turns, texts[num_system:], strict=True)]
+
+    def save(self, path: Path, mode: int = 0o666) -> int:
+        """Write the conversation to a file; returns the number of messages."""
+        messages = self.with_question("")[:-1]
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n")
+        return len(messages)
 
     # ------------------------------------------------------------------------------------------------------ commands
+
+    def reset(self, _: str = "") -> None:
+        self.messages.clear()
+        self._failed = None
 
     def _help(self, _: str) -> None:
         self.show(HELP)
@@ -108,23 +161,33 @@ class Conversation:
             return
         self.system = None if text == "-" else text
 
-    def _reset(self, _: str) -> None:
-        self.messages.clear()
-
     def _retry(self) -> str:
+        if self._failed is not None:
+            return self._failed
         if not self.messages:
             raise ValueError("there is no message to answer again.")
         self._replaced = self.messages[-2:]
         del self.messages[-2:]
         return str(self._replaced[0]["content"])
 
+    def _load(self, file: str) -> None:
+        if not file:
+            raise ValueError("/load needs a file that /save wrote, such as /load talk.json.")
+        path = Path(file).expanduser()
+        self.load(path)
+        self.show(f"{len(self.messages)} messages are loaded from {path}")
+
     def _save(self, file: str) -> None:
         if not file:
             raise ValueError("/save needs a file, such as /save talk.json.")
         path = Path(file).expanduser()
-        messages = self.with_question("")[:-1]
-        path.write_text(json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        self.show(f"{len(messages)} messages are in {path}")
+        if path.exists():
+            if self.confirm is None:
+                raise ValueError(f"{path} exists, and /save overwrites no file from a pipe. Name another file.")
+            if not self.confirm(f"{path} exists. Overwrite it?"):
+                self.show("nothing is written")
+                return
+        self.show(f"{self.save(path)} messages are in {path}")
 
     def _set(self, rest: str) -> None:
         if not rest:

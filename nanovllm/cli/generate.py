@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from nanovllm.cli.answers import AnswerWriter
+from nanovllm.cli.display import print_answer
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.flags import add_model_flags, engine_options
 from nanovllm.cli.prompt_files import Request, read_requests
@@ -170,7 +171,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> in
         try:
             for output in outputs:
                 text = output.outputs[0].text
-                print(text[len(shown) :], end="", flush=True)
+                print_answer(text[len(shown) :], end="")
                 shown = text
         finally:
             print(flush=True)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
 
-CLI_DEFAULTS = {"max_tokens": 256}  # so that a command ends
 TEMPERATURE = "temperature"
 OF_SAMPLING = {TEMPERATURE, *FILTERS}  # without effect on greedy requests
 NO_FLAGS = ("structured_output", "itl_goal", "ttft_goal")  # of forms; the engine's goals hold for its only user
@@ -41,7 +40,7 @@ def add_timeout_flag(command: argparse.ArgumentParser) -> None:
 def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of `SamplingParams` that is not left out."""
     group = command.add_argument_group("sampling options")
-    add_flags(group, SamplingParams, CLI_DEFAULTS | HELP, leave_out=(*leave_out, *NO_FLAGS))
+    add_flags(group, SamplingParams, HELP, leave_out=(*leave_out, *NO_FLAGS))
     forms = command.add_argument_group("structured output, by one of").add_mutually_exclusive_group()
     forms.add_argument("--json-schema", metavar="FILE", help="answer with JSON that the schema in FILE accepts")
     forms.add_argument("--json-object", action="store_true", help="answer with a JSON object")
@@ -53,7 +52,7 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collectio
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options that were set, over the command's defaults; raises ValueError for a bad one."""
+    """Return the sampling options that were set; raises ValueError for a bad one."""
     given = options_given(options, SamplingParams)
     form = {name: value for name in KINDS if (value := getattr(options, name)) not in (None, False)}
     for name in ("json_schema", "grammar"):
@@ -61,8 +60,8 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
             form[name] = _text_of(form[name], "--" + name.replace("_", "-"))
     if form:
         given["structured_output"] = StructuredOutput(**form)
-    check_sampling(CLI_DEFAULTS | given)
-    return CLI_DEFAULTS | given
+    check_sampling(given)
+    return given
 
 
 def check_sampling(options: dict[str, Any]) -> None:

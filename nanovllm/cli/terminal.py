@@ -60,6 +60,13 @@ class Terminal:
                 if not self._session.default_buffer.text:
                     raise
 
+    def confirm(self, question: str) -> bool:
+        """Ask a question; anything but y or yes means no."""
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
     def leave(self, error: BaseException) -> None:
         """Make the current and later `read` calls raise; any thread may call it."""
         self._error = error

@@ -13,7 +13,7 @@ import pytest
 import nanovllm
 from nanovllm import EngineConfig
 from nanovllm.attention import sdpa
-from nanovllm.cli import sampling_flags, tune
+from nanovllm.cli import tune
 from nanovllm.core.block_hashes import HASH_BYTES
 from nanovllm.core.config import FLASH_BLOCK_SIZE
 from nanovllm.core.device_limits import DEVICE_DEFAULTS
@@ -53,7 +53,6 @@ ENGINE_LIMITS = ENGINE.resolve_limits("cpu", 40_960)
 MIB, GIB = 2**20, 2**30
 MINIMUM = {name.partition(">=")[0]: name.partition(">=")[2].partition(",")[0] for name in PROJECT["dependencies"]}
 COMPLETION_TOKENS = CompletionRequest.model_fields["max_tokens"].default
-COMMAND_TOKENS = sampling_flags.CLI_DEFAULTS["max_tokens"]
 WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
@@ -97,7 +96,6 @@ QUOTED = {
         f"any torch from {MINIMUM['torch']} on",
         f"Version {nanovllm.__version__.rpartition('.')[0]}: ",
         f"derived from the engine's `seed` ({ENGINE.seed})",
-        f"`chat` default to `max_tokens` {COMMAND_TOKENS}",
         f"`/v1/completions` to `max_tokens` {COMPLETION_TOKENS}",
     ],
     "CONTRIBUTING.md": [f"Python {PROJECT['requires-python'].removeprefix('>=')}, and a C++ compiler"],
@@ -111,7 +109,6 @@ QUOTED = {
     "docs/guide/api.md": [
         f"| 0 (greedy), or {MIN_TEMPERATURE:.0e} and".replace("e-06", "e-6"),
         f"| 1 to {MAX_SAMPLES:,}; 1 if greedy |",
-        f"what `max_model_len` leaves; {COMMAND_TOKENS} in the command",
         f"`logprobs` up to {logprobs.MOST_BY_KERNEL} act within a CUDA graph",
         f"once {forward_graphs.STEPS_TO_CAPTURE} steps had them",
         f"from `prompt_logprobs_start` on, {logprobs.ROWS_AT_ONCE} rows at a time",
@@ -145,7 +142,6 @@ QUOTED = {
         f"| {SERVER.port}, not 8080 |",
     ],
     "docs/guide/command_line.md": [
-        f"`max_tokens` is {COMMAND_TOKENS}.",
         f"{', '.join(f'`{path}`' for path in ENDPOINTS[:-1])} or `{ENDPOINTS[-1]}`; a body",
     ],
     "docs/guide/evaluation.md": [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from nanovllm import LLM
+from nanovllm.cli.conversation import TURNS
 from tests.support.command_line import SHORT, assert_refused, generated
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
@@ -116,3 +119,70 @@ def test_what_the_chat_template_refuses_is_said_in_one_line(run, tmp_path):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     tokenizer.save_pretrained(folder)
     assert_refused(run("generate", "--chat", "hello", model=str(folder)), "chat template", "roles must alternate")
+
+
+def test_continue_goes_on_as_if_the_answer_had_not_been_cut(run, tmp_path):
+    whole, cut = tmp_path / "whole.json", tmp_path / "cut.json"
+    _, expected, _ = run("chat", "--max-tokens", "40", stdin=f"hello\n/save {whole}\n")
+    lines = ["/set max_tokens 7", "hello", "/set max_tokens 33", "/continue", f"/save {cut}"]
+    status, out, _ = run("chat", stdin="\n".join(lines) + "\n")
+    assert status == 0 and cut.read_text() == whole.read_text()
+    assert "".join(out.splitlines()[:2]) == expected.splitlines()[0]
+
+
+def test_an_answer_goes_on_to_the_end_of_the_context_without_a_limit(run, folder):
+    prompt = tiny_tokenizer()("<|user|>hello<|end|><|assistant|>")["input_ids"]
+    answer = generated(folder, prompt, max_tokens=None)
+    assert len(answer) > 16
+    assert run("chat", stdin="hello\n")[1] == tiny_tokenizer().decode(answer, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("/continue\n", "no answer to go on with"),
+        ("hello\n/reset\n/continue\n", "no answer to go on with"),
+        ("/copy\n", "no answer to copy"),
+        ("hello\n/copy\n", "/copy sets the clipboard of a terminal"),
+        ("/model /nowhere/model\n", "there is no folder /nowhere/model"),
+        ("/set stop e\n/set max_tokens -\nhello\n/continue\n", "ended by itself"),
+    ],
+)
+def test_a_command_of_a_chat_that_cannot_be_done_says_why(run, lines, named):
+    status, _, err = run("chat", *SHORT, stdin=lines)
+    assert status == 2 and named in err
+
+
+def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path):
+    other = save_tiny(tmp_path / "other", seed=5)
+    seen = recorded_conversations(monkeypatch)
+    status, out, _ = run("chat", *SHORT, stdin=f"/model\nhello\n/model {other}\nagain\n/model\n/show\n")
+    assert status == 0 and len(seen[1]) == 3
+    lines = out.splitlines()
+    assert lines[0].endswith("tiny") and str(other) in lines
+    shown = dict(line.split(maxsplit=1) for line in lines[-6:])
+    assert shown["model"] == str(other) and shown["sampling"] == "greedy" and shown["messages"] == "4"
+    assert shown["options"] == "max_tokens 6" and shown["context"].endswith("of 256 tokens")
+
+
+def test_a_chat_goes_on_with_the_last_conversation(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    assert_refused(run("chat", "--resume"), "no conversation to resume", "last_conversation.json")
+    messages = [{"role": "system", "content": "be brief"}, *({"role": role, "content": "one"} for role in TURNS)]
+    (tmp_path / "last_conversation.json").write_text(json.dumps({"messages": messages}))
+    seen = recorded_conversations(monkeypatch)
+    run("chat", *SHORT, "--resume", stdin="two\n")
+    run("chat", *SHORT, "--resume", "--system", "be long", stdin="two\n")
+    assert [roles(conversation) for conversation in seen] == [["system", "user", "assistant", "user"]] * 2
+    assert [conversation[0]["content"] for conversation in seen] == ["be brief", "be long"]
+
+
+def test_a_template_of_a_file_takes_the_place_of_the_tokenizers(run, folder, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}say {{ message['content'] }}{% endfor %}")
+    _, out, _ = run("chat", *SHORT, "--chat-template", str(template), stdin="hello\n")
+    answer = generated(folder, tiny_tokenizer()("say hello")["input_ids"])
+    assert out == tiny_tokenizer().decode(answer, skip_special_tokens=True) + "\n"
+    template.write_bytes(b"\xff")
+    assert_refused(run("chat", "--chat-template", str(template)), "chat_template", "is not UTF-8 text")
+    assert_refused(run("chat", "--chat-template", "/nowhere"), "chat_template is '/nowhere', which cannot be read")

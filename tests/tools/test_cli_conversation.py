@@ -57,7 +57,20 @@ def test_what_is_no_command_is_a_message(talk, line, question):
 
 def test_help_lists_every_command(talk, shown):
     assert talk.read("/help") is None
-    for name in ("system", "set", "retry", "save", "reset", "exit"):
+    for name in (
+        "continue",
+        "retry",
+        "system",
+        "set",
+        "show",
+        "model",
+        "copy",
+        "save",
+        "load",
+        "reset",
+        "clear",
+        "exit",
+    ):
         assert f"/{name}" in shown[0]
 
 
@@ -94,7 +107,9 @@ def test_set_changes_shows_and_restores_options(talk, shown):
         ("/set ignore_eos maybe", "it must be one of"),
         ("/set n 3", "not an option of a conversation"),
         ("/sytem be brief", "there is no command /sytem; did you mean /system? /help lists them"),
-        ("/load talk.json", "there is no command /load. /help lists them"),
+        ("/lead talk.json", "there is no command /lead; did you mean /load? /help lists them"),
+        ("/zzz", "there is no command /zzz. /help lists them"),
+        ("/load", "needs a file"),
         ("/retry", "no message"),
         ("/save", "needs a file"),
     ],
@@ -123,6 +138,61 @@ def test_save_writes_the_conversation(talk, shown, tmp_path):
     assert "3 messages" in shown[0]
     with pytest.raises(OSError, match="nowhere"):
         talk.read(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
+
+
+def test_retry_asks_a_message_again_that_has_no_answer(talk):
+    talk.record("one", "first")
+    assert talk.read("two") == "two"
+    talk.restore("two")  # its request failed
+    assert talk.read("/retry") == "two" and len(talk.messages) == 2
+    talk.record("two", "second")
+    assert talk.read("/retry") == "two"
+    assert talk.record("two", "second") and not talk.record("three", "second")
+
+
+def test_load_goes_on_with_a_saved_conversation(talk, shown, tmp_path):
+    talk.record("größe", "answer")
+    talk.read(f"/save {tmp_path / 'talk.json'}")
+    other = Conversation(None, {}, show=shown.append)
+    other.record("forgotten", "too")
+    other.read(f"/load {tmp_path / 'talk.json'}")
+    assert other.with_question("next") == talk.with_question("next")
+    assert "2 messages are loaded" in shown[-1]
+    with pytest.raises(OSError, match="nowhere"):
+        other.read(f"/load {tmp_path / 'nowhere.json'}")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("not JSON", "holds no conversation"),
+        ("[]", "holds no conversation"),
+        ('{"messages": [{"role": "user"}]}', "holds no conversation"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "messages of user; a conversation is texts"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}', "of user, tool; a"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 3}]}', "is texts of user"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_and_nothing_is_lost(talk, tmp_path, text, named):
+    talk.record("one", "first")
+    before = talk.with_question("")
+    (tmp_path / "talk.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        talk.read(f"/load {tmp_path / 'talk.json'}")
+    assert talk.with_question("") == before
+
+
+def test_save_asks_before_it_overwrites(talk, shown, tmp_path):
+    path = tmp_path / "talk.json"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match=r"talk.json exists, and /save overwrites no file from a pipe"):
+        talk.read(f"/save {path}")
+    asked = []
+    for answer in (False, True):
+        talk.confirm = lambda question, answer=answer: asked.append(question) or answer
+        talk.read(f"/save {path}")
+        assert (path.read_text() != "mine") == answer
+    assert asked == [f"{path} exists. Overwrite it?"] * 2 and shown[0] == "nothing is written"
 
 
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye "])
@@ -208,7 +278,7 @@ def chat(chats, folder, tmp_path_factory) -> pexpect.spawn:
     if chats and chats[-1].isalive():
         return chats[-1]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "NANOVLLM_CACHE": str(tmp_path_factory.mktemp("cache"))}
-    environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
+    environ |= {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
     arguments = ["-m", "nanovllm.cli", "chat", str(folder), *ENGINE, "--max-tokens", "200", "--ignore-eos"]
     child = pexpect.spawn(sys.executable, arguments, env=environ, encoding="utf-8", timeout=120)
     child.logfile_read = io.StringIO()
@@ -226,7 +296,15 @@ def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     chat.expect("cut at 3 tokens")
     chat.send("/set max_tokens 200\r")
     chat.send("/retry\r")
-    chat.expect("cut at 200 tokens")
+    chat.expect("cut at 200 tokens: /continue goes on")
+    chat.send("/set max_tokens 4\r")
+    chat.send("/continue\r")
+    chat.expect(r"tiny · [\d.]+ tokens/s · 2\d\d of 256 tokens")
+    chat.expect("cut at 4 tokens")
+    chat.send("/set max_tokens -\r")
+    chat.send("/continue\r")
+    chat.expect("the context of 256 tokens is full: /reset")
+    assert "Loading" not in chat.logfile_read.getvalue()  # bars of other libraries
     assert "KV cache" not in chat.logfile_read.getvalue()  # nor other lines about the load
 
 
@@ -239,6 +317,10 @@ def test_at_a_terminal_errors_do_not_end_the_conversation(chat):
     chat.send("/reset\r")
     chat.send("and now\r")
     chat.expect("cut at 2 tokens")
+    chat.send("/copy\r")
+    chat.expect(r"\x1b\]52;c;[\w+/=]+\x07")
+    chat.send("/show\r")
+    chat.expect("context +[0-9]+ of 256 tokens")
     chat.send("/exit\r")
     chat.expect(pexpect.EOF)
     chat.close()
