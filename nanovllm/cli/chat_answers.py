@@ -64,7 +64,7 @@ class Answers:
             print("[the same answer: it is greedy or has a seed; /set temperature 0.8 draws others]", file=sys.stderr)
 
     def _continue(self, _: str) -> None:
-        """Go on with the last answer; the engine finds what it had computed in the prefix cache."""
+        """Go on with the last answer; its KV comes from the prefix cache."""
         messages, output = self._conversation.messages, self._last
         completion = output.outputs[0] if output is not None and output.outputs else None
         if output is None or completion is None or not messages or messages[-1]["content"] != completion.text:
@@ -81,7 +81,7 @@ class Answers:
     def _show_stream(
         self, llm: LLM, stream: Iterator[RequestOutput], params: SamplingParams, shown: str
     ) -> CompletionOutput | None:
-        """Show a stream behind the text `shown`; returns its last completion, None without a token."""
+        """Show a stream that continues the text `shown`; returns its last completion, None without a token."""
         display, last, rate = self._display(shown), None, _Rate()
         with closing(stream):  # type: ignore[type-var]
             try:

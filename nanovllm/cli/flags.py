@@ -14,6 +14,7 @@ from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.hub_files import AUTO, gguf_path, split_name
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -28,6 +29,11 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
         help=f"folder, GGUF file or hub id of the model; `nanovllm models` lists those of this machine (default: the "
         f"embedded {DEFAULT_MODEL})",
     )  # fmt: skip
+    command.add_argument(
+        "-hf", "--hf-repo", dest="model", metavar="ORG/NAME[:QUANT]", action=_HubFlag, default=argparse.SUPPRESS,
+        help="a GGUF file of a hub repository, of the quantisation QUANT (default Q4_K_M); the same as -m "
+        "ORG/NAME:QUANT",
+    )  # fmt: skip
     command.set_defaults(names_model=False)
     command.add_argument("--tokenizer", help="folder, GGUF file or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
@@ -40,6 +46,15 @@ class _ModelFlag(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         namespace.model, namespace.names_model = values, True
+
+
+class _HubFlag(_ModelFlag):
+    """Names a GGUF file of a hub repository."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        super().__call__(parser, namespace, values if ":" in values else f"{values}:{AUTO}", option)
 
 
 def add_model_argument(command: argparse.ArgumentParser) -> None:
@@ -63,7 +78,9 @@ def add_verbose_flag(command: argparse.ArgumentParser, text: str = "print full t
 
 
 def model_source(model: str) -> str:
-    """Return the folder of the embedded model, converted at its first use, or any other name unchanged."""
+    """Return the folder of the embedded model or the GGUF file of a hub repository, or any other name unchanged."""
+    if (parts := split_name(model)) is not None:
+        return str(gguf_path(*parts))
     return str(ensure_default_model()) if model == DEFAULT_MODEL else model
 
 

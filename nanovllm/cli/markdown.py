@@ -26,7 +26,7 @@ class _LeftHeading(Heading):
 
 
 class _Blocks(Markdown):
-    """Markdown whose line breaks stay, as in a poem, and whose links show their addresses."""
+    """Markdown that keeps line breaks, as in a poem, and shows the addresses of links."""
 
     elements = Markdown.elements | {"heading_open": _LeftHeading}
 
@@ -43,7 +43,7 @@ class _Lines:
     """Lines of blocks, without empty ones at either end.
 
     Args:
-        status: line below an unfinished block, of which the end is shown, as much as fits the terminal; or None.
+        status: line below an unfinished block, cut at its top to fit the terminal; None for a finished one.
     """
 
     def __init__(self, tokens: list[Any], status: str | None = None) -> None:
@@ -72,7 +72,7 @@ class MarkdownDisplay:
     def __init__(self, console: Console, shown: str = "") -> None:
         self._console = console
         self._given, self._text, self._status, self._begin = shown, printable(shown), "", 0
-        self._begin, _ = self._last_block()  # of what is not printed yet, in characters
+        self._begin, _ = self._last_block()  # in characters: the rest is not printed yet
         self._drawn_at = float("-inf")
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()

@@ -19,6 +19,7 @@ from nanovllm.cli.flags import (
     options_given,
     take_model_argument,
 )
+from nanovllm.cli.servers import registered
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
@@ -59,7 +60,7 @@ def _serve(options: argparse.Namespace) -> int:
     engine_given = ENGINE_DEFAULTS | engine_options(options)
     settings = _settings(options)
     check_start(options, engine_given)
-    with prepared(settings) as listeners:
+    with prepared(settings) as listeners, registered(options.model, settings, listeners):
         place_engine(engine_given)
         from nanovllm.server.app import serve  # imports torch
 

@@ -10,10 +10,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-OF_LLAMA_CPP = {
-    "-hf": "a model of the hub is -m ORG/NAME here, and one in GGUF files is downloaded first: hf download ORG/NAME "
-    "FILE.gguf, then -m PATH."
-}
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -36,13 +32,13 @@ class SuggestingParser(argparse.ArgumentParser):
         super().error(message)
 
     def _refuse_one_dash(self, given: Sequence[str]) -> None:
-        """Refuse long flags with one dash: argparse would read -hf and -model as -h and -m with values."""
+        """Refuse long flags with one dash: argparse would read -model as -m with a value."""
         parser = self._parser_of(given[0] if given else None)
         flags = [flag for action in parser._actions for flag in action.option_strings]
         for word in itertools.takewhile(lambda word: word != "--", given):
             name = word.partition("=")[0]
-            if name in OF_LLAMA_CPP:
-                parser.error(f"{name} is a flag of llama.cpp; {OF_LLAMA_CPP[name]}")
+            if name == "-hf" and name not in flags:
+                parser.error("-hf names a model, which this command does not take; give it to chat, generate or serve.")
             if len(name) > 2 and f"-{name}" in flags:
                 parser.error(f"unrecognized arguments: {name}; did you mean -{name}?")
 

@@ -12,22 +12,28 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 KNOWN_SECONDS = 60.0  # lifetime of a cached answer of the hub
 
 
-def is_reachable(name: str, revision: str | None = None, *, file: str = "config.json") -> bool:
+def is_reachable(
+    name: str, revision: str | None = None, *, file: str = "config.json", is_cached: bool | None = None
+) -> bool:
     """Whether the hub is reachable for a model; False means that its files must come from the hub's local cache.
 
     The libraries would retry each file six times, half a minute each, even if it is in the cache.
 
     Args:
         file: its presence in the cache means that the model is cached.
+        is_cached: whether it is, where no single file tells.
 
     Raises ModelLoadError for an invalid name, a model or revision unknown to the hub, and a model that is not cached
     while the hub is unreachable.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     try:
-        is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+        if is_cached is None:
+            is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+        validate_repo_id(name)
     except HFValidationError as error:
         raise ModelLoadError(f"{name!r} is no folder, and no id of the hub either: {error}") from None
     refusal, failure = _ask(name, revision, file, int(time.monotonic() / KNOWN_SECONDS))
@@ -35,7 +41,7 @@ def is_reachable(name: str, revision: str | None = None, *, file: str = "config.
         return failure is None
     reason = f"the hub refuses it: {refusal}" if refusal else _unreachable(failure)
     raise ModelLoadError(
-        f"there is no folder {name!r}, and no such model in the hub's cache; {reason}.{_near(name)} `nanovllm models` "
+        f"there is no folder {name!r}, and no such model in the hub's cache; {reason}.{near(name)} `nanovllm models` "
         "lists what is there."
     )
 
@@ -74,7 +80,7 @@ def _unreachable(failure: str | None) -> str:
     return f"the hub cannot be reached ({failure})"
 
 
-def _near(name: str) -> str:
+def near(name: str) -> str:
     """A hint that names local models with a similar name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound

@@ -261,7 +261,7 @@ def lookup_options(source: str, config: EngineConfig, name: str | None = None) -
     reads_cache = is_local or not hub.is_reachable(source, revision, file=file)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": reads_cache}
     if name is not None and config.revision is not None:
-        if is_local:
+        if is_local and ":" not in name:
             raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
         options["revision"] = config.revision
     return options

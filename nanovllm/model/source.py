@@ -1,11 +1,11 @@
-"""Resolves a model's name to a source: embedded, a local folder, a GGUF file or a hub id; without torch."""
+"""Resolves a model's name to a source: embedded, a local folder, a GGUF file, a hub id or a file of one; no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from nanovllm.core.errors import ModelLoadError
-from nanovllm.model import hub
+from nanovllm.model import hub, hub_files
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
@@ -38,10 +38,14 @@ def is_gguf(path: str | Path) -> bool:
 def find(name: str, *, needs_tokenizer: bool, revision: str | None = None) -> str:
     """Resolve a model's name to a folder, GGUF file or hub id; builds the embedded model on first use.
 
-    Raises ModelLoadError as `find_folder`, and as `hub.is_reachable`.
+    A name such as "org/model:Q4_K_M" is a GGUF file of a hub repository, which is fetched.
+
+    Raises ModelLoadError as `find_folder`, `hub_files.gguf_path` and `hub.is_reachable`.
     """
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
+    if ":" in name and (parts := hub_files.split_name(name)) is not None:
+        name = str(hub_files.gguf_path(*parts, revision))
     folder = find_folder(name, needs_tokenizer=needs_tokenizer)
     if folder is None:
         hub.is_reachable(name, revision)

@@ -2,77 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
+from tests.support.hubs import COMMIT, cached, serving
 from tests.support.tiny_models import save_tiny
-
-COMMIT = "c" * 40
-
-
-class Hub(ThreadingHTTPServer):
-    """A hub with one model, own/tiny, as the library reads it; requests: those about models."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.folder, self.requests = folder, list[str]()
-
-
-class _Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        self._answer(has_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(has_body=True)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _answer(self, *, has_body: bool) -> None:
-        if self.path.startswith("/own/"):
-            self.server.requests.append(f"{self.command} {self.path}")
-        owner, model, *rest = self.path.strip("/").split("/")
-        file = self.server.folder / rest[-1] if rest[:1] == ["resolve"] else None
-        headers, data, status = {"X-Repo-Commit": COMMIT}, b"", 200
-        if f"{owner}/{model}" != "own/tiny":
-            status, headers = 404, {"X-Error-Code": "EntryNotFound" if owner == "api" else "RepoNotFound"}
-        elif rest[1] not in ("main", COMMIT):
-            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
-        elif file is None or not file.is_file():
-            status, headers = 404, {"X-Error-Code": "EntryNotFound"}
-        else:
-            data = file.read_bytes()
-            headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if has_body:
-            self.wfile.write(data)
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[Hub]:
-    with Hub(folder) as hub:
-        thread = Thread(target=hub.serve_forever, daemon=True)
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +37,24 @@ def generate(model: str, cache: Path, endpoint: str, *flags: str) -> subprocess.
     )  # fmt: skip
 
 
-def cached(folder: Path, hub: Path) -> Path:
-    """A cache that has the model."""
-    model = hub / "models--own--tiny"
-    shutil.copytree(folder, model / "snapshots" / COMMIT)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(COMMIT)
-    return hub
-
-
 def test_a_model_of_a_hub_that_answers_is_fetched(folder, tmp_path):
-    with serving(folder) as hub:
-        done = generate("own/tiny", tmp_path, f"http://127.0.0.1:{hub.server_port}")
+    with serving({"own/tiny": folder}) as hub:
+        done = generate("own/tiny", tmp_path, hub.endpoint)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "models--own--tiny" / "snapshots" / COMMIT / "model.safetensors").is_file()
 
 
 def test_a_model_that_a_hub_has_not_is_refused_after_one_request(folder, tmp_path):
-    with serving(folder) as hub:
-        done = generate("own/tinny", cached(folder, tmp_path), f"http://127.0.0.1:{hub.server_port}")
+    with serving({"own/tiny": folder}) as hub:
+        done = generate("own/tinny", cached(folder, tmp_path), hub.endpoint)
     assert done.returncode == 2
     assert "there is none of this name" in done.stderr and "Did you mean own/tiny?" in done.stderr
     assert hub.requests == ["HEAD /own/tinny/resolve/main/config.json"]
 
 
 def test_a_revision_that_a_model_has_not_is_refused_by_name(folder, tmp_path):
-    with serving(folder) as hub:
-        done = generate("own/tiny", tmp_path, f"http://127.0.0.1:{hub.server_port}", "--revision", "v9")
+    with serving({"own/tiny": folder}) as hub:
+        done = generate("own/tiny", tmp_path, hub.endpoint, "--revision", "v9")
     assert done.returncode == 2
     assert "no revision 'v9'" in done.stderr
     assert len(hub.requests) == 1

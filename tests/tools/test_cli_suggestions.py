@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanovllm.cli import main as command_line
 from nanovllm.cli.main import COMMANDS, main
 
 
@@ -33,14 +34,20 @@ def test_the_command_alone_lists_its_commands(capsys):
     assert [name for name in COMMANDS if f"    {name}" not in err] == []
 
 
-@pytest.mark.parametrize("arguments", [["-hf", "x/y"], ["serve", "-hf", "x/y"], ["generate", "-hf=x/y", "a"]])
-def test_the_flag_of_llama_cpp_for_a_hub_model_is_refused_with_the_one_here(arguments, capsys):
+@pytest.mark.parametrize("arguments", [["-hf", "x/y"], ["models", "-hf=x/y"]])
+def test_hf_is_refused_where_no_model_is_taken_and_not_read_as_a_call_for_help(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    err = capsys.readouterr().err
-    assert "-hf is a flag of llama.cpp; a model of the hub is -m ORG/NAME here" in err
-    assert "hf download" in err
+    assert "-hf names a model, which this command does not take" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "-hf", "x/y"], ["generate", "-hf=x/y", "a"], ["chat", "-hf", "x/y:Q8_0"]]
+)
+def test_hf_is_the_flag_of_llama_cpp_for_a_file_of_the_hub(arguments):
+    given = command_line._parser(arguments).parse_args(arguments)
+    assert given.model == ("x/y:Q8_0" if ":" in arguments[-1] else "x/y:auto") and given.names_model
 
 
 @pytest.mark.parametrize("flag", ["-model", "-model=x", "-max-tokens", "-help"])

@@ -1,0 +1,97 @@
+"""A hub on this machine, as the library reads it, and a cache that has its models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+COMMIT = "c" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with models by name, each a folder; requests: those for files of models."""
+
+    def __init__(self, models: dict[str, Path]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.models, self.requests = models, list[str]()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, *, has_body: bool) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        is_api = path.startswith("api/models/")
+        if not is_api and path.startswith("own/"):
+            self.server.requests.append(f"{self.command} {self.path}")
+        owner, model, *rest = path.removeprefix("api/models/").split("/")
+        folder = self.server.models.get(f"{owner}/{model}")
+        headers, data, status = {"X-Repo-Commit": COMMIT}, b"", 200
+        file = folder / "/".join(rest[2:]) if folder is not None and rest[:1] == ["resolve"] else None
+        if folder is None:
+            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        elif len(rest) > 1 and rest[1] not in ("main", COMMIT):
+            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
+        elif is_api:
+            data = json.dumps(_listing(f"{owner}/{model}", folder, rest)).encode()
+            headers["Content-Type"] = "application/json"
+        elif file is None or not file.is_file():
+            status, headers = 404, {"X-Error-Code": "EntryNotFound"}
+        else:
+            data = file.read_bytes()
+            headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(data)
+
+
+def _listing(name: str, folder: Path, rest: list[str]) -> object:
+    """A model's files, as the endpoints of the tree and of the model tell them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [str(path.relative_to(folder)) for path in files]
+    if rest[:1] == ["tree"]:
+        pairs = zip(names, files, strict=True)
+        return [{"type": "file", "path": name, "oid": "0" * 40, "size": file.stat().st_size} for name, file in pairs]
+    return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names], "private": False}
+
+
+@contextmanager
+def serving(models: dict[str, Path]) -> Iterator[Hub]:
+    with Hub(models) as hub:
+        thread = Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()
+
+
+def cached(folder: Path, cache: Path, name: str = "own/tiny") -> Path:
+    """A cache that has the model of a folder."""
+    model = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, model / "snapshots" / COMMIT)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    return cache

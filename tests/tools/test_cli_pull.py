@@ -1,0 +1,160 @@
+"""`nanovllm pull` and `rm`, and GGUF files of a repository by their quantisation, from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.main import main
+from nanovllm.core.errors import ModelLoadError
+from nanovllm.model import hub_files
+from tests.support.hubs import COMMIT, cached, serving
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import save_tiny, tiny_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    save_tiny(root / "tiny")
+    (root / "tiny" / "notes.gif").write_bytes(b"not needed")
+    (root / "packed" / "parts").mkdir(parents=True)
+    write_gguf(root / "packed" / "model-Q8_0.gguf", tiny_model(head_dim=64))
+    (root / "packed" / "model-Q4_K_M.gguf").write_bytes(b"GGUF of no use")
+    for number in (1, 2):
+        (root / "packed" / "parts" / f"model-BF16-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
+    (root / "packed" / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    return {"own/tiny": root / "tiny", "own/packed": root / "packed"}
+
+
+def nanovllm(*arguments: str, cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm.cli", *arguments], env=os.environ | own, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nowhere():
+    """The address of a hub that refuses connections."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and never listens
+        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+def files(cache: Path, name: str) -> list[str]:
+    snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
+    return sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file())
+
+
+def test_a_model_is_fetched_whole_and_removed(models, tmp_path):
+    with serving(models) as hub:
+        done = nanovllm("pull", "own/tiny", cache=tmp_path, endpoint=hub.endpoint)
+        assert done.returncode == 0, done.stderr
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {*files(tmp_path, "own/tiny")}
+        assert "notes.gif" not in files(tmp_path, "own/tiny")
+        assert done.stdout.startswith("own/tiny is in ") and done.stdout.endswith(" MB)\n")
+        done = nanovllm("rm", "own/tiny", cache=tmp_path, endpoint=hub.endpoint)
+        assert done.returncode == 0 and done.stdout.startswith("own/tiny is removed ("), done.stderr
+        assert not list(tmp_path.glob("models--*"))
+
+
+def test_a_file_of_a_repository_is_fetched_by_its_quantisation(models, tmp_path):
+    with serving(models) as hub:
+        for name in ("own/packed:q8_0", "own/packed:BF16"):
+            done = nanovllm("pull", name, cache=tmp_path, endpoint=hub.endpoint)
+            assert done.returncode == 0, done.stderr
+        parts = [f"parts/model-BF16-0000{number}-of-00002.gguf" for number in (1, 2)]
+        assert files(tmp_path, "own/packed") == ["model-Q8_0.gguf", *parts]
+        done = nanovllm("rm", "own/packed:BF16", cache=tmp_path, endpoint=hub.endpoint)
+        assert done.returncode == 0, done.stderr
+        assert files(tmp_path, "own/packed") == ["model-Q8_0.gguf"]
+
+
+def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path, nowhere):
+    flags = ["--raw", "--max-tokens", "2", "--enforce-eager", "--max-model-len", "64", "one"]
+    with serving(models) as hub:
+        done = nanovllm("generate", "-hf", "own/packed:Q8_0", *flags, cache=tmp_path, endpoint=hub.endpoint)
+    assert done.returncode == 0, done.stderr
+    again = nanovllm("generate", "-m", "own/packed:Q8_0", *flags, cache=tmp_path, endpoint=nowhere)
+    assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["pull", "own/nothing"], "there is none of this name"),
+        (["pull", "own/tiny", "--revision", "v9"], "no revision 'v9'"),
+        (["pull", "own/packed"], "name one, own/packed:BF16, of BF16, Q4_K_M, Q8_0"),
+        (["pull", "own/packed:Q2_K"], "own/packed has no GGUF file of Q2_K; it has BF16, Q4_K_M, Q8_0"),
+        (["pull", "own/tiny:Q8_0"], "own/tiny has no GGUF files. Name it without a quantisation"),
+    ],
+)
+def test_what_a_hub_has_not_is_refused_by_name(models, tmp_path, arguments, named):
+    with serving(models) as hub:
+        done = nanovllm(*arguments, cache=tmp_path, endpoint=hub.endpoint)
+    assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_a_hub_what_is_cached_stays_and_the_rest_is_refused(models, tmp_path, nowhere):
+    cached(models["own/tiny"], tmp_path)
+    assert nanovllm("pull", "own/tiny", cache=tmp_path, endpoint=nowhere).returncode == 0
+    for arguments in (["pull", "own/tinny"], ["pull", "own/packed:Q8_0"]):
+        done = nanovllm(*arguments, cache=tmp_path, endpoint=nowhere)
+        assert done.returncode == 2 and "the hub cannot be reached" in done.stderr
+    done = nanovllm("rm", "own/tinny", cache=tmp_path, endpoint=nowhere)
+    assert done.returncode == 2 and "has no model 'own/tinny'. Did you mean own/tiny?" in done.stderr
+
+
+def test_paths_are_no_models_of_the_hub(tmp_path, capsys):
+    for command in ("pull", "rm"):
+        assert main([command, str(tmp_path)]) == 2
+        assert f"{tmp_path} is a path" in capsys.readouterr().err
+
+
+def test_the_embedded_model_is_removed_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    folder = tmp_path / "smollm2-135m-instruct-v1"
+    save_tiny(folder)
+    assert main(["rm", "smollm2-135m-instruct"]) == 0
+    assert not folder.exists() and "is removed" in capsys.readouterr().out
+    assert main(["rm", "smollm2-135m-instruct"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("quant", "names", "chosen"),
+    [
+        ("auto", ["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "a-Q4_K_M.gguf"),
+        ("auto", ["a-Q8_0.gguf"], "a-Q8_0.gguf"),
+        ("Q4_K", ["a.Q4_K.gguf", "a.Q4_K_M.gguf"], "a.Q4_K.gguf"),
+        ("a-Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "a-Q8_0.gguf"),
+        ("IQ4_XS", ["Q8_0/a-Q8_0-00001-of-00002.gguf", "IQ4_XS/a-IQ4_XS-00001-of-00002.gguf"], None),
+    ],
+)
+def test_the_file_of_a_quantisation(quant, names, chosen):
+    assert hub_files.choose_gguf("own/model", quant, names) == (chosen or names[-1])
+
+
+@pytest.mark.parametrize(
+    ("quant", "names", "named"),
+    [
+        ("auto", ["a-Q8_0.gguf", "a-Q5_0.gguf"], "no GGUF file of Q4_K_M; it has Q5_0, Q8_0"),
+        ("Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "2 files of Q8_0: a-Q8_0.gguf, b-Q8_0.gguf. Name one"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(quant, names, named):
+    with pytest.raises(ModelLoadError, match=named):
+        hub_files.choose_gguf("own/model", quant, names)
+
+
+def test_models_as_json_are_a_line_each(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    assert main(["models", "--json"]) == 0
+    assert all("name" in json.loads(line) for line in capsys.readouterr().out.splitlines())
