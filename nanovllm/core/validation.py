@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 MAX_INTEGER = 2**63 - 1
@@ -184,17 +185,13 @@ def utf8(name: str, data: bytes) -> str:
 
 
 def text_file(name: str, value: Any) -> Any:
-    """The path of a file that can be read as text, or None."""
-    if value is None:
-        return None
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str):
-        raise TypeError(f"{name} must be the path of a file, not {value!r}.")
+    """The path of a file of UTF-8 text, or None."""
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            utf8(f"{name}, {path!r},", file.read())
-    except OSError as error:
-        raise ValueError(f"{name} is {path!r}, which cannot be read: {error.strerror}. Name another file.") from None
+        path = None if value is None else os.fspath(value)
+        if path is not None:
+            utf8(f"{name}, {path!r},", Path(path).expanduser().read_bytes())
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{name} is {value!r}, which cannot be read: {error}. Name another file.") from None
     return path
 
 

@@ -238,7 +238,7 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     options = lookup_options(source, config, name)
     with load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
         loaded = _read_tokenizer(source, options) if tokenizer is None else _load_tokenizer(tokenizer, config)
-    return with_chat_template(loaded, config.chat_template)
+    return loaded if config.chat_template is None else with_chat_template(loaded, config.chat_template)
 
 
 @contextmanager
@@ -289,7 +289,8 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
     with load_errors(f"the tokenizer {tokenizer!r}"), _no_progress_bars():
         loaded = None if tokenizer is None else _load_tokenizer(tokenizer, config)
-    loaded = with_chat_template(loaded, config.chat_template)
+    if config.chat_template is not None:
+        loaded = with_chat_template(loaded, config.chat_template)
     return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
 
 

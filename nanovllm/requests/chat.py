@@ -16,13 +16,8 @@ from nanovllm.requests.control_tokens import ChatEncoder
 Message = Mapping[str, Any]
 
 
-def with_chat_template(tokenizer: Any, file: str | None) -> Any:
-    """A copy of a tokenizer with the chat template of a file; the tokenizer itself for None.
-
-    Raises ValueError without a tokenizer.
-    """
-    if file is None:
-        return tokenizer
+def with_chat_template(tokenizer: Any, file: str) -> Any:
+    """A copy of a tokenizer with the chat template of a file; raises ValueError without a tokenizer."""
     if tokenizer is None:
         raise ValueError(f"chat_template is {file!r}, and there is no tokenizer to use it; pass tokenizer=...")
     changed = copy.copy(tokenizer)
