@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
 # Only the first invalid item is reported; an error per item would take seconds and memory.
 Each = Annotated[list[Item], Field(fail_fast=True)]
 
+# Unsupported fields: values without effect (None always is one), and the reason for refusing others.
+Refused = dict[str, tuple[Container[Any], str]]
+
 MAX_NESTING = 100
+# Types of content parts in the APIs of OpenAI and Anthropic, by their first word.
+_MEDIA = {"image": "an image", "audio": "audio", "video": "video", "file": "a file", "document": "a file"}
 
 # Called with each unknown field, as Model.field, which is then left out; None: unknown fields are errors.
 TELL_UNKNOWN: ContextVar[Callable[[str], None] | None] = ContextVar("tell_unknown", default=None)
@@ -39,12 +44,25 @@ def _parts(whole: Any) -> Iterable[Any]:
 AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
 
 
+def text_alone(kind: str) -> BeforeValidator:
+    """Validator of a content part that must be of type `kind`: names images, audio, video and files in its error."""
+
+    def refuse_media(part: Any) -> Any:
+        given = part.get("type") if isinstance(part, dict) else None
+        word = given.removeprefix("input_").partition("_")[0] if isinstance(given, str) else ""
+        if word in _MEDIA:
+            reason = f"{given!r} is {_MEDIA[word]}, and the engine reads text alone. Send its text, as type {kind!r}"
+            raise PydanticCustomError("refused_field", "not supported: {reason}.", {"field": "type", "reason": reason})
+        return part
+
+    return BeforeValidator(refuse_media)
+
+
 class Strict(BaseModel):
     """Model that refuses unknown fields, or leaves them out if `TELL_UNKNOWN` is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Unsupported fields of OpenAI's API: allowed values, and the reason for refusing others.
-    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    refused: ClassVar[Refused] = {}
 
     @classmethod
     def names(cls) -> list[str]:
@@ -58,7 +76,7 @@ class Strict(BaseModel):
             return given
         rest = dict(given)
         for name, (harmless, reason) in cls.refused.items():
-            if name in rest and rest.pop(name) not in harmless:
+            if name in rest and (value := rest.pop(name)) is not None and value not in harmless:
                 raise PydanticCustomError(
                     "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
                 )

@@ -397,7 +397,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
         ("completions", COMPLETION | {"best_of": 3}, "best_of", "use n"),
         ("completions", COMPLETION | {"temperature": -1}, "temperature", "-1"),
         ("completions", COMPLETION | {"temperature": "hot"}, "temperature", "number"),
-        ("completions", COMPLETION | {"seed": -1}, "seed", "0"),
+        ("completions", COMPLETION | {"seed": -2}, "seed", "-1"),
         ("completions", COMPLETION | {"n": 0}, "n", "n is 0"),
         ("completions", COMPLETION | {"n": 200}, "n", "at most 128"),
         ("completions", COMPLETION | {"logprobs": 21}, "logprobs", "at most 20"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from nanovllm.server.openai import neutral
 from nanovllm.server.settings import ServerSettings
 from tests.support.serving import MODEL, Serving, serving
 
@@ -105,3 +107,82 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ru
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as refused:
             client.messages.create(model=MODEL, messages=long, max_tokens=4)
         assert LITELLM in str(refused.value).lower()
+
+
+# Fields of other servers at values without effect, beside those of neutral.py's tables.
+NEUTRAL = {
+    "seed": -1, "best_of": 1, "length_penalty": 1, "request_id": "r1", "min_p": 0, "top_k": -1, "repeat_penalty": 1.0,
+    "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "keep_alive": "5m",
+    "guided_decoding_backend": "xgrammar", "stop": [], "logit_bias": {}, "bad_words": [],
+}  # fmt: skip
+OF_CHAT = {"echo": False, "documents": [], "add_special_tokens": False, "include_reasoning": True, "max_tokens": -1,
+           "max_completion_tokens": 8, "functions": [], "chat_template": None, "parse_tool_calls": True}  # fmt: skip
+PATHS = {"/v1/completions": {"prompt": [5, 6], "max_tokens": 8}, "/v1/chat/completions": {"messages": MESSAGES[:2]}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_neutral_values_of_other_servers_change_nothing(running, path):
+    plain = PATHS[path] | {"temperature": 0}
+    tables = {"/v1/completions": neutral.COMPLETION, "/v1/chat/completions": neutral.CHAT}
+    given = {name: values[0] for name, (values, _) in tables[path].items() if isinstance(values, tuple) and values}
+    given |= NEUTRAL | (OF_CHAT if "chat" in path else {"echo": False, "add_special_tokens": True, "suffix": ""})
+    with running.http() as http:
+        expected = http.post(path, json=plain | ({"max_completion_tokens": 8} if "chat" in path else {}))
+        answer = http.post(path, json=given | plain)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected.json()["choices"]
+
+
+@pytest.mark.parametrize("table", [neutral.COMPLETION, neutral.CHAT], ids=["completions", "chat"])
+def test_other_values_of_these_fields_are_refused_by_name(running, table):
+    path = "/v1/chat/completions" if table is neutral.CHAT else "/v1/completions"
+    with running.http() as http:
+        for name, (_, reason) in table.items():
+            error = http.post(path, json=PATHS[path] | {name: {"a": 1}}).json()["error"]
+            assert error["param"] == name and reason in error["message"], name
+
+
+def test_the_page_names_every_field_of_the_tables():
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "server.md").read_text(encoding="utf-8")
+    for name in neutral.COMPLETION | neutral.CHAT:
+        assert f"`{name}`" in page, name
+
+
+def test_a_chat_reports_its_prompt_as_vllm_does(running):
+    body = {"messages": MESSAGES[:2], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 2}).json()
+        ids = answer["choices"][0]["prompt_token_ids"]
+        scored = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
+        expected = http.post("/v1/completions", json=scored).json()["choices"][0]["logprobs"]
+        first, *others = answer["prompt_logprobs"]
+        assert first is None and len(others) == len(ids) - 1
+        for token_id, entry, text, logprob in zip(
+            ids[1:], others, expected["tokens"][1:], expected["token_logprobs"][1:], strict=True
+        ):
+            assert entry[str(token_id)]["decoded_token"] == text
+            assert entry[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+            assert {1, 2} <= {theirs["rank"] for theirs in entry.values()}
+        for wrong, said in (
+            ({"prompt_logprobs": 21}, "at most 20"),
+            ({"prompt_logprobs": 1, "stream": True}, "a stream"),
+        ):
+            error = http.post("/v1/chat/completions", json=body | wrong).json()["error"]
+            assert error["param"] == "prompt_logprobs" and said in error["message"]
+
+
+@pytest.mark.parametrize(("path", "field", "kind", "word"), [
+    ("/v1/chat/completions", "messages", "image_url", "an image"),
+    ("/v1/chat/completions", "messages", "input_audio", "audio"),
+    ("/v1/responses", "input", "input_image", "an image"),
+    ("/v1/responses", "input", "input_file", "a file"),
+    ("/v1/messages", "messages", "image", "an image"),
+    ("/v1/messages", "messages", "document", "a file"),
+])  # fmt: skip
+def test_images_and_their_like_are_named(running, path, field, kind, word):
+    content = [{"type": "input_text" if field == "input" else "text", "text": "What is this?"}, {"type": kind}]
+    with running.http() as http:
+        answer = http.post(path, json={"model": MODEL, "max_tokens": 2, field: [{"role": "user", "content": content}]})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and f"{field}[0].content[1].type" in message
+        assert f"{kind!r} is {word}, and the engine reads text alone" in message

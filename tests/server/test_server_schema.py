@@ -51,6 +51,7 @@ NOT_TOLD = [
     "stream_options is given, but stream is not true",
     "top_logprobs is given, but logprobs is not true",
     "max_tokens and max_completion_tokens differ",
+    "prompt_logprobs is given, but a stream has none",
     "continue_final_message continues the last message; set add_generation_prompt to false",
     "tool_choice is .*, but there are no tools",
     "tool_choice names ",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from nanovllm.server.openai.protocol import Number
-from nanovllm.server.strict import AnyObject, Each, Strict
+from nanovllm.server.strict import AnyObject, Each, Strict, text_alone
 
 
 class CacheControl(Strict):
@@ -51,11 +51,11 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Each[TextBlock] | None = None
+    content: str | Each[Annotated[TextBlock, text_alone("text")]] | None = None
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type"), text_alone("text")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 

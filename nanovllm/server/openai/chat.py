@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.openai.generation import CHOICES, finish_reasons, new_id, prompt_ids, respond
-from nanovllm.server.openai.logprobs import format_chat_logprobs
+from nanovllm.server.openai.logprobs import encode_prompt_logprobs, format_chat_logprobs
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.turn import ChatTurn
 from nanovllm.server.security import require_api_key
@@ -31,12 +33,14 @@ class ChatJob:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
         self.request_ids = [self.id]
         self._turn = ChatTurn(state, request, body, self.id)
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     async def start(self, kind: OutputKind) -> OutputStream:
         return await self._turn.start(kind)
 
     def read(self, output: RequestOutput) -> None:
-        """Do nothing: every output is the client's."""
+        if output.finished:
+            self._prompt_logprobs = output.prompt_logprobs
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -73,6 +77,13 @@ class ChatJob:
             message["tool_calls"] = new.calls
         made = {"index": choice, "message": message, "logprobs": self._logprobs(completion)}
         return made | self._end(completion, bool(new.calls)) | prompt_ids(self.body, output)
+
+    async def encoded_fields(self) -> str:
+        """`prompt_logprobs`, as vLLM has them; encoded in a thread, since a long prompt has 100,000 of them."""
+        if self._prompt_logprobs is None:
+            return ""
+        text = self._state.token_text
+        return f'"prompt_logprobs":{await asyncio.to_thread(encode_prompt_logprobs, text, self._prompt_logprobs)}'
 
     # ------------------------------------------------------------------------------------------------------- parts
 

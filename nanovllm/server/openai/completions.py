@@ -92,6 +92,9 @@ class CompletionJob:
             logprobs = {name: values + new[name] for name, values in logprobs.items()}
         return self._choice(choice, text, completion.token_ids, logprobs, completion) | prompt_ids(self.body, output)
 
+    async def encoded_fields(self) -> str:
+        return ""
+
     # ------------------------------------------------------------------------------------------------------- parts
 
     @property

@@ -68,6 +68,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "max_tokens": positive,
             "max_completion_tokens": positive,
             "top_logprobs": {"maximum": settings.max_logprobs},
+            "prompt_logprobs": {"maximum": settings.max_logprobs},
             "chat_template_kwargs": {"propertyNames": _variables(state)},
         },
         "TokenizeRequest": {

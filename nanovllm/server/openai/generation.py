@@ -76,6 +76,9 @@ class ChoicesJob(Job, Protocol):
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Format a choice of an answer that is not streamed."""
 
+    async def encoded_fields(self) -> str:
+        """Encode further fields of an answer that is not streamed, too large for the event loop; "" for none."""
+
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 
@@ -87,11 +90,13 @@ class AnswerForm(Generic[AnyJob]):
     whole: makes the answer; raises ApiError.
     events: yields the encoded events of a stream, see `EventStream`; raises ApiError.
     error_event: encodes an error in mid-stream.
+    encoded_fields: see `ChoicesJob`.
     """
 
     whole: Callable[[ServerState, AnyJob], Coroutine[Any, Any, dict[str, Any]]]
     events: Callable[[ServerState, AnyJob], AsyncGenerator[bytes, None]]
     error_event: Callable[[errors.ApiError], bytes]
+    encoded_fields: Callable[[AnyJob], Coroutine[Any, Any, str]] | None = None
 
 
 class Tally:
@@ -195,8 +200,10 @@ async def respond(
         if job.body.stream:
             return state.event_stream(form.events(state, job), form.error_event)
         answer = await until_disconnect(request.receive, form.whole(state, job))
-        # `compact` encodes in ASCII: text may hold a lone surrogate.
-        return Response(compact(answer), media_type="application/json")
+        encoded = compact(answer)  # in ASCII: text may hold a lone surrogate
+        if form.encoded_fields is not None and (fields := await form.encoded_fields(job)):
+            encoded = f"{encoded[:-1]},{fields}}}"
+        return Response(encoded, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
 
@@ -292,4 +299,4 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
         yield DONE
 
 
-CHOICES: AnswerForm[Any] = AnswerForm(_whole, _chunks, data_error)
+CHOICES: AnswerForm[Any] = AnswerForm(_whole, _chunks, data_error, lambda job: job.encoded_fields())

@@ -13,13 +13,19 @@ from nanovllm.server.settings import request_salt
 from nanovllm.server.state import ServerState
 
 
-def check_size(state: ServerState, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
-    """Raise ApiError (400) for more prompts, samples or log-probabilities than the server's limits."""
+def check_size(
+    state: ServerState, body: SamplingFields, num_prompts: int, num_logprobs: int | None, field: str = "logprobs"
+) -> None:
+    """Raise ApiError (400) for more prompts, samples or log-probabilities than the server's limits.
+
+    Args:
+        field: field of the request with the number of log-probabilities.
+    """
     settings = state.settings
     for param, count, limit, what in (
         ("prompt", num_prompts, settings.max_prompts, "prompts"),
         ("n", num_prompts * (body.n or 1), state.max_samples, "completions"),
-        ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
+        (field, num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
     ):
         if count > limit:
             raise ApiError(400, f"{param}: {count} {what} are too many for one request; at most {limit}.", param=param)

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.core.outputs import TokenLogprobs
 from nanovllm.requests.detokenizer import IncrementalDetokenizer
+from nanovllm.server.sse import compact
 from nanovllm.server.token_text import TokenText
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot encode
@@ -27,6 +28,23 @@ def format_chat_logprobs(
         top = [entry(other, theirs.logprob) for other, theirs in ranked]
         content.append(entry(token_id, report[token_id].logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def encode_prompt_logprobs(token_text: TokenText, reports: Sequence[TokenLogprobs | None]) -> str:
+    """Encode a prompt's logprobs in vLLM's format: null, or {token id: {logprob, rank, decoded_token}}, per token.
+
+    One JSON call per prompt token, so that other threads can run in between.
+    """
+
+    def entry(report: TokenLogprobs) -> str:
+        return compact({
+            str(token_id): {
+                "logprob": max(theirs.logprob, LOWEST), "rank": theirs.rank, "decoded_token": token_text.text(token_id)
+            }
+            for token_id, theirs in report.items()
+        })  # fmt: skip
+
+    return f"[{','.join('null' if report is None else entry(report) for report in reports)}]"
 
 
 class CompletionLogprobs:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting
+from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting, text_alone
 
 # Accepted and left out of the template: every prompt's prefix is cached.
 CacheControl = Annotated[AnyObject | None, Field(exclude=True)]
@@ -20,7 +20,7 @@ class TextPart(Strict):
     cache_control: CacheControl = None
 
 
-Content = str | Each[TextPart]
+Content = str | Each[Annotated[TextPart, text_alone("text")]]
 
 
 class FunctionCall(Strict):

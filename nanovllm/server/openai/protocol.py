@@ -20,6 +20,7 @@ from pydantic import (
 from nanovllm.core.sampling_params import CHECKS, MAX_SEED, SamplingParams
 from nanovllm.core.validation import integer, real, truth
 from nanovllm.server.answers.template_options import EFFORTS
+from nanovllm.server.openai import neutral
 from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
 from nanovllm.server.openai.tool_choice import ToolChoice, check_tool_choice
@@ -80,7 +81,7 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
     stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
     # Accepted, and without effect: none of them can change an answer.
     user: str | None = None
     metadata: AnyObject | None = None
@@ -90,6 +91,7 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: AnyObject | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
 
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -106,6 +108,11 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
         if isinstance(biases, dict) and len(biases) > MAX_BIASES:
             raise ValueError(f"it has {len(biases)} entries; at most {MAX_BIASES}.")
         return biases
+
+    @field_validator("seed")
+    @classmethod
+    def _check_seed(cls, seed: int | None) -> int | None:
+        return None if seed == -1 else seed  # vLLM's and llama.cpp's word for none
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -127,10 +134,7 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
 class CompletionRequest(SamplingFields):
     """Body of /v1/completions."""
 
-    refused: ClassVar = {
-        "suffix": ((None, ""), "completions continue prompts at their end only"),
-        "best_of": ((None, 1), "samples are not ranked; use n"),
-    }
+    refused: ClassVar = neutral.COMPLETION | {"suffix": (("",), "completions continue prompts at their end only")}
 
     prompt: str | Each[str] | TokenIds | Each[TokenIds]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
@@ -186,21 +190,14 @@ class TemplateFields(Strict):
 class ChatRequest(TemplateFields, SamplingFields):
     """Body of /v1/chat/completions."""
 
-    refused: ClassVar = {
-        "functions": ((None,), "it was replaced by tools"),
-        "function_call": ((None,), "it was replaced by tool_choice"),
-        "modalities": ((None, ["text"]), "the engine supports text only"),
-        "audio": ((None,), "the engine supports text only"),
-        "verbosity": ((None, "medium"), "no chat template supports it"),
-        "web_search_options": ((None,), "there is no web search"),
-        "moderation": ((None,), "there is none"),
-    }
+    refused: ClassVar = neutral.CHAT
 
     messages: Annotated[Each[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: Each[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -209,10 +206,17 @@ class ChatRequest(TemplateFields, SamplingFields):
 
     thinking_token_budget: Annotated[int, Field(ge=1)] | None = None
 
+    @field_validator("max_tokens", "max_completion_tokens")
+    @classmethod
+    def _check_limit(cls, limit: int | None) -> int | None:
+        return None if limit == -1 else limit  # llama.cpp's word for none
+
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is given, but logprobs is not true. Set it, or leave top_logprobs out.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is given, but a stream has none. Set stream to false, or leave it out.")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; they mean the same, so give one.")

@@ -9,7 +9,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_valida
 
 from nanovllm.server.answers.template_options import EFFORTS
 from nanovllm.server.openai.protocol import Number
-from nanovllm.server.strict import AnyObject, Each, Strict
+from nanovllm.server.strict import AnyObject, Each, Strict, text_alone
 
 STATELESS = "nothing is stored; send the whole conversation as input"
 
@@ -28,7 +28,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Each[InputText]
+    content: str | Each[Annotated[InputText, text_alone("input_text")]]
     id: str | None = None
     status: str | None = None
 
@@ -51,7 +51,7 @@ class FunctionCallItem(Strict):
 class FunctionOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Each[InputText]
+    output: str | Each[Annotated[InputText, text_alone("input_text")]]
     id: str | None = None
     status: str | None = None
 

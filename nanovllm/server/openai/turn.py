@@ -38,6 +38,7 @@ class ChatTurn:
         state.check_model(body.model)
         self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         check_size(state, body, 1, self.num_logprobs)
+        check_size(state, body, 1, body.prompt_logprobs, "prompt_logprobs")
         self._conversation, self.tools = body.conversation(), body.callable_tools
         state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
         self._template_options = template_options(body, state.template_variables, state.answer_format)
@@ -50,6 +51,7 @@ class ChatTurn:
         if self._constraints.budget is not None and self._form.reasoning is None:
             self._constraints = replace(self._constraints, budget=None)  # a model without thought keeps any budget
         options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": self.num_logprobs}
+        options["prompt_logprobs"] = body.prompt_logprobs
         if self._form.needs_special_tokens(with_tools=bool(self.tools)):
             options["skip_special_tokens"] = False
         self._params = body.sampling_params(state.engine.default_sampling_params, **options)
