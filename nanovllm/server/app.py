@@ -18,6 +18,7 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.json_lines import write_json
 from nanovllm.observability.step_records import OnStep
 from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.requests.infill import infill_of
 from nanovllm.server import errors
 from nanovllm.server.answers.answer_format import answer_format, template_text
 from nanovllm.server.answers.template_options import template_variables
@@ -29,7 +30,7 @@ from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.live import live_view
 from nanovllm.server.logs import JsonFormatter, RequestLog
 from nanovllm.server.metrics import CountResponses, ServerMetrics
-from nanovllm.server.openai import chat, completions, embeddings, models, responses
+from nanovllm.server.openai import chat, completions, embeddings, infill, models, responses
 from nanovllm.server.openai.description import describe
 from nanovllm.server.recorder import Recorder
 from nanovllm.server.request_facts import InFlight
@@ -81,10 +82,11 @@ def create_app(
         token_text=TokenText(engine.tokenizer),
         answer_format=answer_format(engine.tokenizer, settings.tool_format, settings.reasoning_format),
         template_variables=template_variables(template_text(engine.tokenizer)),
+        infill=infill_of(engine.tokenizer),
     )
     app.state.body_limits = BodyLimits(settings, engine)
     errors.install(app)
-    for endpoints in (models, completions, chat, responses, messages, embeddings):
+    for endpoints in (models, completions, infill, chat, responses, messages, embeddings):
         app.include_router(endpoints.router)
     app.include_router(models.open_router)
     describe(app, app.state.server)

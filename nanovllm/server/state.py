@@ -15,6 +15,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.validation import texts
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.model.source import is_gguf
+from nanovllm.requests.infill import Infill
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
@@ -40,6 +41,7 @@ class ServerState:
     token_text: TokenText
     answer_format: AnswerFormat
     template_variables: frozenset[str] | None  # None: not known
+    infill: Infill | None  # None: the tokenizer has no markers
 
     @property
     def max_prompt_chars(self) -> int:
@@ -60,6 +62,18 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
+
+    def infill_for(self, field: str) -> Infill:
+        """Return FIM prompts; raises ApiError (400) that begins with `field` if the tokenizer has no markers."""
+        if self.infill is None:
+            raise ApiError(
+                400,
+                f"{field}: the tokenizer of {self.model_name!r} has no tokens that mark a prefix, a suffix and the "
+                "middle, so it completes prompts at their end alone. Serve a model for code, such as Qwen Coder.",
+                param=field,
+                code="no_infill",
+            )
+        return self.infill
 
     def check_length(self, prompt: str, param: str) -> None:
         """Raise ApiError (400) for a text above max_prompt_chars, or with a lone surrogate."""

@@ -13,6 +13,7 @@ from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, Structu
 from nanovllm.cli import conversation
 from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
 from nanovllm.model.gguf.architectures import ARCHITECTURES
+from nanovllm.requests.infill import MARKERS
 from nanovllm.requests.scores import METHODS
 from nanovllm.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
 from nanovllm.tools.bench.engines import ENGINES
@@ -36,6 +37,7 @@ CHOICES = [
     ("docs/guide/kv_events.md", "option", {name for name in OPTIONS if name.startswith("kv_events")}),
     ("docs/guide/quantisation.md", "`quantization`", {*QUANTIZATIONS}),
     ("docs/guide/replicas.md", "`routing`", {*ROUTING_POLICIES}),
+    ("docs/guide/server.md", "markers of", {*MARKERS}),
     ("docs/guide/simulator.md", "policy", {*ROUTING_POLICIES}),
     (
         "docs/guide/structured_output.md",

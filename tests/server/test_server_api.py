@@ -393,7 +393,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
     ("path", "body", "param", "named"),
     [
         ("completions", COMPLETION | {"tempratur": 1}, "tempratur", "did you mean temperature"),
-        ("completions", COMPLETION | {"suffix": "x"}, "suffix", "at their end only"),
+        ("completions", COMPLETION | {"suffix": "x"}, "suffix", "at their end alone"),
         ("completions", COMPLETION | {"best_of": 3}, "best_of", "use n"),
         ("completions", COMPLETION | {"temperature": -1}, "temperature", "-1"),
         ("completions", COMPLETION | {"temperature": "hot"}, "temperature", "number"),

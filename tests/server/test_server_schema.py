@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from nanovllm.core.sampling_params import MAX_SEED
 from nanovllm.requests import scores
 from tests.support.serving import Serving, serving
+from tests.support.tiny_models import code_tokenizer, tiny_model
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # Examples per endpoint; the environment variable SCHEMA_EXAMPLES raises it.
@@ -35,6 +36,7 @@ OPERATIONS = [
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/completions", "POST"),
+    ("/infill", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/embeddings", "POST"),
     ("/v1/rerank", "POST"),
@@ -56,6 +58,8 @@ NOT_TOLD = [
     "tool_choice is .*, but there are no tools",
     "tool_choice names ",
     "an answer has one constraint",
+    "suffix is given with echo",
+    r"(itl|ttft)_goal of a request is",
     "structured_outputs is empty",
     "reasoning_effort is .* has no variable for it",
     "max_tokens is 0, which requires echo",
@@ -80,8 +84,10 @@ NOT_TOLD = [
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Serving]:
-    limits = {"max_prompts": 4, "max_samples": 4, "max_logprobs": 5}
-    with pytest.MonkeyPatch.context() as patch, serving(limits | {"request_timeout": 2.0}) as running:
+    limits = {"max_prompts": 4, "max_samples": 4, "max_logprobs": 5, "request_timeout": 2.0}
+    tokenizer = code_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    with pytest.MonkeyPatch.context() as patch, serving(limits, model=model, tokenizer=tokenizer) as running:
         patch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
         yield running
 

@@ -29,6 +29,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nanovllm.requests.infill import MARKERS
+
 VOCAB_SIZE = 512
 MAX_POSITIONS = 2048
 
@@ -177,3 +179,10 @@ def favour_next_tokens(model: Any) -> None:
         return output
 
     model.forward = favouring
+
+
+def code_tokenizer() -> Any:
+    """The tiny tokenizer with Qwen Coder's FIM markers, which need a model of its length."""
+    tokenizer, marks = tiny_tokenizer(), MARKERS["Qwen Coder"]
+    tokenizer.add_tokens([marks.prefix, marks.suffix, marks.middle, marks.file, marks.repository, *marks.ends])
+    return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -43,8 +44,15 @@ class CompletionJob:
         if body.max_tokens == 0 and not body.echo:
             raise ValueError("max_tokens is 0, which requires echo. Set echo, or raise max_tokens.")
         self._only_scores = body.max_tokens == 0
+        self._infill = state.infill_for("suffix") if body.suffix else None
+        stops = {} if self._infill is None else {"stop_token_ids": self._infill.stop_token_ids}
+        if stops and body.stop_token_ids:
+            stops["stop_token_ids"] += tuple(body.stop_token_ids)
+        if body.suffix:
+            state.check_length(body.suffix, "suffix")
         self._params = body.sampling_params(
             state.engine.default_sampling_params,
+            **stops,
             max_tokens=1 if self._only_scores else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
@@ -56,9 +64,10 @@ class CompletionJob:
 
     async def start(self, kind: OutputKind) -> OutputStream:
         shape = self.body.shape
+        prompts = await self._prompts()
         with named_by(None if shape is None else shape.field):
             return await self._state.engine.submit(
-                self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
+                prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
             )
 
     def read(self, output: RequestOutput) -> None:
@@ -96,6 +105,14 @@ class CompletionJob:
         return ""
 
     # ------------------------------------------------------------------------------------------------------- parts
+
+    async def _prompts(self) -> list[Any]:
+        """Prompts for the engine; with a suffix the token ids that ask for the middle."""
+        prompts, suffix, infill = self.body.prompts, self.body.suffix, self._infill
+        if infill is None or suffix is None:
+            return prompts
+        make = partial(infill.prompts, prompts, suffix)
+        return await self._state.engine.prepare(make, (prompts, suffix))
 
     @property
     def _shows_ids(self) -> bool:

@@ -62,6 +62,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     num_known = 0 if tokenizer is None else len(tokenizer)
     return {
         "CompletionRequest": sampling | {"prompt": {"anyOf": prompts}, "logprobs": {"maximum": settings.max_logprobs}},
+        "InfillRequest": sampling | {"n": {"minimum": 1, "maximum": 1}},
         "ChatRequest": sampling
         | {
             **conversation,

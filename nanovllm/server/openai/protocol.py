@@ -134,12 +134,21 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
 class CompletionRequest(SamplingFields):
     """Body of /v1/completions."""
 
-    refused: ClassVar = neutral.COMPLETION | {"suffix": (("",), "completions continue prompts at their end only")}
+    refused: ClassVar = neutral.COMPLETION
 
     prompt: str | Each[str] | TokenIds | Each[TokenIds]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionRequest:
+        if self.suffix and self.echo:
+            raise ValueError(
+                "suffix is given with echo; an answer is the text between prompt and suffix. Leave one out."
+            )
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
