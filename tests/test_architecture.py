@@ -45,7 +45,7 @@ RANKS = {
     for step, names in enumerate(part.split("<"))
     for name in names.split()
 }
-INTERFACES = ("server.openai.", "server.anthropic.", "server.live.")
+INTERFACES = ("server.openai.", "server.anthropic.", "server.ollama.", "server.live.")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 350, 50, 8, 600
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS = {
@@ -159,7 +159,7 @@ def test_contributing_has_the_same_rows_and_limits():
 def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
     """And by the files of the same interface: `server/openai` and `server/live` import `server`, never the reverse.
 
-    Anthropic's API is translated to OpenAI's.
+    The APIs of Anthropic and Ollama are translated to OpenAI's.
     """
     wrong = [
         f"{importer} imports {imported}"
@@ -167,7 +167,7 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
         for imported, _, _ in own_imports(tree)
         if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
     ]
-    translated = re.compile(r"server\.anthropic\.\w+ imports server\.openai\.")
+    translated = re.compile(r"server\.(anthropic|ollama)\.\w+ imports server\.openai\.")
     assert [w for w in wrong if not w.startswith("server.app ") and not translated.match(w)] == []
 
 

@@ -90,6 +90,7 @@ def create_app(
         app.include_router(endpoints.router)
     app.include_router(models.open_router)
     describe(app, app.state.server)
+    _attach_ollama(app, model)
     if settings.ui:
         live_view.attach(app, app.state.server)
     _add_middleware(app, settings, keys, metrics)
@@ -112,6 +113,22 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metri
     app.add_middleware(CountResponses, metrics=metrics)
     app.add_middleware(RequestLog, keys=keys, is_logged=settings.access_log)
     app.add_middleware(Turns)
+
+
+def _attach_ollama(app: FastAPI, model: str | os.PathLike[str]) -> None:
+    """Serve Ollama's API, or name the missing folder below /api where an installation lacks it."""
+    try:
+        from nanovllm.server.ollama import catalogue
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{error.name}.".startswith("nanovllm.server.ollama."):
+            raise
+
+        @app.api_route("/api/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+        async def missing(path: str) -> None:
+            raise errors.ApiError(404, "this installation lacks Ollama's API, the folder nanovllm.server.ollama.")
+
+        return
+    catalogue.attach(app, app.state.server, model)
 
 
 def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> InFlight:

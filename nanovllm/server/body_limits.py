@@ -93,9 +93,11 @@ class BodyLimits:
                 raise ApiError(
                     400, f"{name}: {len(value)} entries are too many; at most {limit}, {remedy}.", param=name
                 )
-        limit = self._settings.max_word_chars
-        for name in ("bad_words", "stop", "stop_sequences"):
+        limit, options = self._settings.max_word_chars, given.get("options")  # Ollama's
+        for name in ("bad_words", "stop", "stop_sequences", "options.stop"):
             value = given.get(name)
+            if name == "options.stop":
+                value = options.get("stop") if isinstance(options, dict) else None
             words = value if isinstance(value, list) else [value]
             num_chars = sum(len(word) for word in words if isinstance(word, str))
             if num_chars > limit:

@@ -1,6 +1,7 @@
-"""API errors without paths and stack traces, in OpenAI's form and in Anthropic's.
+"""API errors without paths and stack traces, in the forms of OpenAI, Anthropic and Ollama.
 
-OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's has only `type` and `message` within.
+OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's has only `type` and `message` within, Ollama's
+is {"error": message}.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES_PATH = "/v1/messages"  # errors of this path have Anthropic's form
+OLLAMA_PATH = "/api/"  # errors below this path have Ollama's form
 ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -114,6 +116,8 @@ class ApiError(HTTPException):
             # Anthropic's words: its clients shorten the conversation when they read them.
             begin = "prompt is too long: " if self.code == TOO_LONG else ""
             return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
+        if path.startswith(OLLAMA_PATH):
+            return {"error": self.message}
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 
 CLIENT_GONE = 499  # nginx's status of a disconnected client, for the log
 ABORT = "nanovllm.abort"  # key in the ASGI scope: function that aborts the connection
+EVENTS = "text/event-stream"
+COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -85,9 +87,8 @@ class EventStream(Response):
         error_event: encodes an error in mid-stream.
         send_timeout: seconds after which a client that does not read is disconnected.
         keep_alive: seconds without an event after which a comment is sent, since proxies close silent connections.
+        comment: makes the comment.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -96,12 +97,14 @@ class EventStream(Response):
         *,
         send_timeout: float,
         keep_alive: float,
+        media_type: str = EVENTS,
+        comment: Callable[[], bytes] = lambda: COMMENT,
     ) -> None:
         # X-Accel-Buffering: no makes nginx forward each event at once.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._error_event = events, error_event
-        self._send_timeout, self._keep_alive = send_timeout, keep_alive
+        self._send_timeout, self._keep_alive, self._make_comment = send_timeout, keep_alive, comment
         self._may_begin = self._has_begun = self._is_stalled = False
         self._loop = asyncio.get_running_loop()
         self._busy_since: float | None = None  # start of the pending send
@@ -157,7 +160,7 @@ class EventStream(Response):
 
     async def _write_comment(self) -> None:
         try:
-            await self._write(b": keep-alive\n\n", True)
+            await self._write(self._make_comment(), True)
         finally:
             self._comment = None
 

@@ -55,7 +55,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless `name` is the served model or None."""
-        if name is not None and name != self.model_name:
+        if name is not None and name.removesuffix(":latest") != self.model_name:  # a tag that Ollama's clients add
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist here; {self.model_name!r} is served.",
@@ -94,11 +94,12 @@ class ServerState:
         self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
     def event_stream(
-        self, events: AsyncGenerator[bytes, None], error_event: Callable[[ApiError], bytes] = data_error
+        self, events: AsyncGenerator[bytes, None], error_event: Callable[[ApiError], bytes] = data_error, **form: Any
     ) -> EventStream:
+        """Stream events; `form` is as of `EventStream`."""
         settings = self.settings
         return EventStream(
-            events, error_event, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval
+            events, error_event, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval, **form
         )
 
 

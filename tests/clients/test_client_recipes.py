@@ -65,6 +65,13 @@ def test_litellm(address):
     assert isinstance(found.weather, found.Weather)
 
 
+def test_ollama(address):
+    found = run("Ollama's clients", address)
+    assert isinstance(found.weather, found.Weather) and found.text
+    assert found.names == ["smollm2-135m-instruct"] and len(found.vectors) == 2
+    assert found.said and found.also_said
+
+
 def run_command(section: str, address: str, folder: Path, **variables: str) -> str:
     """Run a recipe's command in a folder; returns what it prints. The hub's id is a folder, the task one of our own."""
     (command,) = blocks(section, "bash")

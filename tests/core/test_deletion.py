@@ -27,6 +27,18 @@ RANKS = (
 )  # fmt: skip
 TRACES = ("observability.trace_writer", "observability.timeline", "observability.pages", "observability.json_lines")
 FORM = "SamplingParams(structured_output=StructuredOutput(regex='a'))"
+# Posts to the application of a server without the room.
+OLLAMA = """
+from starlette.testclient import TestClient
+from nanovllm import AsyncLLM
+from nanovllm.server.app import create_app
+from nanovllm.server.settings import ServerSettings
+
+app = create_app(AsyncLLM(".", max_model_len=64, num_kv_blocks=20, block_size=16), ServerSettings(), model=".")
+client = TestClient(app, base_url="http://localhost")
+assert client.get("/v1/models").status_code == 200
+raise RuntimeError(client.post("/api/chat", json={}).text)
+"""
 ROOMS = {
     "kernels": Room(("kernels",), "LLM('.', attention_backend='cpp')", "the folder `kernels` of this installation"),
     "grammar": Room(("requests.grammar",), f"llm.generate([[5]], {FORM})", "nanovllm.requests.grammar"),
@@ -38,6 +50,7 @@ ROOMS = {
         ("observability.kv_events",), "LLM('.', kv_events='ipc://events')", "nanovllm.observability.kv_events"
     ),
     "server": Room(("server",), "main(['serve'])", "nanovllm.server"),
+    "ollama": Room(("server.ollama",), OLLAMA, "nanovllm.server.ollama"),
     "ray": Room(("ray",), "import nanovllm.ray", "nanovllm.ray"),
     "tools": Room(("tools",), "main(['bench'])", "nanovllm.tools"),
 }

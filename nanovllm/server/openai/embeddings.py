@@ -236,17 +236,26 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     job.check_texts("input", body.prompts)
 
     async def work() -> dict[str, Any]:
-        outputs = await job.outputs(body.prompts, EmbeddingParams(truncate_prompt_tokens=body.truncate_prompt_tokens))
-        data = []
-        for index, output in enumerate(outputs):
-            vector = embedding_output(output, normalize=body.normalize and body.dimensions is None).embedding
-            assert vector is not None
-            if body.dimensions is not None:
-                vector = _cut(vector, body.dimensions, normalize=body.normalize)
-            data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
-        return job.listed(data)
+        params = EmbeddingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        found = enumerate(await vectors(job, body, params))
+        return job.listed([
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+            for index, vector in found
+        ])  # fmt: skip
 
     return await job.answer(work())
+
+
+async def vectors(job: PoolingJob, body: EmbeddingRequest, params: EmbeddingParams) -> list[NDArray[np.float32]]:
+    """Compute the embedding of each prompt: [dimensions] float32, or [hidden_size]."""
+    found = []
+    for output in await job.outputs(body.prompts, params):
+        vector = embedding_output(output, normalize=body.normalize and body.dimensions is None).embedding
+        assert vector is not None
+        if body.dimensions is not None:
+            vector = _cut(vector, body.dimensions, normalize=body.normalize)
+        found.append(vector)
+    return found
 
 
 def _cut(vector: NDArray[np.float32], dimensions: int, *, normalize: bool) -> NDArray[np.float32]:

@@ -23,7 +23,17 @@ from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, Reque
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.openai.protocol import SamplingFields
-from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, data_error, event, until_disconnect
+from nanovllm.server.sse import (
+    CLIENT_GONE,
+    COMMENT,
+    DONE,
+    EVENTS,
+    ClientGone,
+    compact,
+    data_error,
+    event,
+    until_disconnect,
+)
 from nanovllm.server.state import ServerState
 from nanovllm.server.strict import Strict
 from nanovllm.streaming.streams import OutputStream
@@ -91,12 +101,15 @@ class AnswerForm(Generic[AnyJob]):
     events: yields the encoded events of a stream, see `EventStream`; raises ApiError.
     error_event: encodes an error in mid-stream.
     encoded_fields: see `ChoicesJob`.
+    media_type, comment: of a stream; `comment` encodes an event without content.
     """
 
     whole: Callable[[ServerState, AnyJob], Coroutine[Any, Any, dict[str, Any]]]
     events: Callable[[ServerState, AnyJob], AsyncGenerator[bytes, None]]
     error_event: Callable[[errors.ApiError], bytes]
     encoded_fields: Callable[[AnyJob], Coroutine[Any, Any, str]] | None = None
+    media_type: str = EVENTS
+    comment: Callable[[AnyJob], bytes] = lambda job: COMMENT
 
 
 class Tally:
@@ -198,7 +211,10 @@ async def respond(
         logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
     try:
         if job.body.stream:
-            return state.event_stream(form.events(state, job), form.error_event)
+            comment = partial(form.comment, job)
+            return state.event_stream(
+                form.events(state, job), form.error_event, media_type=form.media_type, comment=comment
+            )
         answer = await until_disconnect(request.receive, form.whole(state, job))
         encoded = compact(answer)  # in ASCII: text may hold a lone surrogate
         if form.encoded_fields is not None and (fields := await form.encoded_fields(job)):

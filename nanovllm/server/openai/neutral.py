@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.server.strict import Refused
 
 
-class _Any:
+class Anything:
     """Every JSON value of some types; another field decides whether this one has an effect."""
 
     def __init__(self, *kinds: type) -> None:
@@ -21,7 +21,7 @@ class _Any:
         return value is None or isinstance(value, self._kinds)
 
 
-_NUMBER, _TEXT, _TEXTS = _Any(int, float), _Any(str), _Any(list)
+_NUMBER, _TEXT, _TEXTS = Anything(int, float), Anything(str), Anything(list)
 _TEXT_ONLY, _NO_TRANSFER = "the engine reads text alone", "there is no transfer of caches between servers"
 _NOT_A_FILTER = "the sampler has no such filter; use top_k, top_p and min_p"
 _NOT_A_PENALTY = "the sampler has no such penalty; use repetition_penalty, frequency_penalty and presence_penalty"
@@ -86,7 +86,7 @@ _LLAMA_CPP: dict[str, tuple[Container[Any], str]] = {
     "speculative.p_min": (_NUMBER, "it must be a number"),
 }
 _OLLAMA: dict[str, tuple[Container[Any], str]] = {
-    "keep_alive": (_Any(int, float, str), "it must be a duration"),  # a server keeps its one model
+    "keep_alive": (Anything(int, float, str), "it must be a duration"),  # a server keeps its one model
     "options": (({},), "give its options as fields of the request, or use /api/chat"),
 }
 

@@ -1,0 +1,1 @@
+"""Ollama's API, below /api, translated to chat requests, completions and embeddings."""

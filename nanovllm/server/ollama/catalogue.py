@@ -1,0 +1,197 @@
+"""The served model in Ollama's lists, embeddings, and the calls that would change models, which are refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.responses import Response
+
+from nanovllm.core.sampling_params import EmbeddingParams
+from nanovllm.model.source import is_gguf
+from nanovllm.server.answers.answer_format import template_text
+from nanovllm.server.body_limits import LimitedRoute
+from nanovllm.server.errors import ApiError
+from nanovllm.server.ollama import generating
+from nanovllm.server.ollama.protocol import EmbedBody, EmbeddingsBody, ShowBody
+from nanovllm.server.ollama.translation import now
+from nanovllm.server.openai.embeddings import EmbeddingRequest, PoolingJob, vectors
+from nanovllm.server.security import require_api_key
+from nanovllm.server.state import ServerState, server_state
+
+API_VERSION = "0.13.0"  # version of Ollama's API below /api, which some clients compare with a smallest one
+FOREVER = "2318-01-01T00:00:00Z"  # expires_at of a model that stays loaded
+CHANGES = ("pull", "push", "create", "copy", "delete")
+
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute, include_in_schema=False)
+open_router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a model's files; empty where they are not known.
+
+    size: bytes of the weights.
+    """
+
+    format: str = ""
+    family: str = ""
+    size: int = 0
+    quantization: str = ""
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "parent_model": "",
+            "format": self.format,
+            "family": self.family,
+            "families": [self.family] if self.family else [],
+            "parameter_size": "",
+            "quantization_level": self.quantization,
+        }
+
+
+def model_facts(model: str | os.PathLike[str]) -> ModelFacts:
+    """Read the facts of a folder or a GGUF file."""
+    path = Path(model)
+    if is_gguf(path):
+        level = re.search(r"(?i)(?:I?Q\d\w*|B?F16|F32)(?=\.gguf$)", path.name)
+        size = path.stat().st_size if path.exists() else 0
+        return ModelFacts("gguf", "", size, "" if level is None else level[0].upper())
+    if not (path / "config.json").is_file():
+        return ModelFacts()
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    return ModelFacts(
+        "safetensors",
+        str(config.get("model_type", "")),
+        size,
+        dtype.get(config.get("dtype", config.get("torch_dtype")), ""),
+    )
+
+
+def attach(app: FastAPI, state: ServerState, model: str | os.PathLike[str]) -> None:
+    """Serve Ollama's API of one model, a folder, a file or an id."""
+    app.state.ollama_facts, app.state.ollama_begun = model_facts(model), now()
+    for endpoints in (generating.router, router, open_router):
+        app.include_router(endpoints)
+
+
+def _entry(request: Request) -> dict[str, Any]:
+    state, facts = server_state(request), request.app.state.ollama_facts
+    return {
+        "name": state.model_name,
+        "model": state.model_name,
+        "size": facts.size,
+        "digest": hashlib.sha256(state.model_name.encode()).hexdigest(),
+        "details": facts.details(),
+    }
+
+
+def _capabilities(state: ServerState) -> list[str]:
+    given = {
+        "completion": True,
+        "tools": state.answer_format.tools is not None,
+        "thinking": state.answer_format.reasoning is not None,
+        "insert": state.infill is not None,
+        "embedding": True,
+    }
+    return [name for name, has_it in given.items() if has_it]
+
+
+@open_router.head("/")  # by which Ollama's clients look for a server
+async def root() -> Response:
+    return Response()
+
+
+@router.get("/api/version")
+async def version() -> dict[str, str]:
+    return {"version": API_VERSION}
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    return {"models": [_entry(request) | {"modified_at": request.app.state.ollama_begun}]}
+
+
+@router.get("/api/ps")
+async def running_models(request: Request) -> dict[str, Any]:
+    length = server_state(request).engine.config.max_model_len
+    return {"models": [_entry(request) | {"expires_at": FOREVER, "size_vram": 0, "context_length": length}]}
+
+
+@router.post("/api/show")
+async def show(body: ShowBody, request: Request) -> dict[str, Any]:
+    state, facts = server_state(request), request.app.state.ollama_facts
+    state.check_model(body.model or body.name)
+    family = facts.family or "model"
+    return {
+        "modelfile": f"FROM {state.model_name}",
+        "parameters": "",
+        "template": template_text(state.engine.tokenizer),
+        "details": facts.details(),
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": state.engine.config.max_model_len,
+            f"{family}.vocab_size": state.engine.vocab_size,
+        },
+        "capabilities": _capabilities(state),
+        "modified_at": request.app.state.ollama_begun,
+    }
+
+
+@router.post("/api/embed")
+async def embed(body: EmbedBody, request: Request) -> Response:
+    given = EmbeddingRequest(model=body.model, input=body.input, dimensions=body.dimensions)
+    job, begin = _pooling(request, given, "input"), time.monotonic()
+
+    async def work() -> dict[str, Any]:
+        found = await vectors(job, given, EmbeddingParams())
+        return {
+            "model": server_state(request).model_name,
+            "embeddings": [vector.tolist() for vector in found],
+            "total_duration": round(1e9 * (time.monotonic() - begin)),
+            "load_duration": 0,
+            "prompt_eval_count": job.usage["prompt_tokens"],
+        }
+
+    return await job.answer(work())
+
+
+@router.post("/api/embeddings")
+async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
+    given = EmbeddingRequest(model=body.model, input=body.prompt)
+    job = _pooling(request, given, "prompt")
+
+    async def work() -> dict[str, Any]:
+        (vector,) = await vectors(job, given, EmbeddingParams())
+        return {"embedding": vector.tolist()}
+
+    return await job.answer(work())
+
+
+def _pooling(request: Request, given: EmbeddingRequest, param: str) -> PoolingJob:
+    job = PoolingJob(server_state(request), request, given, "embd")
+    job.check_texts(param, given.prompts)
+    return job
+
+
+@router.api_route("/api/{call}", methods=["POST", "DELETE"])
+@router.api_route("/api/{call}/{rest:path}", methods=["POST", "DELETE", "HEAD"])
+async def refuse_change(call: str, rest: str = "") -> None:
+    """Refuse calls that would change the models of this machine; raises ApiError (403 or 404)."""
+    if call in (*CHANGES, "blobs"):
+        raise ApiError(
+            403,
+            f"/api/{call} is not served: a server keeps the one model that it was started with. Use nanovllm models "
+            "and nanovllm serve on its machine.",
+            code="not_served",
+        )
+    raise ApiError(404, f"Ollama's API here has no /api/{call}.", code="not_found")

@@ -1,0 +1,211 @@
+"""/api/chat and /api/generate: answers whole, or as a stream of JSON lines."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.server.answers.delta import AnswerDelta
+from nanovllm.server.body_limits import LimitedRoute
+from nanovllm.server.errors import ApiError
+from nanovllm.server.ollama import protocol
+from nanovllm.server.ollama.translation import (
+    RENAMED,
+    chat_of,
+    check_context,
+    completion_of,
+    durations,
+    now,
+    tool_calls,
+    turn_of,
+)
+from nanovllm.server.openai.completions import CompletionJob
+from nanovllm.server.openai.generation import AnswerForm, choices_of, queued, respond
+from nanovllm.server.openai.logprobs import format_chat_logprobs
+from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.openai.translated import translated
+from nanovllm.server.openai.turn import ChatTurn
+from nanovllm.server.security import require_api_key
+from nanovllm.server.sse import compact
+from nanovllm.server.state import ServerState, server_state
+from nanovllm.streaming.streams import OutputStream
+
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute, include_in_schema=False)
+LINES = "application/x-ndjson"
+_KNOWN = [*ChatRequest.names(), *CompletionRequest.names()]
+
+
+class OllamaJob:
+    """A request of these endpoints and its answer; see `generation.Job`. Subclasses set `body` and `_start`."""
+
+    body: ChatRequest | CompletionRequest
+    turn: ChatTurn | None = None
+
+    def __init__(self, state: ServerState, given: protocol.GeneratingFields) -> None:
+        self.id = f"ollama-{uuid.uuid4().hex}"
+        self.request_ids = [self.id]
+        self._state, self._begin = state, time.monotonic()
+        self._num_top = given.top_logprobs or 0
+        check_context(state, given)
+
+    async def start(self, kind: OutputKind) -> OutputStream:
+        raise NotImplementedError
+
+    def read(self, output: RequestOutput) -> None:
+        """Do nothing: every output is the client's."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None if self.turn is None else self.turn.num_reasoning_tokens
+
+    def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Fields of an answer that hold its new parts."""
+        raise NotImplementedError
+
+    def line(self, output: RequestOutput, completion: CompletionOutput, *, is_whole: bool) -> dict[str, Any] | None:
+        """Format the new parts of an answer; None if there are none."""
+        new, first = AnswerDelta(parts=[completion.text] if completion.text else []), 0
+        if self.turn is not None:
+            answer = self.turn.answer(0, output)
+            new = answer.read(completion, is_whole=is_whole)
+            first = answer.num_calls - len(new.calls)
+        logprobs = self._logprobs(completion)
+        if not (new or logprobs or is_whole):
+            return None
+        return self.head() | self.part(new.content, new.reasoning, tool_calls(new.calls, first)) | logprobs
+
+    def head(self) -> dict[str, Any]:
+        return {"model": self._state.model_name, "created_at": now(), "done": False}
+
+    def end(self, output: RequestOutput, completion: CompletionOutput, num_generated: int) -> dict[str, Any]:
+        """Fields of an answer that has ended."""
+        reason = "stop" if completion.finish_reason == "stop" else "length"
+        counted = durations(self._begin, time.monotonic(), output, num_generated)
+        return {"done": True, "done_reason": reason} | counted
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
+        if completion.logprobs is None or not completion.token_ids:
+            return {}
+        text = self._state.token_text
+        return {
+            "logprobs": format_chat_logprobs(text, completion.token_ids, completion.logprobs, self._num_top)["content"]
+        }
+
+
+class ChatJob(OllamaJob):
+    """A request of /api/chat."""
+
+    def __init__(self, state: ServerState, request: Request, given: protocol.ChatBody) -> None:
+        super().__init__(state, given)
+        with translated(RENAMED, _KNOWN):
+            self.body = chat_of(given)
+            self.turn = ChatTurn(state, request, self.body, self.id)
+
+    async def start(self, kind: OutputKind) -> OutputStream:
+        assert self.turn is not None
+        with translated(RENAMED, _KNOWN):
+            return await self.turn.start(kind)
+
+    def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class GenerateJob(OllamaJob):
+    """A request of /api/generate: one turn of a chat, or a completion if it is raw or has a suffix."""
+
+    def __init__(self, state: ServerState, request: Request, given: protocol.GenerateBody) -> None:
+        super().__init__(state, given)
+        has_template = bool(getattr(state.engine.tokenizer, "chat_template", None))
+        is_plain = given.raw or given.suffix or not (has_template or given.system)
+        with translated(RENAMED, _KNOWN):
+            if is_plain:
+                self.body = completion_of(given)
+                self._completion = CompletionJob(state, request, self.body)
+                self.id, self.request_ids = self._completion.id, self._completion.request_ids
+            else:
+                self.body = turn_of(given)
+                self.turn = ChatTurn(state, request, self.body, self.id)
+
+    async def start(self, kind: OutputKind) -> OutputStream:
+        with translated(RENAMED, _KNOWN):
+            return await (self._completion if self.turn is None else self.turn).start(kind)
+
+    def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        return {"response": text} | ({"thinking": thought} if thought else {})
+
+
+async def _whole(state: ServerState, job: OllamaJob) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    with state.admission.open_answer():
+        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
+            async for output in outputs:
+                for _, completion in choices_of(job, output, tally):
+                    line = job.line(output, completion, is_whole=True) or {}
+                    answer = line | job.end(output, completion, len(completion.token_ids))
+    return answer
+
+
+async def _lines(state: ServerState, job: OllamaJob) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a streamed answer, see `EventStream`; raises ApiError."""
+    count = 0
+    with state.admission.open_answer():
+        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
+            yield b""  # admitted
+            async for output in outputs:
+                for _, completion in choices_of(job, output, tally):
+                    count += len(completion.token_ids)
+                    if (line := job.line(output, completion, is_whole=False)) is not None:
+                        yield _encoded(line)
+                    if completion.finish_reason is not None:
+                        yield _encoded(job.head() | job.part("") | job.end(output, completion, count))
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return f"{compact(line)}\n".encode()
+
+
+def _empty_line(job: OllamaJob) -> bytes:
+    """A line without text: clients parse every line, so a comment is none."""
+    return _encoded(job.head() | job.part(""))
+
+
+def _error_line(error: ApiError) -> bytes:
+    return _encoded({"error": error.message})
+
+
+_FORM: AnswerForm[Any] = AnswerForm(_whole, _lines, _error_line, media_type=LINES, comment=_empty_line)
+
+
+def _loaded(state: ServerState, model: str, part: dict[str, Any], *, streams: bool) -> Response:
+    """Answer to a request without input, by which clients load or unload a model: it stays loaded."""
+    state.check_model(model)
+    line = {"model": state.model_name, "created_at": now(), "done": True, "done_reason": "load"} | part
+    return Response(_encoded(line), media_type=LINES if streams else "application/json")
+
+
+@router.post("/api/chat")
+async def chat(body: protocol.ChatBody, request: Request) -> Response:
+    state = server_state(request)
+    if not body.messages:
+        message = {"message": {"role": "assistant", "content": ""}}
+        return _loaded(state, body.model, message, streams=body.stream is not False)
+    return await respond(request, state, ChatJob, body, _FORM)
+
+
+@router.post("/api/generate")
+async def generate(body: protocol.GenerateBody, request: Request) -> Response:
+    state = server_state(request)
+    if not (body.prompt or body.suffix or body.system):
+        return _loaded(state, body.model, {"response": ""}, streams=body.stream is not False)
+    return await respond(request, state, GenerateJob, body, _FORM)

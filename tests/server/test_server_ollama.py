@@ -1,0 +1,261 @@
+"""Ollama's API: chats, completions, embeddings and the model, whole and as JSON lines, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from nanovllm.server.ollama.catalogue import model_facts
+from nanovllm.server.ollama.protocol import ChatBody
+from nanovllm.server.ollama.translation import chat_of
+from tests.support.scripted import ending_model, says, thinking_tokenizer
+from tests.support.serving import MODEL, Serving, serving
+from tests.support.tiny_models import code_tokenizer, tiny_model, tiny_tokenizer
+
+ASK = [{"role": "user", "content": "How is the weather in Rome?"}]
+GREEDY = {"temperature": 0, "num_predict": 8}
+SCHEMA = {
+    "type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"], "additionalProperties": False
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    tokenizer = code_tokenizer()
+    with serving(model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def http(running) -> Iterator[httpx.Client]:
+    with running.http() as http:
+        yield http
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(path, json={"model": MODEL, "stream": False} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def lines(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The lines of a stream, which is the default."""
+    answer = http.post(path, json={"model": MODEL} | body)
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def openai_text(http: httpx.Client, **body: Any) -> str:
+    given = {"messages": ASK, "temperature": 0, "max_tokens": 8} | body
+    return http.post("/v1/chat/completions", json=given).json()["choices"][0]["message"]["content"]
+
+
+def test_a_chat_answers_as_the_chat_endpoint_of_openai(http):
+    answer = post(http, "/api/chat", messages=ASK, options=GREEDY)
+    assert answer["message"] == {"role": "assistant", "content": openai_text(http)}
+    assert (answer["model"], answer["done"], answer["done_reason"]) == (MODEL, True, "length")
+    assert answer["eval_count"] == 8 and answer["prompt_eval_count"] > 8 and answer["load_duration"] == 0
+    assert 0 < answer["eval_duration"] < answer["total_duration"]
+    datetime.fromisoformat(answer["created_at"])
+
+
+def test_streams_are_the_default_and_have_a_json_object_a_line(http):
+    *parts, last = lines(http, "/api/chat", messages=ASK, options=GREEDY)
+    assert "".join(part["message"]["content"] for part in parts) == openai_text(http)
+    assert all(part["done"] is False and part["model"] == MODEL for part in parts)
+    assert last["done"] is True and last["message"]["content"] == "" and last["eval_count"] == 8
+
+
+def test_options_are_those_of_the_other_endpoints(http):
+    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 5, "num_predict": 8}
+    more = {"repeat_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "stop": ["zz"]}
+    without_effect = {"num_ctx": 512, "num_thread": 4, "num_gpu": 99, "use_mmap": True, "mirostat": 0, "tfs_z": 1.0}
+    answer = post(http, "/api/chat", messages=ASK, options=options | more | without_effect, keep_alive="5m")
+    renamed = {"max_tokens": 8, "repetition_penalty": 1.2}
+    expected = {
+        name: value for name, value in (options | more).items() if name not in ("num_predict", "repeat_penalty")
+    }
+    assert answer["message"]["content"] == openai_text(http, **(expected | renamed))
+    assert post(http, "/api/chat", messages=ASK, options={"num_predict": -1, "temperature": 0})["eval_count"] > 100
+
+
+@pytest.mark.parametrize("form", [SCHEMA, "json"], ids=["schema", "json"])
+def test_a_format_constrains_the_answer(form):
+    with serving(model=ending_model()) as running, running.http() as http:
+        for path, key in (("/api/chat", {"messages": ASK}), ("/api/generate", {"prompt": "x"})):
+            answer = post(http, path, **key, format=form, options={"temperature": 0, "num_predict": 200})
+            text = answer["message"]["content"] if path == "/api/chat" else answer["response"]
+            if form == "json":  # a tiny model may not find its end
+                assert text.lstrip().startswith("{")
+            else:
+                assert json.loads(text)["days"] in (1, 2, 3) and answer["done_reason"] == "stop"
+
+
+def test_tools_are_called_and_their_results_are_read(monkeypatch):
+    tokenizer = thinking_tokenizer()
+    with (
+        serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=tokenizer) as running,
+        running.http() as http,
+    ):
+        call = '{"name": "weather", "arguments": {"days": 2}}'
+        says(running, monkeypatch, f"</think>Let me see. <tool_call>{call}</tool_call>")
+        options = {"num_predict": 100, "temperature": 0}
+        message = post(http, "/api/chat", messages=ASK, tools=[TOOL], options=options)["message"]
+        (found,) = message["tool_calls"]
+        assert found["function"] == {"index": 0, "name": "weather", "arguments": {"days": 2}} and found["id"]
+        assert message["content"] == "Let me see."
+        *parts, last = lines(http, "/api/chat", messages=ASK, tools=[TOOL], options=options)
+        (called,) = [part["message"]["tool_calls"] for part in parts if "tool_calls" in part["message"]]
+        assert called[0]["function"] == found["function"] and last["done_reason"] == "stop"
+
+
+def test_results_find_their_calls_by_name_or_order():
+    function = {"name": "weather", "arguments": {"days": 1}}
+    calls = [{"function": function}, {"function": {"name": "time", "arguments": {}}}]
+    results = [{"role": "tool", "content": "noon", "tool_name": "time"}, {"role": "tool", "content": "rain"}]
+    body = ChatBody.model_validate(
+        {"model": MODEL, "messages": [*ASK, {"role": "assistant", "tool_calls": calls, "thinking": "hm"}, *results]}
+    )
+    _, answer, time, weather = chat_of(body).messages
+    assert [call.id for call in answer.tool_calls] == [weather.tool_call_id, time.tool_call_id]
+    assert json.loads(answer.tool_calls[0].function.arguments) == {"days": 1} and answer.reasoning_content == "hm"
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw(http):
+    answer = post(http, "/api/generate", prompt=ASK[0]["content"], options=GREEDY)
+    assert answer["response"] == openai_text(http) and answer["done"] is True
+    system = [{"role": "system", "content": "Be brief."}, *ASK]
+    answer = post(http, "/api/generate", prompt=ASK[0]["content"], system="Be brief.", options=GREEDY)
+    assert answer["response"] == openai_text(http, messages=system)
+    raw = post(http, "/api/generate", prompt="The sea is", raw=True, options=GREEDY)
+    plain = {"prompt": "The sea is", "temperature": 0, "max_tokens": 8}
+    assert raw["response"] == http.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+    *parts, last = lines(http, "/api/generate", prompt="The sea is", raw=True, options=GREEDY)
+    assert "".join(part["response"] for part in parts) == raw["response"] and last["done_reason"] == "length"
+
+
+def test_a_suffix_asks_for_the_middle(http):
+    answer = post(http, "/api/generate", prompt="def f(x):", suffix="return x", options=GREEDY)
+    plain = {"prompt": "def f(x):", "suffix": "return x", "temperature": 0, "max_tokens": 8}
+    assert answer["response"] == http.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+
+
+def test_logprobs_are_those_of_the_chat_endpoint(http):
+    answer = post(http, "/api/chat", messages=ASK, options=GREEDY, logprobs=True, top_logprobs=2)
+    said = {"messages": ASK, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    expected = http.post("/v1/chat/completions", json=said).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in answer["logprobs"]] == [entry["token"] for entry in expected]
+    assert len(answer["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_thought_is_a_field_of_the_message_and_may_be_turned_off(http):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+    )
+    with serving({"reasoning_format": "think"}, tokenizer=tokenizer) as running, running.http() as thinking:
+        message = post(thinking, "/api/chat", messages=ASK, think=True, options=GREEDY)["message"]
+        assert message["thinking"] and message["content"] == ""
+        message = post(thinking, "/api/chat", messages=ASK, think=False, options=GREEDY)["message"]
+        assert "thinking" not in message and message["content"]
+        *parts, _ = lines(thinking, "/api/generate", prompt="x", think="low", options=GREEDY)
+        assert "".join(part["thinking"] for part in parts) and not any(part["response"] for part in parts)
+    answer = http.post("/api/chat", json={"model": MODEL, "messages": ASK, "think": True})
+    assert answer.status_code == 400 and answer.json()["error"].startswith("think")
+    assert post(http, "/api/chat", messages=ASK, think=False, options=GREEDY)["done"] is True
+
+
+def test_embeddings_are_those_of_openais_endpoint(http):
+    texts = ["The sea", "The sun is hot"]
+    answer = post_embed(http, input=texts)
+    expected = [entry["embedding"] for entry in http.post("/v1/embeddings", json={"input": texts}).json()["data"]]
+    np.testing.assert_allclose(answer["embeddings"], expected, atol=1e-5)
+    assert answer["prompt_eval_count"] > 4 and answer["total_duration"] > 0
+    assert len(post_embed(http, input="x", dimensions=8, truncate=True)["embeddings"][0]) == 8
+    older = http.post("/api/embeddings", json={"model": MODEL, "prompt": texts[0]}).json()
+    np.testing.assert_allclose(older["embedding"], expected[0], atol=1e-5)
+
+
+def post_embed(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/api/embed", json={"model": MODEL} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_model_is_listed_shown_and_loaded(http):
+    (listed,) = http.get("/api/tags").json()["models"]
+    (loaded,) = http.get("/api/ps").json()["models"]
+    assert listed["name"] == listed["model"] == loaded["model"] == MODEL and len(listed["digest"]) == 64
+    assert loaded["context_length"] == 512
+    shown = http.post("/api/show", json={"model": MODEL}).json()
+    assert {"completion", "insert", "embedding"} <= set(shown["capabilities"])
+    assert shown["model_info"]["model.context_length"] == 512 and "messages" in shown["template"]
+    assert int(http.get("/api/version").json()["version"].split(".")[1]) >= 6  # an editor's smallest version
+    assert http.head("/").status_code == 200
+    for path in ("/api/chat", "/api/generate"):
+        assert post(http, path, keep_alive=0)["done_reason"] == "load"
+    assert post(http, "/api/chat", model=f"{MODEL}:latest", messages=ASK, options=GREEDY)["done"] is True
+
+
+def test_facts_of_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    facts = model_facts(tmp_path)
+    assert (facts.format, facts.family, facts.size, facts.quantization) == ("safetensors", "qwen3", 5, "BF16")
+    (tmp_path / "tiny-Q4_K_M.gguf").write_bytes(b"1234")
+    facts = model_facts(tmp_path / "tiny-Q4_K_M.gguf")
+    assert (facts.format, facts.size, facts.quantization) == ("gguf", 4, "Q4_K_M")
+    assert model_facts("not/here").details()["families"] == []
+
+
+@pytest.mark.parametrize(("path", "body", "status", "said"), [
+    ("chat", {"messages": ASK, "model": "other"}, 404, "'other' does not exist here"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, 400, "text alone, and no images"),
+    ("chat", {"messages": ASK, "options": {"num_ctx": 4096}}, 400, "options.num_ctx is 4096; the server's"),
+    ("chat", {"messages": ASK, "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
+    ("chat", {"messages": ASK, "options": {"temperatur": 1}}, 400, "options.temperatur: unknown field"),
+    ("chat", {"messages": ASK, "options": {"temperature": -1}}, 400, "options.temperature"),
+    ("chat", {"messages": ASK, "options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, 400, "repeat_last_n is 64"),
+    ("chat", {"messages": ASK, "options": {"stop": ["x" * 17_000]}}, 400, "options.stop: 17000 characters"),
+    ("chat", {"messages": ASK, "format": {"type": "strin"}}, 400, "format"),
+    ("chat", {"messages": ASK, "format": "xml"}, 400, "format"),
+    ("chat", {"messages": [{"role": "user", "content": "x " * 2000}]}, 400, "max_model_len"),
+    ("generate", {"prompt": "x", "context": [1, 2]}, 400, "/api/chat"),
+    ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, 400, "raw"),
+    ("generate", {"prompt": "x", "raw": True, "system": "y"}, 400, "system is given with raw"),
+    ("pull", {}, 403, "/api/pull is not served"),
+    ("copy", {"source": "a", "destination": "b"}, 403, "/api/copy is not served"),
+    ("blobs/sha256:00", {}, 403, "/api/blobs is not served"),
+    ("web_search", {"query": "x"}, 404, "no /api/web_search"),
+])  # fmt: skip
+def test_refusals_have_ollamas_form(http, path, body, status, said):
+    answer = http.post(f"/api/{path}", json={"model": MODEL} | body)
+    assert answer.status_code == status and list(answer.json()) == ["error"]
+    assert said in answer.json()["error"], answer.text
+
+
+def test_nothing_is_deleted(http):
+    answer = http.request("DELETE", "/api/delete", json={"model": MODEL})
+    assert answer.status_code == 403 and "/api/delete is not served" in answer.json()["error"]
+
+
+def test_a_key_protects_every_call():
+    with serving({"api_key": ("secret",)}) as running:
+        with running.http() as http:
+            assert http.get("/api/tags").status_code == http.post("/api/chat", json={}).status_code == 401
+        with running.http(headers={"Authorization": "Bearer secret"}) as http:
+            assert http.get("/api/tags").status_code == 200
+
+
+def test_a_silent_stream_has_lines_without_text():
+    """A comment would break clients, which parse each line."""
+    with serving({"keep_alive_interval": 0.02}) as slow, slow.http() as other:
+        found = lines(other, "/api/chat", messages=ASK, options={"num_predict": 300, "temperature": 0})
+        assert found[-1]["done"] is True and all("message" in line for line in found)
