@@ -64,8 +64,9 @@ def _serve(options: argparse.Namespace) -> int:
         place_engine(engine_given)
         from nanovllm.server.app import serve  # imports torch
 
-        logging.getLogger().setLevel(logging.INFO)
-        logging.getLogger("nanovllm").setLevel(logging.INFO)
+        level = settings.log_level.upper()
+        logging.getLogger().setLevel(level)
+        logging.getLogger("nanovllm").setLevel(level)
         return serve(options.model, options.tokenizer, settings, engine_given, listeners)
 
 

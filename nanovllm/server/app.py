@@ -25,13 +25,14 @@ from nanovllm.server.answers.template_options import template_variables
 from nanovllm.server.anthropic import messages
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.connections import allow_open_files, protocol_class
-from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
+from nanovllm.server.hosts import HostGate, RootPath, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.live import live_view
 from nanovllm.server.logs import JsonFormatter, RequestLog
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.openai import chat, completions, embeddings, infill, models, responses
 from nanovllm.server.openai.description import describe
+from nanovllm.server.openai.response_store import ResponseStore
 from nanovllm.server.recorder import Recorder
 from nanovllm.server.request_facts import InFlight
 from nanovllm.server.security import ApiKeys, BodyGate
@@ -62,15 +63,14 @@ def create_app(
     """
     name = served_name(settings, model)
     metrics, in_flight = ServerMetrics(name), _in_flight(engine, settings, name)
-    in_flight.listeners.append(metrics.record_of_key)
-    metrics.describe_cache(engine.config)
-    engine.observers.append(OnStep(metrics.on_step))
+    _observe(engine, metrics, in_flight)
     recorder = None
     if settings.record is not None:
         recorder = Recorder(settings.record, max_bytes=settings.record_max_bytes)
         engine.on_request_end.append(recorder.record)
     keys = ApiKeys(settings.api_keys(), settings.key_names())
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
+    app.servers = [{"url": settings.root_path}] if settings.root_path else []
     app.state.api_keys, app.state.recorder = keys, recorder
     app.state.server = ServerState(
         engine=engine,
@@ -85,6 +85,7 @@ def create_app(
         infill=infill_of(engine.tokenizer),
     )
     app.state.body_limits = BodyLimits(settings, engine)
+    app.state.responses = ResponseStore(settings.store_responses, settings.store_bytes)
     errors.install(app)
     for endpoints in (models, completions, infill, chat, responses, messages, embeddings):
         app.include_router(endpoints.router)
@@ -95,6 +96,13 @@ def create_app(
         live_view.attach(app, app.state.server)
     _add_middleware(app, settings, keys, metrics)
     return app
+
+
+def _observe(engine: AsyncLLM, metrics: ServerMetrics, in_flight: InFlight) -> None:
+    """Let the metrics follow an engine's steps and requests."""
+    in_flight.listeners.append(metrics.record_of_key)
+    metrics.describe_cache(engine.config)
+    engine.observers.append(OnStep(metrics.on_step))
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metrics: ServerMetrics) -> None:
@@ -113,6 +121,8 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metri
     app.add_middleware(CountResponses, metrics=metrics)
     app.add_middleware(RequestLog, keys=keys, is_logged=settings.access_log)
     app.add_middleware(Turns)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
 
 
 def _attach_ollama(app: FastAPI, model: str | os.PathLike[str]) -> None:
@@ -186,5 +196,7 @@ def build_server(app: Any, engine: AsyncLLM, settings: ServerSettings) -> Draini
         server_header=False,
         lifespan="off",
         timeout_graceful_shutdown=int(LAST_SECONDS),
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
     return DrainingServer(config, engine, app.state.server.admission, settings.drain_timeout)

@@ -43,7 +43,8 @@ class BatchAnswer:
 
 
 def batch_settings(served_model_name: str | None) -> ServerSettings:
-    return ServerSettings(served_model_name=served_model_name, **UNLIMITED)
+    names = () if served_model_name is None else (served_model_name,)
+    return ServerSettings(served_model_name=names, **UNLIMITED)
 
 
 async def run_batch(

@@ -1,4 +1,4 @@
-"""Allowed Host headers, against DNS rebinding to a loopback server, and warnings for an exposed server."""
+"""Allowed Host headers, against DNS rebinding to a loopback server, warnings for an exposed one, and a proxy's path."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ def log_exposure(settings: ServerSettings, *, has_keys: bool) -> None:
         )
     if allowed_names(settings) is None:
         logger.info("listening on %s for any Host header; --allowed-hosts restricts it", address)
+
+
+class RootPath:
+    """Middleware that removes the path below which a proxy serves this server, where the proxy has not.
+
+    Args:
+        root_path: without a slash at its end.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        await self._app(scope, receive, send)
 
 
 class HostGate:

@@ -109,7 +109,8 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if sockets:  # uvicorn logs no address for given sockets
             address = format_address(self.config.host, sockets[0].getsockname()[1])
-            logger.info("running on http://%s (press Ctrl+C to stop)", address)
+            scheme = "https" if self.config.is_ssl else "http"
+            logger.info("running on %s://%s (press Ctrl+C to stop)", scheme, address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._admission.is_draining:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,7 @@ def prepared(settings: ServerSettings) -> Iterator[list[socket.socket]]:
     """
     check_packages("the server")
     settings.api_keys()
+    _check_certificate(settings)
     if settings.otlp_traces_endpoint is not None:
         packages("otlp_traces_endpoint", SPANS_NEED, "otel")
     listeners = bind(settings.host, settings.port)
@@ -40,3 +42,24 @@ def prepared(settings: ServerSettings) -> Iterator[list[socket.socket]]:
     finally:
         for listener in listeners:
             listener.close()
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Raise OSError or ValueError for files that hold no certificate with its key."""
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return
+    for path in (settings.ssl_certfile, settings.ssl_keyfile):
+        with open(path, "rb"):  # names the file in its error, as ssl does not
+            pass
+
+    def password() -> str:
+        raise ValueError(f"ssl_keyfile {settings.ssl_keyfile} needs a password; store the key without one.")
+
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"ssl_certfile {settings.ssl_certfile} and ssl_keyfile {settings.ssl_keyfile} are no certificate in PEM "
+            f"form with its private key ({error.reason or error})."
+        ) from error

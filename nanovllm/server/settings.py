@@ -17,6 +17,7 @@ MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
 
 
@@ -24,6 +25,10 @@ def _name(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise TypeError(f"{name} must be a non-empty string, not {value!r}.")
     return value
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    return () if value is None else strings(name, value, "Give names as text.")
 
 
 def _address(name: str, value: Any) -> str:
@@ -50,9 +55,13 @@ class ServerSettings:
         "127.0.0.1", "address to listen on; only a loopback address keeps other machines out.", check=_address
     )
     port: int = option(8000, "port to listen on; 0 takes a free one.", check=partial(integer, low=0, high=65535))
-    served_model_name: str | None = option(
-        None, "name of the model in requests and answers. Not set: the last part of its path."
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "name of the model in requests and answers; may be repeated: answers have the first. Not set: the last part of "
+        "its path.",
+        check=_names,
     )
+    any_model_name: bool = option(False, "answer requests for every model name.")
     api_key: tuple[str, ...] = option(
         (),
         'key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the '
@@ -152,12 +161,33 @@ class ServerSettings:
         "what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once each).",
         check=partial(one_of, choices=("refuse", "warn")),
     )
+    store_responses: int = option(
+        0,
+        "number of answers of /v1/responses whose conversations are kept in memory, for previous_response_id; 0 keeps "
+        "none.",
+        check=partial(integer, low=0),
+    )
+    store_bytes: int = option(2**28, "size of all kept conversations in bytes, above which the oldest are dropped.")
     log_prompts: bool = option(False, "log prompts and messages.")
     access_log: bool = option(
         True, "log a line per request: time, client, status, duration, the key's name, x-request-id."
     )
     log_format: str = option(
         "text", "form of the log: text, or json for an object a line.", check=partial(one_of, choices=("text", "json"))
+    )
+    log_level: str = option(
+        "info",
+        "least severe lines of the log: debug, info, warning or error; lines of requests are info.",
+        check=partial(one_of, choices=LOG_LEVELS),
+    )
+    ssl_certfile: str | None = option(
+        None, "PEM file with the server's certificate, and those between it and a known one: HTTPS instead of HTTP."
+    )
+    ssl_keyfile: str | None = option(None, "PEM file with the certificate's private key, without a password.")
+    root_path: str = option(
+        "",
+        "path below which a reverse proxy serves this server, such as /llm; the proxy may remove it or not.",
+        check=partial(matching, pattern=r"(/[\w.~-]+)*", expected="a path without a slash at its end, such as '/llm'"),
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL that spans of requests are sent to, such as http://localhost:4318/v1/traces; needs nanovllm[otel]."
@@ -174,6 +204,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, {"str": _name, "float": partial(real, low=1e-2, high=MAX_SECONDS)})
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = sorted(("ssl_certfile", "ssl_keyfile"), key=lambda name: getattr(self, name) is None)
+            raise ValueError(f"{given} is set, but {missing} is not. HTTPS needs both.")
         if self.cache_salt_per_key and not (self.api_key or self.api_key_file):
             raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file.")
 

@@ -53,12 +53,20 @@ class ServerState:
         limit = self.admission.max_unfinished
         return self.settings.max_samples if limit is None else min(self.settings.max_samples, limit)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the model in requests, the one in answers first."""
+        return self.settings.served_model_name or (self.model_name,)
+
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) unless `name` is the served model or None."""
-        if name is not None and name.removesuffix(":latest") != self.model_name:  # a tag that Ollama's clients add
+        """Raise ApiError (404) unless `name` is one of the served model or None, or every name is."""
+        if name is None or self.settings.any_model_name or name in self.model_names:
+            return
+        if name.removesuffix(":latest") not in self.model_names:  # a tag that Ollama's clients add
+            served = " or ".join(map(repr, self.model_names))
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; {self.model_name!r} is served.",
+                f"the model {name!r} does not exist here; {served} is served.",
                 param="model",
                 code="model_not_found",
             )
@@ -105,8 +113,8 @@ class ServerState:
 
 def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:
     """Return the model's name for clients, never its path."""
-    if settings.served_model_name is not None:
-        return settings.served_model_name
+    if settings.served_model_name:
+        return settings.served_model_name[0]
     path = Path(model)
     if is_gguf(path):  # not resolved: the hub's cache links each file to one named by its checksum
         return path.name.removesuffix(".gguf")

@@ -242,7 +242,7 @@ def test_prompts_are_logged_only_with_log_prompts(caplog):
 
 def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
     with serving() as running, running.http() as http:
-        monkeypatch.setattr("nanovllm.server.openai.models._model", lambda state: 1 / 0)
+        monkeypatch.setattr("nanovllm.server.openai.models._model", lambda state, name: 1 / 0)
         answer = http.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text

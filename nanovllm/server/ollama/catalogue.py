@@ -84,13 +84,13 @@ def attach(app: FastAPI, state: ServerState, model: str | os.PathLike[str]) -> N
         app.include_router(endpoints)
 
 
-def _entry(request: Request) -> dict[str, Any]:
-    state, facts = server_state(request), request.app.state.ollama_facts
+def _entry(request: Request, name: str) -> dict[str, Any]:
+    facts = request.app.state.ollama_facts
     return {
-        "name": state.model_name,
-        "model": state.model_name,
+        "name": name,
+        "model": name,
         "size": facts.size,
-        "digest": hashlib.sha256(state.model_name.encode()).hexdigest(),
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": facts.details(),
     }
 
@@ -118,13 +118,15 @@ async def version() -> dict[str, str]:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
-    return {"models": [_entry(request) | {"modified_at": request.app.state.ollama_begun}]}
+    names, begun = server_state(request).model_names, request.app.state.ollama_begun
+    return {"models": [_entry(request, name) | {"modified_at": begun} for name in names]}
 
 
 @router.get("/api/ps")
 async def running_models(request: Request) -> dict[str, Any]:
-    length = server_state(request).engine.config.max_model_len
-    return {"models": [_entry(request) | {"expires_at": FOREVER, "size_vram": 0, "context_length": length}]}
+    state = server_state(request)
+    loaded = {"expires_at": FOREVER, "size_vram": 0, "context_length": state.engine.config.max_model_len}
+    return {"models": [_entry(request, state.model_name) | loaded]}
 
 
 @router.post("/api/show")

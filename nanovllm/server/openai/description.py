@@ -29,7 +29,8 @@ def describe(app: FastAPI, state: ServerState) -> None:
         if app.openapi_schema is None:
             schema = generate()
             (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
-            name["schema"]["enum"] = [state.model_name]
+            if not state.settings.any_model_name:
+                name["schema"]["enum"] = [*state.model_names]
             models = schema["components"]["schemas"]
             for model, limits in (_limits(state) | embeddings.limits(state)).items():
                 for field, limit in limits.items():
@@ -85,6 +86,11 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     }
 
 
+def model_limit(state: ServerState) -> Schema:
+    """Return the limit of the field `model`."""
+    return {} if state.settings.any_model_name else {"enum": [*state.model_names, None]}
+
+
 def _variables(state: ServerState) -> Schema:
     """Return a schema of the names that chat_template_kwargs may have."""
     if state.template_variables is None:
@@ -103,7 +109,7 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
     token = _token(num_logits)
     null = {"type": "null"}
     return {
-        "model": {"enum": [state.model_name, None]},
+        "model": model_limit(state),
         **{name: _range(CHECKS[name]) for name in PLAIN_OPTIONS},
         "n": {"minimum": 1, "maximum": state.max_samples},
         "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": MIN_TEMPERATURE}, null]},

@@ -206,7 +206,8 @@ def _raise_failure(output: RequestOutput) -> None:
 
 def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     """Limits of the fields for the OpenAPI schema."""
-    settings, model = state.settings, {"model": {"enum": [state.model_name, None]}}
+    settings = state.settings
+    model = {} if settings.any_model_name else {"model": {"enum": [*state.model_names, None]}}
     text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token = {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
@@ -268,6 +269,8 @@ def _cut(vector: NDArray[np.float32], dimensions: int, *, normalize: bool) -> ND
     return cut / np.float32(length) if normalize and length else cut
 
 
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank", responses=ANSWERS | TIMED_OUT, summary="Order documents by relevance")
 async def rerank(body: RerankRequest, request: Request) -> Response:
     job = PoolingJob(server_state(request), request, body, "rerank")
@@ -288,6 +291,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     return await job.answer(work())
 
 
+@router.post("/score", include_in_schema=False)
 @router.post("/v1/score", responses=ANSWERS | TIMED_OUT, summary="Score pairs of texts")
 async def score(body: ScoreRequest, request: Request) -> Response:
     job = PoolingJob(server_state(request), request, body, "score")

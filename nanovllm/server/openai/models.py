@@ -38,9 +38,9 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-def _model(state: ServerState) -> dict[str, Any]:
+def _model(state: ServerState, name: str) -> dict[str, Any]:
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "nanovllm",
@@ -50,14 +50,15 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 @router.get("/v1/models", responses=ANSWERS, summary="The model that is served, as a list")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(server_state(request))]}
+    state = server_state(request)
+    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
 
 
 @router.get("/v1/models/{name:path}", responses=ANSWERS, summary="The model that is served")
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     state = server_state(request)
     state.check_model(name)
-    return _model(state)
+    return _model(state, name)
 
 
 async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -> list[int]:

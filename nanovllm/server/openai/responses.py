@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's API for agents, its stateless part, answered as a chat."""
+"""/v1/responses: OpenAI's API for agents, answered as a chat; conversations are kept where the server is told to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
-from nanovllm.server.body_limits import LimitedRoute
+from nanovllm.server.body_limits import LARGE, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError
 from nanovllm.server.openai.generation import AnswerForm, Tally, choices_of, queued, respond
 from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.openai.responses_input import RENAMED, as_chat
+from nanovllm.server.openai.response_store import ResponseStore, StoredConversation, size_of
+from nanovllm.server.openai.responses_input import RENAMED, answer_message, as_chat, new_messages
 from nanovllm.server.openai.responses_items import Items
 from nanovllm.server.openai.responses_protocol import ResponsesRequest
 from nanovllm.server.openai.translated import translated
 from nanovllm.server.openai.turn import ChatTurn
-from nanovllm.server.security import require_api_key
+from nanovllm.server.security import key_of, require_api_key
 from nanovllm.server.sse import named_event
 from nanovllm.server.state import ServerState, server_state
 from nanovllm.streaming.streams import OutputStream
@@ -41,8 +42,22 @@ class ResponsesJob:
         self.request_ids = [self.id]
         self.created = int(time.time())
         self._state, self._given = state, given
+        self._store: ResponseStore = request.app.state.responses
+        self._owner = request.app.state.api_keys.name_of_key(key_of(request))
+        if given.store and not self._store.max_responses:
+            raise ApiError(
+                400,
+                "store: nothing is stored; leave it out, or start the server with --store-responses.",
+                param="store",
+            )
+        self._is_stored = given.store is not False and self._store.max_responses > 0
+        previous = given.previous_response_id
+        before = None if previous is None else self._store.find(previous, self._owner)
         with translated(RENAMED, _KNOWN):
-            self.body = as_chat(given)
+            self._before = () if before is None else before.messages
+            self.body = as_chat(given, self._before)
+            self._new = new_messages(given)
+            self._num_bytes = (before.num_bytes if before else 0) + (size_of(self._new) if self._is_stored else 0)
             self.turn = ChatTurn(state, request, self.body, self.id)
         self.items = Items(seals="reasoning.encrypted_content" in (given.include or ()))
 
@@ -83,15 +98,19 @@ class ResponsesJob:
             "tool_choice": _choice(given),
             "reasoning": None if given.reasoning is None else given.reasoning.model_dump(exclude_none=True),
             "text": {"format": {"type": "text"}} | (text or {}),
-            "truncation": "disabled",
-            "store": False,
+            "truncation": given.truncation or "disabled",
+            "store": self._is_stored,
             "background": False,
-            "previous_response_id": None,
+            "previous_response_id": given.previous_response_id,
             "usage": None,
         }
 
     def ended(self, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         """The response of an answer that has ended."""
+        if self._is_stored:
+            answer = answer_message(self.items.output)
+            messages, num_bytes = (*self._before, *self._new, *answer), self._num_bytes + size_of(answer)
+            self._store.keep(self.id, StoredConversation(self._owner, messages, num_bytes))
         is_whole = completion.finish_reason == "stop"
         response = self.response("completed" if is_whole else "incomplete")
         if not is_whole:
@@ -177,6 +196,8 @@ _FORM: AnswerForm[ResponsesJob] = AnswerForm(_whole, _events, _error_event)
 
 @router.post("/v1/responses", responses=ANSWERS, summary="Answer a conversation, as OpenAI's Responses API does")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    if body.previous_response_id is not None:
+        request.scope[LARGE] = True  # the whole conversation is validated again: not in the event loop
     response = await respond(request, server_state(request), ResponsesJob, body, _FORM)
     if body.skipped:
         logger.info("tools of types %s are left out: only functions are supported", ", ".join(body.skipped))

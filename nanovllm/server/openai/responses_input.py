@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.server.openai import responses_protocol as protocol
@@ -21,11 +22,15 @@ RENAMED = {
 }
 
 
-def as_chat(body: protocol.ResponsesRequest) -> ChatRequest:
-    """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request."""
+def as_chat(body: protocol.ResponsesRequest, before: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+    """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request.
+
+    Args:
+        before: messages of the conversation that it continues.
+    """
     given: dict[str, Any] = {
         "model": body.model,
-        "messages": _messages(body),
+        "messages": [*_instructions(body), *before, *new_messages(body)],
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -69,11 +74,31 @@ def _tool_choice(body: protocol.ResponsesRequest, *, has_tools: bool) -> dict[st
     return given
 
 
-def _messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
-    """Messages of the conversation; an answer's thought, text and calls become one message."""
-    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+def _instructions(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
+    return [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+
+
+def answer_message(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The assistant's message of an answer's items; none without items."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item["type"]:
+            case "message":
+                _answer(messages, joins=True)["content"] += "".join(part["text"] for part in item["content"])
+            case "reasoning":
+                _answer(messages, joins=False)["reasoning_content"] = "".join(part["text"] for part in item["content"])
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _answer(messages, joins=True).setdefault("tool_calls", []).append(call)
+    return messages
+
+
+def new_messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
+    """Messages of the input; an answer's thought, text and calls become one message."""
+    messages: list[dict[str, Any]] = []
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [{"role": "user", "content": body.input}]
     for number, item in enumerate(body.input):
         match item:
             case protocol.MessageItem(role="assistant"):

@@ -142,12 +142,9 @@ class ResponsesRequest(Strict):
     """Body of /v1/responses. Tools other than functions are left out; a header of the answer names their types."""
 
     refused: ClassVar = {
-        "previous_response_id": ((None,), STATELESS),
         "conversation": ((None,), STATELESS),
-        "store": ((None, False), STATELESS),
         "background": ((None, False), STATELESS),
         "prompt": ((None,), "there are no stored prompts"),
-        "truncation": ((None, "disabled"), "a conversation is taken as it is"),
         "max_tool_calls": ((None,), "tools are called by the client"),
         "service_tier": ((None, "auto", "default"), "there is one"),
         "top_logprobs": ((None, 0), "use /v1/chat/completions"),
@@ -172,6 +169,9 @@ class ResponsesRequest(Strict):
     text: TextConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    store: bool | None = None  # None: true where the server keeps responses
+    truncation: Literal["auto", "disabled"] | None = None  # a conversation that is too long is refused under both
     # Accepted, and without effect.
     user: str | None = None
     safety_identifier: str | None = None

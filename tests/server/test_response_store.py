@@ -1,0 +1,94 @@
+"""`previous_response_id`: conversations go on, bounded in number and bytes, each for its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai.response_store import ResponseStore, StoredConversation, size_of
+from tests.support.serving import serving
+
+ASK = {"temperature": 0, "max_output_tokens": 6}
+
+
+def conversation(num_bytes: int = 10, owner: str = "") -> StoredConversation:
+    return StoredConversation(owner, ({"role": "user", "content": "x"},), num_bytes)
+
+
+def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/responses", json=ASK | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def test_a_conversation_goes_on_as_if_it_were_sent_whole():
+    with serving({"store_responses": 4}) as running, running.http() as http:
+        first = post(http, input="Hello", instructions="Be brief.")
+        assert first["store"] is True
+        second = post(http, input="And then?", previous_response_id=first["id"])
+        assert second["previous_response_id"] == first["id"]
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": text_of(first)}]
+        whole = post(http, input=[*said, {"role": "user", "content": "And then?"}])
+        assert text_of(second) == text_of(whole) and second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+        streamed = http.post(
+            "/v1/responses", json=ASK | {"input": "x", "previous_response_id": second["id"], "stream": True}
+        )
+        assert "response.incomplete" in streamed.text or "response.completed" in streamed.text
+        said += [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": text_of(second)}]
+        third = post(http, input="x", previous_response_id=second["id"])
+        assert text_of(third) == text_of(post(http, input=[*said, {"role": "user", "content": "x"}]))
+
+
+def test_what_is_not_kept_is_named():
+    with serving({"store_responses": 1}) as running, running.http() as http:
+        left_out = post(http, input="x", store=False)
+        first, _ = post(http, input="x"), post(http, input="y")
+        for response_id in (left_out["id"], first["id"], "resp_unknown"):
+            answer = http.post("/v1/responses", json=ASK | {"input": "z", "previous_response_id": response_id})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (404, "previous_response_id")
+            assert error["code"] == "previous_response_not_found" and "--store-responses" in error["message"]
+
+
+def test_a_conversation_belongs_to_its_key():
+    with serving({"store_responses": 4, "api_key": ("one", "two")}) as running:
+        with running.http(headers={"Authorization": "Bearer one"}) as http:
+            first = post(http, input="x")
+        with running.http(headers={"Authorization": "Bearer two"}) as http:
+            answer = http.post("/v1/responses", json=ASK | {"input": "y", "previous_response_id": first["id"]})
+            assert answer.status_code == 404
+
+
+def test_the_oldest_are_dropped_beyond_a_number_or_bytes():
+    store = ResponseStore(3, 100)
+    for name in "abcd":
+        store.keep(name, conversation())
+    assert len(store) == 3 and store.num_bytes == 30
+    store.find("b", "")  # used last
+    store.keep("e", conversation(85))
+    assert len(store) == 2 and store.num_bytes == 95
+    assert store.find("b", "") and store.find("e", "")
+    store.keep("f", conversation(101))
+    assert len(store) == 2
+    for name in "acdf":
+        with pytest.raises(ApiError, match="not kept"):
+            store.find(name, "")
+
+
+def test_nothing_is_kept_by_default():
+    store = ResponseStore(0, 100)
+    store.keep("a", conversation())
+    assert len(store) == 0
+    with pytest.raises(ApiError, match="nothing is stored"):
+        store.find("a", "")
+
+
+def test_sizes_count_texts_and_messages():
+    assert size_of([{"role": "user", "content": "x" * 1000}]) > 1500
