@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.model.limits import check_stored_limits
-from nanovllm.model.source import find, find_tokenizer
+from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, needs_tokenizer
 
 
 def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
@@ -21,10 +21,13 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
     RuntimeError for missing packages.
     """
     config = EngineConfig.from_options(**engine_options)
+    check_skipped_tokenizer(options.tokenizer, config)
     if options.tokenizer is not None and options.tokenizer != DEFAULT_MODEL:
         find_tokenizer(options.tokenizer)
     if options.model != DEFAULT_MODEL:
-        source = find(options.model, needs_tokenizer=options.tokenizer is None, revision=config.revision)
+        source = find(
+            options.model, needs_tokenizer=needs_tokenizer(options.tokenizer, config), revision=config.revision
+        )
         check_stored_limits(source, config)
     elif default_folder().is_dir():  # else the load creates it
         check_stored_limits(str(default_folder()), config)

@@ -30,6 +30,7 @@ NOT_SIMULATED = (
     "trust_remote_code",
     "allow_control_tokens_in_messages",
     "chat_template",
+    "skip_tokenizer_init",
     "kv_events",
     "kv_events_replay",
     "kv_events_topic",

@@ -168,6 +168,10 @@ class EngineConfig:
         'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex" or '
         '"flash". Default: wherever it is supported.',
     )
+    skip_tokenizer_init: bool = option(
+        False,
+        "load no tokenizer: prompts are token ids, and outputs have no text. A folder without a tokenizer needs it.",
+    )
     allow_control_tokens_in_messages: bool = option(
         False,
         "parse control tokens spelled out in messages, which lets a message end its turn or open one of another "

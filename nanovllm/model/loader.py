@@ -24,7 +24,7 @@ from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
 from nanovllm.model.quantising import quantise_model
-from nanovllm.model.source import find, find_tokenizer, is_gguf
+from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 from nanovllm.model.unsupported import unsupported
 from nanovllm.requests.chat import with_chat_template
 
@@ -96,6 +96,7 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
 
     Raises ModelLoadError, UnsupportedModelError, or ValueError for options that contradict a loaded module.
     """
+    check_skipped_tokenizer(tokenizer, config)
     if isinstance(model, nn.Module):
         return _take_module(model, tokenizer, config)
     source = find_source(model, tokenizer, config)
@@ -123,9 +124,10 @@ def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
     """
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
+    check_skipped_tokenizer(tokenizer, config)
     if isinstance(tokenizer, (str, os.PathLike)):
         find_tokenizer(os.fspath(tokenizer))
-    source = find(os.fspath(model), needs_tokenizer=tokenizer is None, revision=config.revision)
+    source = find(os.fspath(model), needs_tokenizer=needs_tokenizer(tokenizer, config), revision=config.revision)
     check_stored_limits(source, config)
     return source
 
@@ -232,7 +234,9 @@ def _name_of(config: Any) -> str:
 
 
 def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: EngineConfig) -> Any:
-    """The tokenizer of `load`, without loading weights; raises ModelLoadError."""
+    """The tokenizer of `load`, without loading weights; None if it is skipped. Raises ModelLoadError."""
+    if config.skip_tokenizer_init:
+        return None
     name = os.fspath(model)
     source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
     options = lookup_options(source, config, name)

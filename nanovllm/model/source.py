@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.model import hub, hub_files
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
@@ -22,6 +23,17 @@ def stored_files(source: str) -> dict[str, tuple[int, int]]:
         files = _parts_of(path) if is_gguf(path) else []
     states = ((file.name, file.stat()) for file in files if not file.name.startswith(".") and file.exists())
     return {name: (state.st_size, state.st_mtime_ns) for name, state in states}
+
+
+def needs_tokenizer(tokenizer: object, config: EngineConfig) -> bool:
+    """Whether the model must bring its own tokenizer."""
+    return tokenizer is None and not config.skip_tokenizer_init
+
+
+def check_skipped_tokenizer(tokenizer: object, config: EngineConfig) -> None:
+    """Raise ValueError for a tokenizer that skip_tokenizer_init would leave unused."""
+    if tokenizer is not None and config.skip_tokenizer_init:
+        raise ValueError("a tokenizer is given, but skip_tokenizer_init loads none. Leave one of the two out.")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -88,12 +100,16 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
             raise ModelLoadError(f"the folder {folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
         if needs_tokenizer and not any((folder / file).is_file() for file in TOKENIZER_FILES):
             raise ModelLoadError(
-                f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..."
+                f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..., or "
+                "skip_tokenizer_init=True to prompt it with token ids."
             )
         return folder
     if is_gguf(folder):
         if needs_tokenizer and not _has_tokenizer(folder):
-            raise ModelLoadError(f"{folder} has no tokenizer (tokenizer.ggml.tokens); pass tokenizer=...")
+            raise ModelLoadError(
+                f"{folder} has no tokenizer (tokenizer.ggml.tokens); pass tokenizer=..., or "
+                "skip_tokenizer_init=True to prompt it with token ids."
+            )
         return folder
     if folder.exists():
         raise ModelLoadError(

@@ -20,7 +20,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import EngineDeadError
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.model.limits import check_stored_limits
-from nanovllm.model.source import find
+from nanovllm.model.source import check_skipped_tokenizer, find, needs_tokenizer
 from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.process.numa import openmp_threads, read_nodes, split_cores
@@ -62,7 +62,8 @@ def open_pool(
     config = EngineConfig.from_options(**options)
     setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
     shares = split_host(config, gpus_each=config.tensor_parallel_size)
-    source = find(setup["model"], needs_tokenizer=tokenizer is None, revision=config.revision)
+    check_skipped_tokenizer(tokenizer, config)
+    source = find(setup["model"], needs_tokenizer=needs_tokenizer(tokenizer, config), revision=config.revision)
     _check_model(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)

@@ -32,7 +32,8 @@ LIMITS: dict[str, Any] = {
     "max_queue": 16, "priority_ageing_s": 5.0, "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
-    "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
+    "cuda_graphs": False, "allow_control_tokens_in_messages": True, "skip_tokenizer_init": False,
+    "record_itl": True, "seed": 7,
     "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
     "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
 }  # fmt: skip
