@@ -241,6 +241,15 @@ def test_refusals_have_ollamas_form(http, path, body, status, said):
     assert said in answer.json()["error"], answer.text
 
 
+@pytest.mark.parametrize(("headers", "status"), [
+    ({}, 200), ({"Origin": "https://example.org"}, 400), ({"Content-Type": "text/plain"}, 400),
+])  # fmt: skip
+def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(http, headers, status):
+    """LiteLLM names no type; a page of another origin could do the same."""
+    body = json.dumps({"model": MODEL, "messages": ASK, "options": GREEDY, "stream": False})
+    assert http.post("/api/chat", content=body, headers=headers).status_code == status
+
+
 def test_nothing_is_deleted(http):
     answer = http.request("DELETE", "/api/delete", json={"model": MODEL})
     assert answer.status_code == 403 and "/api/delete is not served" in answer.json()["error"]

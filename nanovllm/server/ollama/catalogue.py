@@ -17,9 +17,9 @@ from starlette.responses import Response
 from nanovllm.core.sampling_params import EmbeddingParams
 from nanovllm.model.source import is_gguf
 from nanovllm.server.answers.answer_format import template_text
-from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ApiError
 from nanovllm.server.ollama import generating
+from nanovllm.server.ollama.generating import OllamaRoute
 from nanovllm.server.ollama.protocol import EmbedBody, EmbeddingsBody, ShowBody
 from nanovllm.server.ollama.translation import now
 from nanovllm.server.openai.embeddings import EmbeddingRequest, PoolingJob, vectors
@@ -30,7 +30,7 @@ API_VERSION = "0.13.0"  # version of Ollama's API below /api, which some clients
 FOREVER = "2318-01-01T00:00:00Z"  # expires_at of a model that stays loaded
 CHANGES = ("pull", "push", "create", "copy", "delete")
 
-router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute, include_in_schema=False)
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=OllamaRoute, include_in_schema=False)
 open_router = APIRouter(include_in_schema=False)
 
 

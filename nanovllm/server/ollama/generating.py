@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -36,7 +36,26 @@ from nanovllm.server.sse import compact
 from nanovllm.server.state import ServerState, server_state
 from nanovllm.streaming.streams import OutputStream
 
-router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute, include_in_schema=False)
+
+class OllamaRoute(LimitedRoute):
+    """Route that takes a body without a content type as JSON, as LiteLLM sends it.
+
+    Browsers send such a body to other origins unasked, but never without an Origin header.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def typed(request: Request) -> Response:
+            names = {name for name, _ in request.scope["headers"]}
+            if not names & {b"content-type", b"origin"}:
+                request.scope["headers"] = [*request.scope["headers"], (b"content-type", b"application/json")]
+            return await handle(Request(request.scope, request.receive))
+
+        return typed
+
+
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=OllamaRoute, include_in_schema=False)
 LINES = "application/x-ndjson"
 _KNOWN = [*ChatRequest.names(), *CompletionRequest.names()]
 
