@@ -250,6 +250,11 @@ def fitted_to_chunk(binding: ModelBinding, config: EngineConfig) -> EngineConfig
     States are kept at ends of blocks; from there a prompt goes on with the same chunks, and the same rounding.
     Raises ValueError for one that the user set otherwise.
     """
+    if slow := binding.mixers.names_without_continuation:
+        logger.warning(
+            "recurrent layers of %s take no state into a prefill: prompts beyond a step's max_num_batched_tokens go on "
+            "token by token. Set it to at least the longest prompt.", slow,
+        )  # fmt: skip
     chunk = binding.mixers.chunk
     fitting = [size for size in BLOCK_SIZES if size % chunk == 0]
     if chunk == 1 or (config.block_size is None and not fitting):

@@ -90,7 +90,7 @@ class AttentionChoice:
         Raises ValueError as `for_model`, and for a backend or graphs that the user set.
         """
         wanted = config.attention_backend
-        if not layers and wanted != "auto":
+        if not layers and wanted not in ("auto", "sdpa"):
             raise ValueError(f"attention_backend is {wanted!r}, but no layer of this model attends. Leave it out.")
         if device.type == "cuda" and (wanted not in ("auto", "sdpa") or config.cuda_graphs):
             option = "cuda_graphs=True" if config.cuda_graphs else f"attention_backend={wanted!r}"

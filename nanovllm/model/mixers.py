@@ -184,6 +184,11 @@ class Mixers:
         return math.lcm(*(layer.chunk for layer in self.layers))
 
     @property
+    def names_without_continuation(self) -> str:
+        """Class names of the layers whose prefill ignores states."""
+        return ", ".join(sorted({type(layer.module).__name__ for layer in self.layers if not layer.goes_on}))
+
+    @property
     def shapes(self) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
         """Shape and dtype of each layer's states."""
         return [list(layer.states.values()) for layer in self.layers]
