@@ -107,7 +107,7 @@ class ModelRunner:
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
         if len(self.pools.groups) > 1:
-            layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
+            layout = with_groups(layout, self.pools.are_records, self.config.block_size)
         report = None
         if not all(entry.sequence.is_plain for entry in batch.entries):
             report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
