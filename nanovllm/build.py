@@ -201,8 +201,6 @@ def resolve_options(
     if longest is not None:  # windows and chunks that hold the longest sequence are none
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     config = fitted_to_chunk(binding, config)
-    if binding.mixers:
-        config = replace(config, enable_prefix_caching=False)  # until checkpoints of states are kept
     block_size = None if binding.mixers else preferred_block_size(layers, device, config)
     config = config.resolve_limits(device.type, num_positions, block_size=block_size)
     binding.pin_rope(config.max_model_len)

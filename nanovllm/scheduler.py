@@ -64,11 +64,13 @@ class Scheduler:
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
             sequence.key = (aged, sequence.arrival)
         self.waiting.join(sequence)
+        self.block_manager.want(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
+        self.block_manager.wanted.remove(sequence)
         sequence.finish_reason = reason
         sequence.is_running, sequence.is_finished = False, True
         self.waiting.leave(sequence)
@@ -78,6 +80,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
+        self.block_manager.begin_step()
         if self.waiting.is_shared:
             self._free_slot()
         num_preemptions = self.stats.num_preemptions
@@ -157,6 +160,7 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
+            self.block_manager.wanted.remove(sequence)
             self.running.add(sequence)
             sequence.is_running, sequence.num_times_passed = True, 0
 
@@ -210,6 +214,7 @@ class Scheduler:
 
         Among several clients that which was served most loses its sequences first.
         """
+        self.block_manager.trim(sequence)
         is_shared = self.waiting.is_shared
         for victim in self.waiting.preemption_order(self.running) if is_shared else list(reversed(self.running)):
             if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
@@ -242,6 +247,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.is_running = False
         self.waiting.add(sequence)
+        self.block_manager.want(sequence)
 
     def preempt_all(self) -> None:
         """Make every running sequence recompute its KV (the weights changed); nothing may be in flight."""

@@ -1,0 +1,107 @@
+"""Slots of recurrent states: one record of a sequence, and copies at the block boundaries where somebody may go on.
+
+A table names the state after the last computed token of each block, and is sparse::
+
+    block          |  0  |  1  |  2  |  3  |  4  |  5  |         . no state: the null block
+    slots          |  .  |  .  |  7  |  .  |  4  |  9..|
+                      checkpoint 7 ^   last one ^     ^ working state, overwritten in place by each step
+
+A step that computes positions start..end-1 reads the slot of position start - 1 and writes that of position end - 1. In
+a block they are the same. From a boundary on the state is written to a slot of its own, so that the one that was read
+stays as it was, and can be found: by a failed step, a preempted sequence, and whoever has the same prefix.
+
+Invariant: each state in the table but the working one is that after the last token of its block.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+from nanovllm.block_manager import BlockPool
+from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.cache.kinds import StateKind
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.prefix_entry import PrefixEntry
+
+
+class StateBlocks(GroupBlocks):
+    """Slots for one kind of record. A step takes one where it begins a block, however many blocks it computes.
+
+    Attributes:
+        fresh: findable slots written by the step that is being scheduled. They are found by the next one: within a
+            step no sequence reads what another writes.
+    """
+
+    keeps_records = True
+
+    def __init__(
+        self, kind: StateKind, pool: BlockPool, block_size: int, *, max_model_len: int, max_chunk_tokens: int
+    ) -> None:
+        super().__init__(kind, pool, block_size, max_model_len=max_model_len, max_chunk_tokens=0)
+        self.fresh: set[int] = set()
+        self._taken: set[int] = set()  # in the step that is being scheduled
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 1) // self.block_size  # the one that the next step reads
+
+    def begin_step(self) -> None:
+        self.fresh.clear()
+        self._taken.clear()
+
+    @property
+    def num_blocks_to_grow(self) -> int:
+        return sys.maxsize if self.pool.free_blocks else 0
+
+    def num_lacking(self, table: list[int], first_held: int, num_blocks: int, hits: list[int]) -> int:
+        held = sum(block != NULL_BLOCK for block in (*table[first_held:], *hits))
+        wanted = max(0, min(num_blocks, self.max_held - held))
+        return min(wanted + self.num_free_among(hits), self.pool.num_blocks - 1)
+
+    def allocate(self, table: list[int], num_blocks: int) -> None:
+        if num_blocks == 0:
+            return
+        if table and table[-1] in self._taken:  # a chunk of this step becomes longer: its state moves to its new end
+            slot, table[-1] = table[-1], NULL_BLOCK
+            self.pool.forget_block(slot)
+            self.fresh.discard(slot)
+        else:
+            (slot,) = self.pool.pop_free(1)
+            self._taken.add(slot)
+        table += [NULL_BLOCK] * (num_blocks - 1) + [slot]
+
+    def hold(self, block: int, entry: PrefixEntry) -> None:
+        super().hold(block, entry)
+        self.fresh.add(block)
+
+    def find(self, entry: PrefixEntry, *, with_fresh: bool = False) -> int:
+        holders = self.pool.holders.get(entry.prefix_id, ())
+        return next((block for block in holders if with_fresh or block not in self.fresh), NULL_BLOCK)
+
+    def longest_hit(self, entries: Sequence[PrefixEntry], first: int, end: int, *, with_fresh: bool = False) -> int:
+        """Length of the longest prefix in entries[:end] behind which there is a state."""
+        while end and self.find(entries[end - 1], with_fresh=with_fresh) == NULL_BLOCK:
+            end -= 1
+        return end
+
+    def hit_blocks(self, entries: Sequence[PrefixEntry], first: int) -> list[int]:
+        return [NULL_BLOCK] * (len(entries) - 1) + [self.find(entry) for entry in entries[-1:]]
+
+    def free_unseen(self, table: list[int], first: int, end: int, junctions: Collection[int]) -> None:
+        """Free states first..end-1 of the table. They stay findable, and are evicted first unless they are wanted."""
+        pool = self.pool
+        for index in range(first, end):
+            block, table[index] = table[index], NULL_BLOCK
+            if block == NULL_BLOCK:
+                continue
+            entry = pool.entry_of[block]
+            pool.unpin([block])
+            is_wanted = entry is not None and (entry.prefix_id in self.claimed or entry.block_hash in pool.wanted)
+            if index + 1 not in junctions and not is_wanted:
+                pool.evict_first(block)
+
+    def rewindable(self, table: list[int], num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, behind which the table has a state."""
+        while num_blocks and table[num_blocks - 1] == NULL_BLOCK:
+            num_blocks -= 1
+        return num_blocks
