@@ -40,6 +40,7 @@ class StateBlocks(GroupBlocks):
     ) -> None:
         super().__init__(kind, pool, block_size, max_model_len=max_model_len, max_chunk_tokens=0)
         self.fresh: set[int] = set()
+        self._superseded: dict[int, PrefixEntry] = {}  # freed checkpoints to be evicted before others, oldest first
         self._taken: set[int] = set()  # in the step that is being scheduled
 
     def first_needed(self, num_tokens: int) -> int:
@@ -66,9 +67,21 @@ class StateBlocks(GroupBlocks):
             self.pool.forget_block(slot)
             self.fresh.discard(slot)
         else:
-            (slot,) = self.pool.pop_free(1)
+            slot = self._take()
             self._taken.add(slot)
         table += [NULL_BLOCK] * (num_blocks - 1) + [slot]
+
+    def _take(self) -> int:
+        """A free slot: an empty one, else a superseded checkpoint, else the one freed longest ago."""
+        pool = self.pool
+        while self._superseded and pool.free_blocks and pool.entry_of[next(iter(pool.free_blocks))] is not None:
+            slot = next(iter(self._superseded))
+            entry = self._superseded.pop(slot)
+            if pool.entry_of[slot] is entry and entry.prefix_id not in self.claimed and pool.ref_counts[slot] == 0:
+                pool.evict_first(slot)
+                break
+        (slot,) = pool.pop_free(1)
+        return slot
 
     def hold(self, block: int, entry: PrefixEntry) -> None:
         super().hold(block, entry)
@@ -96,9 +109,9 @@ class StateBlocks(GroupBlocks):
                 continue
             entry = pool.entry_of[block]
             pool.unpin([block])
-            is_wanted = entry is not None and (entry.prefix_id in self.claimed or entry.block_hash in pool.wanted)
-            if index + 1 not in junctions and not is_wanted:
-                pool.evict_first(block)
+            if entry is not None and index + 1 not in junctions:
+                self._superseded.pop(block, None)
+                self._superseded[block] = entry
 
     def rewindable(self, table: list[int], num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, behind which the table has a state."""
