@@ -200,15 +200,15 @@ class BlockManager(BlockPool):
         return num_tokens
 
     def trim(self, sequence: Sequence) -> None:
-        """Under a lack of blocks, give up those that only a failed step would return to."""
+        """Under a lack of blocks, free those that only a failed step would need."""
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
     def begin_step(self) -> None:
-        """The next step is about to be scheduled, behind those that were."""
+        """The next step is about to be scheduled."""
 
     def want(self, sequence: Sequence) -> None:
-        """The sequence waits from now on: what it may find is evicted last."""
+        """The sequence waits from now on: blocks that it may find are evicted last."""
         if self.enable_prefix_caching and (count := sequence.num_findable_blocks(self.block_size)) > 0:
             self._block_hash(sequence, count - 1)
             self.wanted.add(sequence, sequence.block_hashes[:count])

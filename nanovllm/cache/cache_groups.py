@@ -155,7 +155,7 @@ class CacheGroups(BlockManager):
     # ------------------------------------------------------------------------------------- where states are kept
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
-        """The end of a chunk: where a state is to be kept, at the latest; its start while it awaits another's state.
+        """The first boundary in the chunk at which a state is kept, else `end`; `start` while it awaits a state.
 
         A state in a block is overwritten in place, so a chunk that begins in one ends with it at the latest.
         """
@@ -170,8 +170,8 @@ class CacheGroups(BlockManager):
     def _next_checkpoint(self, sequence: Sequence, start: int, end: int) -> int:
         """The first boundary between start and end at which a state is kept; `end` if there is none.
 
-        These are the last one before the end of the known tokens, and junctions: behind them fewer waiting sequences
-        go on as this one does, or the end of a prefix that was once computed begins.
+        It is the last one before the end of the known tokens, or a junction: after it fewer waiting sequences go on
+        as this one does, or a prefix ends that the index knows.
         """
         block_size, junctions = self.block_size, self._group_tables(sequence).junctions
         first, stop = start // block_size + 1, (end - 1) // block_size  # the boundaries between them

@@ -69,7 +69,7 @@ class CachePools(NamedTuple):
 def cache_groups_of(
     layers: Sequence[LayerTraits], block_bytes: Sequence[int], max_model_len: int, *, record_bytes: int = 0
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers, the one with full attention first, that of recurrent states last.
+    """The groups of a model's layers, full attention first, recurrent states last.
 
     A window or chunk that holds max_model_len hides nothing, so it counts as full attention; so do all layers where one
     reads the K and V of another that sees other positions. Where no layer attends, a group without layers and bytes

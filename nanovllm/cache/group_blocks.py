@@ -58,7 +58,7 @@ class GroupBlocks:
     def num_lacking(self, table: list[int], first_held: int, num_blocks: int, hits: list[int]) -> int:
         """Free blocks that a sequence takes until its table is `num_blocks` longer, besides the `hits` that it claims.
 
-        At most those that one sequence holds at a time.
+        At most the number that one sequence holds at a time.
         """
         wanted = num_blocks
         if not self.kind.is_full:
@@ -131,5 +131,5 @@ class GroupBlocks:
             pool.unpin([block])
 
     def rewindable(self, table: list[int], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which a sequence can go on."""
-        return num_blocks  # whatever was computed stays until a step behind it was read
+        """The largest number of blocks, at most `num_blocks`, after which a sequence can continue."""
+        return num_blocks  # blocks in sight stay until a step that passed them was read

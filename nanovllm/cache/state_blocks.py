@@ -1,4 +1,4 @@
-"""Slots of recurrent states: one record of a sequence, and copies at the block boundaries where somebody may go on.
+"""Slots of recurrent states: a sequence's working state, and checkpoints at block boundaries.
 
 A table names the state after the last computed token of each block, and is sparse::
 
@@ -6,11 +6,11 @@ A table names the state after the last computed token of each block, and is spar
     slots          |  .  |  .  |  7  |  .  |  4  |  9..|
                       checkpoint 7 ^   last one ^     ^ working state, overwritten in place by each step
 
-A step that computes positions start..end-1 reads the slot of position start - 1 and writes that of position end - 1. In
-a block they are the same. From a boundary on the state is written to a slot of its own, so that the one that was read
-stays as it was, and can be found: by a failed step, a preempted sequence, and whoever has the same prefix.
+A step of positions start..end-1 reads the slot of position start - 1 and writes the slot of position end - 1. Within a
+block they are the same. After a boundary the state goes to a new slot, so the old one stays unchanged, as a
+checkpoint for failed steps, preempted sequences and prefix hits.
 
-Invariant: each state in the table but the working one is that after the last token of its block.
+Invariant: each slot in a table but the working one holds the state after the last token of its block.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StateBlocks(GroupBlocks):
     """Slots for one kind of record. A step takes one where it begins a block, however many blocks it computes.
 
     Attributes:
-        fresh: findable slots written by the step that is being scheduled. They are found by the next one: within a
-            step no sequence reads what another writes.
+        fresh: findable slots that the step being scheduled writes. The next step may read them: within a step no
+            sequence reads a slot that another writes.
     """
 
     keeps_records = True
@@ -40,6 +40,7 @@ class StateBlocks(GroupBlocks):
     ) -> None:
         super().__init__(kind, pool, block_size, max_model_len=max_model_len, max_chunk_tokens=0)
         self.fresh: set[int] = set()
+        self._superseded: dict[int, PrefixEntry] = {}  # freed checkpoints to be evicted before others, oldest first
         self._taken: set[int] = set()  # in the step that is being scheduled
 
     def first_needed(self, num_tokens: int) -> int:
@@ -66,9 +67,21 @@ class StateBlocks(GroupBlocks):
             self.pool.forget_block(slot)
             self.fresh.discard(slot)
         else:
-            (slot,) = self.pool.pop_free(1)
+            slot = self._take()
             self._taken.add(slot)
         table += [NULL_BLOCK] * (num_blocks - 1) + [slot]
+
+    def _take(self) -> int:
+        """A free slot: an empty one, else a superseded checkpoint, else the one freed longest ago."""
+        pool = self.pool
+        while self._superseded and pool.free_blocks and pool.entry_of[next(iter(pool.free_blocks))] is not None:
+            slot = next(iter(self._superseded))
+            entry = self._superseded.pop(slot)
+            if pool.entry_of[slot] is entry and entry.prefix_id not in self.claimed and pool.ref_counts[slot] == 0:
+                pool.evict_first(slot)
+                break
+        (slot,) = pool.pop_free(1)
+        return slot
 
     def hold(self, block: int, entry: PrefixEntry) -> None:
         super().hold(block, entry)
@@ -79,7 +92,7 @@ class StateBlocks(GroupBlocks):
         return next((block for block in holders if with_fresh or block not in self.fresh), NULL_BLOCK)
 
     def longest_hit(self, entries: Sequence[PrefixEntry], first: int, end: int, *, with_fresh: bool = False) -> int:
-        """Length of the longest prefix in entries[:end] behind which there is a state."""
+        """Length of the longest prefix in entries[:end] with a state after it."""
         while end and self.find(entries[end - 1], with_fresh=with_fresh) == NULL_BLOCK:
             end -= 1
         return end
@@ -96,12 +109,12 @@ class StateBlocks(GroupBlocks):
                 continue
             entry = pool.entry_of[block]
             pool.unpin([block])
-            is_wanted = entry is not None and (entry.prefix_id in self.claimed or entry.block_hash in pool.wanted)
-            if index + 1 not in junctions and not is_wanted:
-                pool.evict_first(block)
+            if entry is not None and index + 1 not in junctions:
+                self._superseded.pop(block, None)
+                self._superseded[block] = entry
 
     def rewindable(self, table: list[int], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which the table has a state."""
+        """The largest number of blocks, at most `num_blocks`, after which the table has a state."""
         while num_blocks and table[num_blocks - 1] == NULL_BLOCK:
             num_blocks -= 1
         return num_blocks

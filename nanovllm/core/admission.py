@@ -69,7 +69,7 @@ class Admission:
                 if sequence.num_times_passed >= MAX_TIMES_PASSED:
                     break
                 overtaken.append(sequence)
-            # The end of a prompt that would fit, but was cut where a state is kept, is no work that holds up others.
+            # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
             is_partial = left >= blocks.block_size or (left > 0 and limit < lacking)
             if size == 0 or (is_partial and not self._may_be_partial(lacking, partial)):
                 num_looked_past += 1

@@ -79,7 +79,7 @@ class GroupTables:
     further: block tables of the other groups; the null block replaces each block that left the window.
     first_held: in each group, the first block that was not freed yet.
     junctions: lengths in blocks of known prefixes that were only partly in the cache.
-    awaits_state: whether the step being scheduled writes a state from which the next one can go on.
+    awaits_state: whether the step being scheduled writes a state for a longer hit in the next step.
     """
 
     further: list[list[int]]

@@ -109,7 +109,7 @@ def test_the_smallest_pools_finish_every_request_among_many():
 def test_requests_start_while_each_can_have_two_slots():
     loop = make_loop(num_slots=8)
     for number in range(6):
-        loop.add([number, *tokens(20)], max_tokens=30)
+        loop.add([number, *tokens(21)], max_tokens=30)
     loop.step()
     assert len(loop.scheduler.running) == 4
     loop.drain()
@@ -171,22 +171,14 @@ def test_a_conversation_hits_its_last_boundary_in_every_turn():
         conversation = [*sequence.token_ids, *tokens(9, turn)]
 
 
-def test_a_state_before_the_last_boundary_is_evicted_first():
-    loop = make_loop()
-    sequence = loop.add(tokens(5), max_tokens=30)
-    for _ in range(10):
+def test_a_state_before_the_last_boundary_stays_findable_and_is_evicted_first():
+    loop = make_loop(num_slots=6)
+    sequence = loop.add(tokens(5), max_tokens=60)
+    for _ in range(26):
         loop.step()
-    assert list(states_of(sequence)) == [2, 3]
-    pool = loop.manager.groups[1].pool
-    first, second, *_ = pool.free_blocks
-    assert (
-        pool.entry_of[first] is not None
-    )  # that after block 1; the prompt's boundary, after block 0, ages like others
-    assert pool.entry_of[second] is None
-    assert next(reversed(pool.free_blocks)) != first
-    assert pool.num_findable_blocks == 3
-    prefix = list(sequence.token_ids[:9])
-    assert hits(loop, [*prefix[:8], 6]) == 8
+    group, entries = loop.manager.groups[1], loop.manager.entries
+    found = [n for n in range(1, 8) if group.find(entries[sequence.block_hashes[n - 1]])]
+    assert (sequence.num_computed_tokens, found) == (29, [1, 4, 5, 6, 7])  # the prompt's end ages like others
 
 
 def test_evicted_states_shorten_hits_to_those_that_are_left():
@@ -398,18 +390,16 @@ def test_a_layout_names_the_slots_that_each_entry_reads_and_writes():
         loop.step()
     assert old.num_computed_tokens == 8
     (kept,), new = states_of(old).values(), loop.add(tokens(22, 1), max_tokens=1)
-    layouts = []
-    for _ in range(2):
-        layout = with_groups(build_layout(loop.launch().entries, 4), [False, True], 4)
-        layouts.append(layout.others[0])
-    (first, second), working = layouts, states_of(old)[2]
+    layout = with_groups(build_layout(loop.launch().entries, 4), [False, True], 4)
+    (first,), working = layout.others, states_of(old)[2]
+    loop.read()
+    (second,) = with_groups(build_layout(loop.launch().entries, 4), [False, True], 4).others
     (boundary, end) = states_of(new).values()
     assert (first.state_reads.tolist(), first.state_writes.tolist()) == ([kept, 0], [working, boundary])
     assert (second.state_reads.tolist(), second.state_writes.tolist()) == ([working, boundary], [working, end])
     assert len({0, kept, working, boundary, end}) == 5
-    states = first
-    assert states.state_reads.dtype == states.state_writes.dtype == np.int64
-    assert (len(states.slot_mapping), len(states.blocks_to_clear)) == (0, 0)
+    assert first.state_reads.dtype == first.state_writes.dtype == np.int64
+    assert (len(first.slot_mapping), len(first.blocks_to_clear)) == (0, 0)
     assert layout.state_reads is None and layout.state_writes is None
 
 
