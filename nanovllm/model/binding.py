@@ -101,7 +101,7 @@ class ModelBinding:
             self.rope = PinnedRope(model)
         self._unshared: set[nn.Linear] = set()  # layers with plain weights that may be freed
         self.mixers = Mixers(model)
-        probe = probe_model(model, self._probing, RowBatches.for_model, has_mixers=bool(self.mixers))
+        probe = probe_model(model, self._probing, RowBatches.for_model, has_mixers=bool(self.mixers.found))
         self.layers, self._passes_keywords = probe.layers, probe.passes_keywords
         check = partial(check_rows, model, self._probing, probe)
         if is_live or self.device.type != "cpu":
@@ -163,7 +163,7 @@ class ModelBinding:
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         with merging(self.model, self.layer_modules):
-            probe_model(self.model, self._probing, has_mixers=bool(self.mixers))
+            probe_model(self.model, self._probing, has_mixers=bool(self.mixers.found))
 
     def fuse_rotary(self) -> None:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""

@@ -161,22 +161,23 @@ class _States(LinearAttentionLayer):
 
 
 class Mixers:
-    """The mixers of a model; for one without, every method does nothing.
+    """The mixers of a model; false without any, for which every method does nothing.
 
     Attributes:
-        layers: in the order of the forward pass, once a probe has run.
+        found: modules that keep states, the forward pass may leave out some of them.
+        layers: those of the forward pass, in its order, once a probe has run.
     """
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
         self._num_layers = getattr(config, "num_hidden_layers", 1)
         self._num_states = getattr(config, "number_of_conv_states", 1)
-        self._found = [layer for module in modules_of(model) if (layer := StateLayer.from_module(module)) is not None]
+        self.found = [layer for module in modules_of(model) if (layer := StateLayer.from_module(module)) is not None]
         self.layers: list[StateLayer] = []
         self._parts: list[StatePart] = []
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self.layers)
 
     @property
     def chunk(self) -> int:
@@ -199,7 +200,7 @@ class Mixers:
         """Mixers that compute each row as a sequence of its own, so that a probe sees rows which do not mix."""
         return [
             (vars(layer.module), "forward", partial(self._run_apart, layer, layer.module.forward, not layer.states))
-            for layer in self._found
+            for layer in self.found
         ]
 
     def _run_apart(

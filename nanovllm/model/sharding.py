@@ -91,7 +91,7 @@ def plan_shards(model: Any, size: int) -> list[Shard]:
     unimplemented style, and sizes not divisible by the number of ranks.
     """
     name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
-    if Mixers(model):
+    if Mixers(model).found:
         raise unsupported("states on ranks", name)
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
         raise unsupported("no plan", name)

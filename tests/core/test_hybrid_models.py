@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm.core.errors import StepError
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.mixers import StateLayer
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
+from tests.support.llms import fail_in_step
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -46,7 +48,7 @@ def attributes_of(model: Any) -> list[dict[str, Any]]:
 def test_greedy_tokens_are_those_of_transformers_in_chunks_and_batches_of_decodes(class_name):
     model, prompts = tiny_class_model(class_name), prompts_of(class_name)
     before = attributes_of(model)
-    with LLM(model, enable_prefix_caching=False, **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         found = generate(llm, prompts)
         assert attributes_of(model) == before, "a live module is its owner's between steps"
         assert llm._engine.model_runner.binding.mixers.chunk == CHUNKS[class_name]
@@ -58,7 +60,7 @@ def test_greedy_tokens_are_those_of_transformers_in_chunks_and_batches_of_decode
 def test_a_saved_model_with_packed_weights_answers_alike(class_name, tmp_path):
     model, prompts = tiny_class_model(class_name), prompts_of(class_name)
     model.save_pretrained(tmp_path)
-    options = OPTIONS | {"enforce_eager": False, "enable_prefix_caching": False}
+    options = OPTIONS | {"enforce_eager": False}
     with LLM(tmp_path, tokenizer=tiny_tokenizer(), **options) as llm:
         found = generate(llm, prompts)
     assert found == own_answers(model, prompts, NUM_TOKENS)
@@ -76,10 +78,91 @@ def test_a_binding_that_is_closed_hands_the_module_back(class_name):
     assert attributes_of(model) == before
 
 
+# Two prompts with a common beginning of two blocks, and two whose answers begin another block of 64.
+CROSSED = (60, 64, 125, 190)
+SCARCE: dict[str, Any] = OPTIONS | {"max_model_len": 224, "num_kv_blocks": 10}
+ANSWER = 14
+SINGLE = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+
+
+def crossed_prompts(class_name: str) -> list[list[int]]:
+    choice = random.Random(class_name)
+    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in CROSSED]
+    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
+    return [*own, shared + own[0][:9], shared + own[1][:40]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def crossed(request: Any) -> tuple[Any, list[list[int]], list[list[int]]]:
+    """A model, prompts and answers."""
+    model, prompts = tiny_class_model(request.param), crossed_prompts(request.param)
+    return model, prompts, own_answers(model, prompts, ANSWER)
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return generate(llm, prompts, SINGLE)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prefixes_are_hit_with_the_same_tokens_cold_and_warm(crossed, overlap):
+    model, prompts, expected = crossed
+    with LLM(model, block_size=64, overlap=overlap, **OPTIONS) as llm:
+        assert answers(llm, prompts) == expected
+        cold = llm.stats().prefix_cache_hits
+        assert cold >= 128, "two prompts of one call share two blocks"
+        assert answers(llm, prompts) == expected
+        assert llm.stats().prefix_cache_hits >= cold + 64 + 128 + 2 * 128
+
+
+def test_preempted_requests_go_on_with_the_same_tokens(crossed):
+    model, prompts, expected = crossed
+    with LLM(model, block_size=64, **SCARCE) as llm:
+        for _ in range(2):
+            assert answers(llm, prompts) == expected
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("number", [2, 5, 9])
+def test_a_failed_step_returns_to_the_last_state_that_is_kept(crossed, monkeypatch, number):
+    """It has overwritten states in place; the requests of the step are computed again from there."""
+    model, prompts, expected = crossed
+    with LLM(model, block_size=64, overlap=True, **SCARCE) as llm:
+        with monkeypatch.context() as patch:
+            fail_in_step(patch, llm, number, RuntimeError("once"))
+            with pytest.raises((StepError, RuntimeError)):
+                answers(llm, prompts)
+        assert answers(llm, prompts) == expected
+
+
+def test_a_stream_goes_on_behind_a_failed_step(crossed, monkeypatch):
+    """The step ends the stream that is read; the state of the other one was overwritten by it."""
+    model, prompts, expected = crossed
+    with LLM(model, block_size=64, **OPTIONS) as llm:
+        fail_in_step(monkeypatch, llm, 8, RuntimeError("once"))
+        read, other = (llm.stream(prompt, SINGLE) for prompt in (prompts[0], prompts[3]))
+        next(other)
+        with pytest.raises((StepError, RuntimeError)):
+            list(read)
+        assert list(other)[-1].outputs[0].token_ids == expected[3]
+        llm._engine.check_integrity()
+
+
+def test_samples_and_aborted_streams_change_no_token(crossed):
+    model, prompts, expected = crossed
+    with LLM(model, block_size=64, **OPTIONS) as llm:
+        aborted = llm.stream(prompts[3], SINGLE)
+        next(aborted)
+        aborted.close()
+        samples = SamplingParams(n=2, top_k=1, max_tokens=ANSWER, ignore_eos=True)
+        outputs = llm.generate(prompts, samples, use_tqdm=False)
+        assert [[sample.token_ids for sample in output.outputs] for output in outputs] == [[e, e] for e in expected]
+        llm._engine.check_integrity()
+
+
 def test_padding_and_other_sequences_do_not_reach_a_state():
     """Slots that a step does not read hold NaN."""
     model, prompts = tiny_class_model("Qwen3NextForCausalLM"), prompts_of("Qwen3NextForCausalLM")
-    with LLM(model, enable_prefix_caching=False, **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         for states in llm._engine.model_runner.binding.caches.of_records:
             for state in states:
                 state.fill_(float("nan"))
@@ -89,7 +172,7 @@ def test_padding_and_other_sequences_do_not_reach_a_state():
 def test_embeddings_and_logprobs_of_prompts_are_the_models_own():
     model, prompt = tiny_class_model("LaraMiniForCausalLM"), prompts_of("LaraMiniForCausalLM")[5]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    with LLM(model, enable_prefix_caching=False, **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         (embedded,) = llm.embed([prompt], normalize=False, use_tqdm=False)
     with torch.no_grad():
