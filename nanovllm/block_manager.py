@@ -16,40 +16,15 @@ before anyone reads it, exactly the tokens of its entry after exactly the prefix
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from nanovllm.core import block_hashes
 from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.wanted_blocks import WantedBlocks
 
-
-@dataclass(slots=True)
-class PrefixEntry:
-    """A findable content: a block's tokens after a given prefix.
-
-    `parent` is the prefix id of the block before, or the request's cache salt for a first block (a string, so that it
-    equals no prefix id).
-    """
-
-    prefix_id: int
-    block_hash: bytes
-    parent: int | str
-    tokens: bytes
-
-
-class BlockObserver(Protocol):
-    """Follows which contents are findable. One that several blocks hold is forgotten with the last of them."""
-
-    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
-        """A content became findable; `parent_hash` is the hash of the block before, None for a first block."""
-
-    def forgotten(self, block_hash: bytes) -> None:
-        """A content is no longer findable: evicted, withdrawn, or not to be trusted."""
-
-    def all_forgotten(self) -> None:
-        """Nothing is findable any longer."""
+MAX_SPARED = 16  # wanted contents that one allocation passes in the list of free blocks
 
 
 class BlockPool:
@@ -69,6 +44,7 @@ class BlockPool:
         self.num_touched_blocks = 0  # handed out at least once: those never used come first, in order
         # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
         self.on_idle: Callable[[int, PrefixEntry], None] | None = None
+        self.wanted: Mapping[bytes, int] = {}  # by hash: contents that waiting sequences want are evicted last
         # The books, which only this class changes; `block_checks` and the live view read them.
         self.ref_counts = [0] * num_blocks
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
@@ -93,6 +69,8 @@ class BlockPool:
         blocks = []
         for _ in range(num_blocks):
             block, _ = self.free_blocks.popitem(last=False)
+            if self.wanted and self.entry_of[block] is not None:
+                block = self._spare_wanted(block)
             self.ref_counts[block] = 1
             if block > self.num_touched_blocks:
                 self.num_touched_blocks = block
@@ -101,6 +79,21 @@ class BlockPool:
                 self.num_evictions += 1
             blocks.append(block)
         return blocks
+
+    def _spare_wanted(self, block: int) -> int:
+        """The block, taken from the free list, or one of the next few if a waiting sequence wants its content."""
+        for _ in range(min(MAX_SPARED, len(self.free_blocks))):
+            entry = self.entry_of[block]
+            if entry is None or entry.block_hash not in self.wanted:
+                break
+            self.free_blocks[block] = None
+            block, _ = self.free_blocks.popitem(last=False)
+        return block
+
+    def evict_first(self, block: int) -> None:
+        """Make a block the next to be taken, if it is free; it stays findable until then."""
+        if self.ref_counts[block] == 0:
+            self.free_blocks.move_to_end(block, last=False)
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block."""
@@ -136,8 +129,7 @@ class BlockPool:
         self.num_findable_blocks -= 1
         holders = self.holders[entry.prefix_id]
         del holders[block]
-        if self.ref_counts[block] == 0:
-            self.free_blocks.move_to_end(block, last=False)
+        self.evict_first(block)
         if not holders:
             del self.holders[entry.prefix_id]
             self._on_lost(entry)
@@ -159,9 +151,8 @@ class BlockPool:
 class BlockManager(BlockPool):
     """Block tables over one pool, and an index of its prefixes by a chain of block hashes.
 
-    The chain of hashes follows vLLM (Kwon et al. 2023, and its automatic prefix caching). A hash
-    only finds a candidate here: a hit needs equal tokens and the same parent prefix id, so that a collision costs a
-    miss and never a wrong answer.
+    The chain of hashes follows vLLM (Kwon et al. 2023). A hash only finds a candidate: a hit needs equal tokens and the
+    same parent prefix id, so that a collision costs a miss and never a wrong answer.
 
     Args:
         num_blocks: blocks in the cache, the null block included.
@@ -179,6 +170,7 @@ class BlockManager(BlockPool):
         self.hash_seed = hash_seed
         self.observer: BlockObserver | None = None
         self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
+        self.wanted: WantedBlocks = WantedBlocks()
         self._last_prefix_id = 0
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
@@ -207,7 +199,19 @@ class BlockManager(BlockPool):
         """The largest number of computed tokens, at most `num_tokens`, that the sequence can return to."""
         return num_tokens
 
+    def trim(self, sequence: Sequence) -> None:
+        """Under a lack of blocks, free those that only a failed step would need."""
+
     # ------------------------------------------------------------------------------------------------ prefixes
+
+    def begin_step(self) -> None:
+        """The next step is about to be scheduled."""
+
+    def want(self, sequence: Sequence) -> None:
+        """The sequence waits from now on: blocks that it may find are evicted last."""
+        if self.enable_prefix_caching and (count := sequence.num_findable_blocks(self.block_size)) > 0:
+            self._block_hash(sequence, count - 1)
+            self.wanted.add(sequence, sequence.block_hashes[:count])
 
     def lookup(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
@@ -218,8 +222,7 @@ class BlockManager(BlockPool):
         is_in_block = sequence.num_computed_tokens % self.block_size != 0
         if is_in_block or not self.enable_prefix_caching:
             return []
-        end = min(sequence.num_findable_tokens, len(sequence.token_ids) - 1) // self.block_size
-        return self._hits(sequence, len(sequence.block_table), end)
+        return self._hits(sequence, len(sequence.block_table), sequence.num_findable_blocks(self.block_size))
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
         holders = self.holders

@@ -66,7 +66,10 @@ class ModelRunner:
         self.sampler = self._build_sampler(compiles=choice.uses_graphs, row_kernels=row_kernels)
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
-        binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
+        binding.caches.allocate(
+            *(n * config.block_size for n in pools.num_blocks),
+            groups=pools.groups_of_layers(), num_records=pools.num_blocks[-1],
+        )  # fmt: skip
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:
             self._executor = GraphExecutor(binding, config, self.sampler, pools)
@@ -107,7 +110,7 @@ class ModelRunner:
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
         if len(self.pools.groups) > 1:
-            layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
+            layout = with_groups(layout, self.pools.are_records, self.config.block_size)
         report = None
         if not all(entry.sequence.is_plain for entry in batch.entries):
             report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))

@@ -64,11 +64,13 @@ class Scheduler:
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
             sequence.key = (aged, sequence.arrival)
         self.waiting.join(sequence)
+        self.block_manager.want(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
+        self.block_manager.wanted.remove(sequence)
         sequence.finish_reason = reason
         sequence.is_running, sequence.is_finished = False, True
         self.waiting.leave(sequence)
@@ -78,6 +80,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
+        self.block_manager.begin_step()
         taken = self._free_slot() if self.waiting.is_shared else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
@@ -161,6 +164,7 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
+            self.block_manager.wanted.remove(sequence)
             self.running.add(sequence)
             sequence.is_running, sequence.num_times_passed = True, 0
 
@@ -214,6 +218,7 @@ class Scheduler:
 
         Among several clients that which was served most loses its sequences first.
         """
+        self.block_manager.trim(sequence)
         is_shared = self.waiting.is_shared
         for victim in self.waiting.preemption_order(self.running) if is_shared else list(reversed(self.running)):
             if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
@@ -245,9 +250,9 @@ class Scheduler:
         """Return a running sequence to the queue without blocks; they stay findable, so it mostly finds them again."""
         self.running.remove(sequence)
         self.block_manager.release(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.is_running = False
+        sequence.num_computed_tokens, sequence.is_running = 0, False
         self.waiting.add(sequence)
+        self.block_manager.want(sequence)
 
     def preempt_all(self) -> None:
         """Make every running sequence recompute its KV (the weights changed); nothing may be in flight."""
@@ -296,8 +301,7 @@ class Scheduler:
                 manager.register(sequence, index, index + 1, (self.in_flight or [batch])[-1].step_id)
         self.stats.num_output_tokens += len(advanced) - len(without_token)
         if is_shared:
-            self.waiting.charge_generated(advanced)
-            self.waiting.charge_generated(without_token, -1)
+            self.waiting.charge_generated(advanced, without_token)
         return self._end_runs(batch, advanced) if batch.draws_runs else advanced
 
     def _end_runs(self, batch: ScheduledBatch, advanced: list[Sequence]) -> list[Sequence]:

@@ -17,7 +17,7 @@ import torch
 from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash, supports_traits
 from nanovllm.attention.flex_cpu import FlexAttention
 from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.attention.operator import AttentionBackend, AttentionLayer
+from nanovllm.attention.operator import AttentionBackend, AttentionLayer, NoAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
 from nanovllm.core.config import FLASH_BLOCK_SIZE, EngineConfig
@@ -81,6 +81,27 @@ class AttentionChoice:
                 wanted = "sdpa"
         return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
 
+    @classmethod
+    def beside_mixers(
+        cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig
+    ) -> AttentionChoice:
+        """For a model with recurrent layers: uncompiled, and on a GPU without graphs, which do not capture them yet.
+
+        Raises ValueError as `for_model`, and for a backend or graphs that the user set.
+        """
+        wanted = config.attention_backend
+        if not layers and wanted not in ("auto", "sdpa"):
+            raise ValueError(f"attention_backend is {wanted!r}, but no layer of this model attends. Leave it out.")
+        if device.type == "cuda" and (wanted not in ("auto", "sdpa") or config.cuda_graphs):
+            option = "cuda_graphs=True" if config.cuda_graphs else f"attention_backend={wanted!r}"
+            raise ValueError(
+                f"{option} lays steps out for CUDA graphs, which do not capture layers with recurrent states yet. "
+                "Leave it out: attention is 'sdpa', without graphs."
+            )
+        if not layers or device.type == "cuda":
+            return cls("sdpa", compiles=False, uses_graphs=False, kernels=())
+        return replace(cls.for_model(layers, device, config), compiles=False)
+
     def captures(self, config: EngineConfig, device: torch.device, obstacle: str | None = None) -> bool:
         """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable.
 
@@ -104,6 +125,8 @@ class AttentionChoice:
         self, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig, *, uncompiled: bool = False
     ) -> AttentionBackend:
         """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`."""
+        if not layers:
+            return NoAttention()
         kinds = kinds_of(layer.traits for layer in layers)
         if self.backend == "flex" and not uncompiled:
             return FlexAttention(

@@ -20,7 +20,7 @@ class GroupedAttention:
     """A backend for each group.
 
     Args:
-        pools: of at least two groups.
+        pools: of at least two groups of K and V.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class GroupedAttention:
         self.reads_whole_blocks = any(backend.reads_whole_blocks for backend in self._backends)
 
     def plan(self, layout: BatchLayout) -> GroupedPlan:
-        layouts = layout, *layout.others
-        plans = [backend.plan(of_group) for backend, of_group in zip(self._backends, layouts, strict=True)]
+        layouts = layout, *layout.others  # that of recurrent states, if there are any, comes last
+        plans = [backend.plan(of_group) for backend, of_group in zip(self._backends, layouts, strict=False)]
         return GroupedPlan(plans, self._group_kinds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections import Counter
@@ -29,10 +30,16 @@ class KVCaches:
     Attributes:
         of_layers: of each layer K and V, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
             differ; a layer that shares another's K and V has the very same. Empty until they are allocated.
+        of_records: of each layer with recurrent states its states, [num_records, ...] each.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], device: torch.device) -> None:
-        self._layers = layers
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        device: torch.device,
+        records: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]] = (),
+    ) -> None:
+        self._layers, self._records = layers, records
         self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
         self._device = device
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
@@ -40,6 +47,8 @@ class KVCaches:
         self._group_bytes: Counter[int] = Counter()
         self._first_touch: FirstTouch | None = None  # of a CPU's caches, unless they are smaller than one piece
         self.of_layers: list[LayerCache] = []
+        self.of_records: list[list[Tensor]] = []
+        self._record_group = 0
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -51,12 +60,13 @@ class KVCaches:
         """Bytes of K and V for this many tokens over all layers."""
         return sum(self._layers[index].token_bytes for index in self._own) * num_tokens
 
-    def allocate(self, *num_slots: int, groups: Sequence[int] | None = None) -> None:
+    def allocate(self, *num_slots: int, groups: Sequence[int] | None = None, num_records: int = 2) -> None:
         """Allocate the caches, zeroed, so that no slot is ever NaN.
 
         Args:
             num_slots: in each cache group.
             groups: of each layer; None where there is one.
+            num_records: in the group of recurrent states, the last one, where there are any.
         """
         by_shape: dict[tuple[int, int, int, int], list[int]] = {}
         for index in self._own:
@@ -80,12 +90,17 @@ class KVCaches:
                     self._together += [(group, caches) for caches in both]
         for group, caches in self._together:
             self._group_bytes[group] += caches.nbytes
+        self._record_group = len(num_slots) - 1
+        self.of_records = [
+            [self._zeros(num_records, *shape, dtype=dtype) for shape, dtype in states] for states in self._records
+        ]
+        self._group_bytes[self._record_group] += sum(state.nbytes for states in self.of_records for state in states)
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
         is_worth_touching = self._device.type == "cpu" and sum(self._group_bytes.values()) >= PIECE_BYTES
         self._first_touch = FirstTouch([caches for _, caches in self._together]) if is_worth_touching else None
 
-    def _zeros(self, *shape: int) -> Tensor:
-        dtype = self._layers[0].dtype
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._layers[0].dtype
         with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
             if self._device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -111,7 +126,7 @@ class KVCaches:
         For measuring; call it before anything is cached.
         """
         if self._device.type == "cpu":
-            for _, caches in self._together:
+            for caches in (*(caches for _, caches in self._together), *itertools.chain.from_iterable(self.of_records)):
                 caches.zero_()
 
     def take_some_memory(self) -> bool:
@@ -137,11 +152,14 @@ class KVCaches:
             sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
             for caches in [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]:
                 caches.index_copy_(1, destinations, caches.index_select(1, sources))
+            if group == self._record_group:
+                for state in itertools.chain.from_iterable(self.of_records):
+                    state.index_copy_(0, destinations, state.index_select(0, sources))
 
     def release(self) -> None:
         if self._first_touch is not None:
             self._first_touch.stop()
-        self.of_layers = []
+        self.of_layers, self.of_records = [], []
         self._together = []
         self._group_bytes.clear()
 

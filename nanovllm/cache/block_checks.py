@@ -17,7 +17,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     tables = [[(sequence, sequence.block_table, 0) for sequence in sequences]]
     if isinstance(manager, CacheGroups):
         of_sequences = [
-            [(s, t, g.first_block(s.num_computed_tokens)) for g, t in manager.tables_of(s)] for s in sequences
+            [(s, t, g.first_needed(s.num_computed_tokens)) for g, t in manager.tables_of(s)] for s in sequences
         ]
         tables = [list(group) for group in zip(*of_sequences, strict=True)] or [[] for _ in manager.groups]
     for pool, of_pool in zip(manager.pools, tables, strict=True):

@@ -26,11 +26,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry
+from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_blocks import StateBlocks
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.outputs import CacheGroupStats
+from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import GroupTables, Sequence
 
 
@@ -43,6 +45,7 @@ def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
             group.pool.num_blocks - 1 - len(group.pool.free_blocks),
             group.pool.num_findable_blocks,
             group.pool.num_evictions,
+            group.kind.record_bytes,
         )
         for group in (manager.groups if isinstance(manager, CacheGroups) else ())
     )
@@ -92,11 +95,21 @@ class CacheGroups(BlockManager):
         hash_seed: str = "",
     ) -> None:
         super().__init__(num_blocks[0], block_size, enable_prefix_caching=enable_prefix_caching, hash_seed=hash_seed)
+        if kinds[0].record_bytes is not None:
+            raise ValueError(
+                "the first cache group has records; the prefix index needs one with a block for each block"
+            )
         pools = (self, *map(BlockPool, num_blocks[1:]))
         limits = {"max_model_len": max_model_len, "max_chunk_tokens": max_chunk_tokens}
-        self.groups = [GroupBlocks(kind, pool, block_size, **limits) for kind, pool in zip(kinds, pools, strict=True)]
+        self.groups = [
+            (GroupBlocks if kind.record_bytes is None else StateBlocks)(kind, pool, block_size, **limits)
+            for kind, pool in zip(kinds, pools, strict=True)
+        ]
+        self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
         self.by_id: dict[int | str, PrefixEntry] = {}
         self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
+        for pool in pools:
+            pool.wanted = self.wanted
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -116,7 +129,8 @@ class CacheGroups(BlockManager):
 
     @property
     def num_free_blocks(self) -> int:
-        return min(len(group.pool.free_blocks) for group in self.groups)
+        """Blocks by which a sequence's tables can grow."""
+        return min(group.num_blocks_to_grow for group in self.groups)
 
     def has_free(self, num_blocks: int) -> bool:
         counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.groups)
@@ -124,27 +138,82 @@ class CacheGroups(BlockManager):
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> GroupCounts:
         """Counts for a window group at most the blocks that one sequence holds at a time."""
-        held = len(sequence.block_table)
-        lacking = self.num_blocks_for(num_tokens) - held - len(hits)
+        lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
         first_held = self._group_tables(sequence).first_held
-        counts = []
-        for group, first, found in zip(self.groups, first_held, self.hits_by_group(sequence, hits), strict=True):
-            wanted = lacking if group.kind.is_full else min(lacking, max(0, group.max_held - (held - first)))
-            counts.append(min(wanted + group.num_free_among(found), group.pool.num_blocks - 1))
-        return GroupCounts(counts)
+        of_groups = zip(self.tables_of(sequence), first_held, self.hits_by_group(sequence, hits), strict=True)
+        return GroupCounts(
+            [group.num_lacking(table, first, lacking, found) for (group, table), first, found in of_groups]
+        )
+
+    def trim(self, sequence: Sequence) -> None:
+        tables, newest = self._group_tables(sequence), (sequence.num_computed_tokens - 1) // self.block_size
+        for number, (group, table) in enumerate(self.tables_of(sequence)):
+            if group.keeps_records and not group.pool.free_blocks and newest > tables.first_held[number]:
+                group.free_unseen(table, tables.first_held[number], newest, self._junctions(sequence))
+                tables.first_held[number] = newest
+
+    # ------------------------------------------------------------------------------------- where states are kept
+
+    def cut(self, sequence: Sequence, start: int, end: int) -> int:
+        """The first boundary in the chunk at which a state is kept, else `end`; `start` while it awaits a state.
+
+        A state in a block is overwritten in place, so a chunk that begins in one ends with it at the latest.
+        """
+        if not self._states:
+            return end
+        if sequence.group_tables is not None and sequence.group_tables.awaits_state:
+            return start
+        if start % self.block_size:
+            return min(end, self.num_blocks_for(start) * self.block_size)
+        return self._next_checkpoint(sequence, start, end) if self.enable_prefix_caching else end
+
+    def _next_checkpoint(self, sequence: Sequence, start: int, end: int) -> int:
+        """The first boundary between start and end at which a state is kept; `end` if there is none.
+
+        It is the last one before the end of the known tokens, or a junction: after it fewer waiting sequences go on
+        as this one does, or a prefix ends that the index knows.
+        """
+        block_size, junctions = self.block_size, self._group_tables(sequence).junctions
+        first, stop = start // block_size + 1, (end - 1) // block_size  # the boundaries between them
+        last, num_full = (sequence.num_known_tokens - 1) // block_size, len(sequence.token_ids) // block_size
+        nearest = min((n for n in (last, max(junctions, default=0)) if first <= n <= stop), default=stop + 1)
+        for length in range(first, nearest):
+            num_wanted = self._num_others(sequence, length - 1)
+            if num_wanted > (self._num_others(sequence, length) if length < num_full else 0):
+                return length * block_size
+            if not num_wanted:
+                break
+        return min(end, nearest * block_size)
+
+    def _num_others(self, sequence: Sequence, index: int) -> int:
+        return self.wanted.by_others(sequence, index, self._block_hash(sequence, index))
+
+    def rewindable(self, sequence: Sequence, num_tokens: int) -> int:
+        if not self._states:
+            return num_tokens
+        length, agreed = num_tokens // self.block_size, -1
+        while agreed != length:
+            agreed = length
+            for group, table in self.tables_of(sequence):
+                length = group.rewindable(table, length)
+        return length * self.block_size
 
     # ------------------------------------------------------------------------------------------------ prefixes
+
+    def begin_step(self) -> None:
+        for group in self._states:
+            group.begin_step()
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
         """The longest prefix in all groups. The end of a longer prefix in the index becomes a junction."""
         entries = self._find(sequence, first, end)
-        length, agreed = len(entries), -1
-        while agreed != length:
-            agreed = length
-            for group in self.groups:
-                length = group.longest_hit(entries, first, length)
+        length = self._longest_hit(entries, first)
         if length < len(entries):
             self._group_tables(sequence).junctions.add(first + len(entries))
+        if self._states:
+            writes_states = any(group.fresh for group in self._states)
+            will_be_longer = writes_states and self._longest_hit(entries, first, with_fresh=True) > length
+            self._group_tables(sequence).awaits_state = will_be_longer
         by_group = [group.hit_blocks(entries[:length], first) for group in self.groups]
         if first and any(
             len(group.pool.free_blocks) <= group.num_free_among(blocks)
@@ -152,6 +221,15 @@ class CacheGroups(BlockManager):
         ):  # the sequence holds blocks: with these there would be none left to compute in
             return []
         return by_group[0]
+
+    def _longest_hit(self, entries: list[PrefixEntry], first: int, *, with_fresh: bool = False) -> int:
+        """Length of the longest prefix that all groups have."""
+        length, agreed = len(entries), -1
+        while agreed != length:
+            agreed = length
+            for group in self.groups:
+                length = group.longest_hit(entries, first, length, with_fresh=with_fresh)
+        return length
 
     def hits_by_group(self, sequence: Sequence, hits: Collection[int]) -> list[list[int]]:
         """The blocks of a hit in each group; `hits` are the first group's, from `lookup`."""
@@ -181,7 +259,7 @@ class CacheGroups(BlockManager):
                 return
             for group, table in further:
                 if table[index] != NULL_BLOCK and group.pool.entry_of[table[index]] is None:
-                    group.pool.hold(table[index], entry)
+                    group.hold(table[index], entry)
                     self._uncommitted.setdefault(step_id, []).append((group.pool, table[index]))
 
     def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
@@ -217,7 +295,7 @@ class CacheGroups(BlockManager):
 
     def allocate(self, sequence: Sequence, num_blocks: int) -> None:
         for group, table in self.tables_of(sequence):
-            table += group.pool.pop_free(num_blocks)
+            group.allocate(table, num_blocks)
 
     def release(self, sequence: Sequence, num_kept: int = 0) -> None:
         for group, table in self.tables_of(sequence):
@@ -238,10 +316,14 @@ class CacheGroups(BlockManager):
 
     def _free_unseen(self, sequence: Sequence, num_read: int) -> None:
         """Free the blocks that no later row sees, now that `num_read` tokens are computed for certain."""
-        tables, prompt = self._group_tables(sequence), sequence.num_prompt_tokens
-        junctions = {(prompt - 1) // self.block_size, prompt // self.block_size, *tables.junctions}
+        tables, junctions = self._group_tables(sequence), self._junctions(sequence)
         for number, (group, table) in enumerate(self.tables_of(sequence)):
             first, end = tables.first_held[number], group.first_block(num_read)
             if end > first:
                 group.free_unseen(table, first, end, junctions)
                 tables.first_held[number] = end
+
+    def _junctions(self, sequence: Sequence) -> set[int]:
+        """Lengths in blocks at which later requests are likely to go on."""
+        prompt, block_size = sequence.num_prompt_tokens, self.block_size
+        return {(prompt - 1) // block_size, prompt // block_size, *self._group_tables(sequence).junctions}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,6 +11,10 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
+
+# Slots of recurrent states that a running sequence holds: the one that steps write to, the last one that is kept, and
+# now and then one more at a block's end.
+RECORDS_PER_SEQUENCE = 2.1
 
 
 class CacheGroup(NamedTuple):
@@ -39,6 +44,17 @@ class CachePools(NamedTuple):
     def num_bytes(self) -> int:
         return sum(group.block_bytes * count for group, count in zip(self.groups, self.num_blocks, strict=True))
 
+    @property
+    def are_records(self) -> tuple[bool, ...]:
+        """Whether each group keeps a record a sequence; at most the last one does."""
+        return tuple(group.kind.record_bytes is not None for group in self.groups)
+
+    @property
+    def paged(self) -> CachePools:
+        """The groups of K and V."""
+        num_paged = self.are_records.count(False)
+        return CachePools(self.groups[:num_paged], self.num_blocks[:num_paged])
+
     def groups_of_layers(self) -> list[int]:
         """The group of each layer."""
         of_layer = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
@@ -51,15 +67,17 @@ class CachePools(NamedTuple):
 
 
 def cache_groups_of(
-    layers: Sequence[LayerTraits], block_bytes: Sequence[int], max_model_len: int
+    layers: Sequence[LayerTraits], block_bytes: Sequence[int], max_model_len: int, *, record_bytes: int = 0
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers, the one with full attention first.
+    """The groups of a model's layers, full attention first, recurrent states last.
 
     A window or chunk that holds max_model_len hides nothing, so it counts as full attention; so do all layers where one
-    reads the K and V of another that sees other positions.
+    reads the K and V of another that sees other positions. Where no layer attends, a group without layers and bytes
+    comes first: its blocks stand for those of tokens in the prefix index.
 
     Args:
         block_bytes: of one block in each layer; those of a layer that reads another's do not count.
+        record_bytes: of the states of one sequence over all layers; 0 where there are none.
     """
 
     kinds = [layer.sight.within(max_model_len) for layer in layers]
@@ -70,6 +88,8 @@ def cache_groups_of(
         members = tuple(index for index, own in enumerate(kinds) if own == kind)
         num_bytes = sum(block_bytes[index] for index in members if layers[index].shares is None)
         groups.append(CacheGroup(members, num_bytes, kind))
+    if record_bytes:
+        groups = [*(groups or [CacheGroup()]), CacheGroup((), record_bytes, StateKind.record(record_bytes))]
     return tuple(groups)
 
 
@@ -122,17 +142,14 @@ def resolve_pools(
     Raises ValueError if a pool cannot hold one sequence of max_model_len.
     """
     groups = tuple(groups)
-    if len(groups) == 1:
-        if config.window_pool_share is not None:
-            raise ValueError(
-                f"window_pool_share is {config.window_pool_share}, but all layers of this model share one pool here: "
-                "they see the same positions. Leave window_pool_share out."
-            )
-        if groups[0].kind.is_full:
-            config = resolve_pool(
-                config, groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set
-            )
-            return config, CachePools(groups, (config.num_kv_blocks,))
+    if config.window_pool_share is not None and (len(groups) == 1 or not groups[0].block_bytes):
+        raise ValueError(
+            f"window_pool_share is {config.window_pool_share}, but all layers of this model share one pool here: "
+            "they see the same positions. Leave window_pool_share out."
+        )
+    if len(groups) == 1 and groups[0].kind.is_full:
+        config = resolve_pool(config, groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
+        return config, CachePools(groups, (config.num_kv_blocks,))
     pools = CachePools(groups, _split(config, groups, memory_bytes))
     longest, fitting = config.max_model_len, (pools.num_blocks[0] - 1) * config.block_size
     if groups[0].kind.is_full and not max_model_len_is_set and 2 <= fitting < longest:
@@ -148,7 +165,11 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
     weights = _weights(config, groups)
     kinds = [group.kind for group in groups]
     needed = [kind.max_blocks(config.max_model_len, config.block_size) for kind in kinds]
-    least = [0 if kind.is_full else 1 + count for kind, count in zip(kinds, needed, strict=True)]
+    least = [1 + count for count in needed]
+    if groups[0].kind.is_full and groups[0].block_bytes:
+        least[0] = 0
+    if kinds[-1].record_bytes is not None:
+        least[-1] = _fewest_records(config, groups[-1], memory_bytes)
     if config.num_kv_blocks is not None:
         scale = config.num_kv_blocks / weights[0]
         return config.num_kv_blocks, *(max(n, int(scale * w)) for n, w in zip(least[1:], weights[1:], strict=True))
@@ -161,11 +182,23 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
     if not is_asked:  # no more than blocks of all running sequences, and as many cached windows again
         chunk = -(-2 * config.max_num_batched_tokens // config.block_size)
         for number, kind in enumerate(kinds):
-            most = config.max_num_seqs * needed[number] * (1 if kind.is_full else 2) + (0 if kind.is_full else chunk)
+            most = config.max_num_seqs * needed[number] * (1 if kind.is_full else 2)
+            if not kind.is_full and kind.record_bytes is None:
+                most += chunk
             counts[number] = min(counts[number], most + 1)
-    rest = memory - sum(g.block_bytes * n for g, n in zip(groups[1:], counts[1:], strict=True))
-    counts[0] = max(0, min(counts[0], rest // groups[0].block_bytes))
+    if groups[0].block_bytes:
+        rest = memory - sum(g.block_bytes * n for g, n in zip(groups[1:], counts[1:], strict=True))
+        counts[0] = max(0, min(counts[0], rest // groups[0].block_bytes))
     return tuple(counts)
+
+
+def _fewest_records(config: EngineConfig, group: CacheGroup, memory_bytes: int) -> int:
+    """Slots for all running sequences, in at most half of the memory, but for one sequence in any case."""
+    wanted = 1 + math.ceil(RECORDS_PER_SEQUENCE * config.max_num_seqs)
+    if config.num_kv_blocks is None:
+        memory = memory_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+        wanted = min(wanted, memory // 2 // group.block_bytes)
+    return max(1 + group.kind.max_blocks(config.max_model_len, config.block_size), wanted)
 
 
 def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float]:
@@ -184,6 +217,12 @@ def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
     """The message for a pool that cannot hold one sequence."""
     (layers, _, kind), count = pools.groups[number], pools.num_blocks[number]
     seen = f"window {kind.window}" if kind.window is not None else f"chunks of {kind.chunk}"
+    if kind.record_bytes is not None:
+        return (
+            f"the pool of recurrent states has {count} slots of {kind.record_bytes:,} bytes (slot 0 is reserved), but "
+            f"one sequence needs {1 + kind.max_blocks(config.max_model_len, config.block_size)}. Give the cache more "
+            "memory through kv_cache_memory_bytes or gpu_memory_utilization."
+        )
     needed = 1 + kind.max_blocks(config.max_model_len, config.block_size)
     return (
         f"the KV cache of the {len(layers)} layers with {'full attention' if kind.is_full else seen} has {count}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.block_manager import BlockPool, PrefixEntry
+from nanovllm.block_manager import BlockPool
 from nanovllm.cache.kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.prefix_entry import PrefixEntry
 
 
 class GroupBlocks:
@@ -20,6 +21,8 @@ class GroupBlocks:
     Raises ValueError for a pool that cannot hold one sequence of `max_model_len`.
     """
 
+    keeps_records = False  # but K and V of positions
+
     def __init__(
         self, kind: StateKind, pool: BlockPool, block_size: int, *, max_model_len: int, max_chunk_tokens: int
     ) -> None:
@@ -27,10 +30,12 @@ class GroupBlocks:
         self.claimed: set[int] = set()
         needed, num_blocks = kind.max_blocks(max_model_len, block_size), pool.num_blocks - 1
         if needed > num_blocks:
+            seen = (
+                "recurrent states" if self.keeps_records else f"layers with window {kind.window} and chunk {kind.chunk}"
+            )
             raise ValueError(
-                f"a pool of {num_blocks + 1} blocks (block 0 is reserved) for layers with window {kind.window} and "
-                f"chunk {kind.chunk} cannot hold the {needed} blocks that one sequence of {max_model_len} tokens needs."
-                f" Give it at least {needed + 1} blocks."
+                f"a pool of {num_blocks + 1} blocks (block 0 is reserved) for {seen} cannot hold the {needed} blocks "
+                f"that one sequence of {max_model_len} tokens needs. Give it at least {needed + 1} blocks."
             )
         in_flight = -(-max_chunk_tokens // block_size)
         self.max_held = needed if kind.is_full else min(num_blocks, needed + in_flight)
@@ -38,8 +43,35 @@ class GroupBlocks:
     def first_block(self, num_tokens: int) -> int:
         return self.kind.first_block(num_tokens, self.block_size)
 
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block from which on a sequence with `num_tokens` computed tokens lacks none."""
+        return self.first_block(num_tokens)
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         return self.pool.num_free_among(block for block in blocks if block != NULL_BLOCK)
+
+    @property
+    def num_blocks_to_grow(self) -> int:
+        """Blocks by which some table can grow now."""
+        return len(self.pool.free_blocks)
+
+    def num_lacking(self, table: list[int], first_held: int, num_blocks: int, hits: list[int]) -> int:
+        """Free blocks that a sequence takes until its table is `num_blocks` longer, besides the `hits` that it claims.
+
+        At most the number that one sequence holds at a time.
+        """
+        wanted = num_blocks
+        if not self.kind.is_full:
+            wanted = min(num_blocks, max(0, self.max_held - (len(table) - first_held)))
+        return min(wanted + self.num_free_among(hits), self.pool.num_blocks - 1)
+
+    def allocate(self, table: list[int], num_blocks: int) -> None:
+        """Make the table `num_blocks` longer. The caller has checked that enough are free."""
+        table += self.pool.pop_free(num_blocks)
+
+    def hold(self, block: int, entry: PrefixEntry) -> None:
+        """Make the block findable under `entry`."""
+        self.pool.hold(block, entry)
 
     def claim(self, blocks: list[int], entries: Collection[PrefixEntry]) -> None:
         """Pin the blocks of a hit."""
@@ -55,10 +87,11 @@ class GroupBlocks:
         self.pool.forget_content(entry)
         self.claimed.discard(entry.prefix_id)
 
-    def longest_hit(self, entries: AnySequence[PrefixEntry], first: int, end: int) -> int:
+    def longest_hit(self, entries: AnySequence[PrefixEntry], first: int, end: int, *, with_fresh: bool = False) -> int:
         """Length of the longest hit in entries[:end]; entries[0] is block `first` of the sequence.
 
-        Scanned from the right; the sequence holds the blocks before `first`.
+        Scanned from the right; the sequence holds the blocks before `first`. K and V that the step being scheduled
+        writes count in any case, records only `with_fresh`.
         """
         holders = self.pool.holders
         if self.kind.is_full:
@@ -96,3 +129,7 @@ class GroupBlocks:
             if not is_shared and not any(begin <= index < length for begin, length in kept):
                 pool.forget_block(block)
             pool.unpin([block])
+
+    def rewindable(self, table: list[int], num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, after which a sequence can continue."""
+        return num_blocks  # blocks in sight stay until a step that passed them was read

@@ -63,20 +63,25 @@ class Admission:
             hits = blocks.lookup(sequence)
             start = len(hits) * blocks.block_size
             lacking = sequence.num_known_tokens - start
-            size = self.chunk_size(sequence, start, min(step.budget, step.threshold))
+            limit = min(step.budget, step.threshold)
+            size = self.chunk_size(sequence, start, limit)
+            left = lacking - size
             if size == 0:
                 if sequence.num_times_passed >= MAX_TIMES_PASSED:
                     break
                 overtaken.append(sequence)
-            if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial, step.threshold)):
+            # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
+            is_partial = left >= blocks.block_size or (left > 0 and limit < lacking)
+            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
                 num_looked_past += 1
                 continue
             if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
                 break
             yield sequence, size, hits
-            if size < lacking:
-                partial.append(lacking - size)
+            if left:
                 reserved += self.blocks_lacking(sequence)
+            if is_partial:
+                partial.append(left)
             slots -= 1
             for other in overtaken:
                 other.num_times_passed += 1

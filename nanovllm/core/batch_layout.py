@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.sequence import Sequence
 
 
@@ -36,6 +36,8 @@ class BatchLayout:
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
     others: the same rows in each cache group after the first.
+    state_reads, state_writes: [num_entries] int64, in a group of records alone: the slots of each entry's state before
+        the step (the null block where the entry begins its sequence: no state), and after it.
     """
 
     entries: list[ScheduledSequence]
@@ -48,6 +50,8 @@ class BatchLayout:
     sampled_positions: NDArray[np.int64]
     blocks_to_clear: NDArray[np.int64]
     others: tuple[BatchLayout, ...] = ()
+    state_reads: NDArray[np.int64] | None = None
+    state_writes: NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,18 +115,43 @@ def build_layout(
     )
 
 
-def with_groups(layout: BatchLayout, num_groups: int, block_size: int) -> BatchLayout:
-    """Adds the rows of each further cache group to a layout; call it right after the step was scheduled."""
-    if num_groups == 1:
+def with_groups(layout: BatchLayout, are_records: SequenceABC[bool], block_size: int) -> BatchLayout:
+    """Adds the rows of each further cache group to a layout; call it right after the step was scheduled.
+
+    Args:
+        are_records: of each group, whether it keeps a record a sequence, and not K and V.
+    """
+    if len(are_records) == 1:
         return layout
     starts = np.fromiter((entry.start for entry in layout.entries), np.int64, len(layout.entries))
     counts = np.diff(layout.row_starts)
     others = []
-    for number in range(num_groups - 1):
+    for number, is_record in enumerate(are_records[1:]):
         entries = [entry._replace(block_table=_table(entry, number)) for entry in layout.entries]
+        if is_record:
+            others.append(_with_states(replace(layout, entries=entries), starts, starts + counts, block_size))
+            continue
         slot_mapping, to_clear = _map_slots(entries, starts, counts, layout.positions, block_size)
         others.append(replace(layout, entries=entries, slot_mapping=slot_mapping, blocks_to_clear=to_clear))
     return replace(layout, others=tuple(others))
+
+
+def _with_states(
+    layout: BatchLayout, starts: NDArray[np.int64], ends: NDArray[np.int64], block_size: int
+) -> BatchLayout:
+    """The layout of a group of records, whose blocks hold no rows."""
+    tables = [entry.block_table for entry in layout.entries]
+    befores, lasts = ((positions // block_size).tolist() for positions in (starts - 1, ends - 1))
+    reads = [NULL_BLOCK if before < 0 else table[before] for table, before in zip(tables, befores, strict=True)]
+    writes = [table[last] for table, last in zip(tables, lasts, strict=True)]
+    nothing = layout.slot_mapping[:0]
+    return replace(
+        layout,
+        slot_mapping=nothing,
+        blocks_to_clear=nothing,
+        state_reads=np.array(reads, np.int64),
+        state_writes=np.array(writes, np.int64),
+    )
 
 
 def _table(entry: ScheduledSequence, number: int) -> list[int]:

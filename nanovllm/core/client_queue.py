@@ -139,12 +139,11 @@ class ClientQueue:
         account = sequence.account
         account.served += num_tokens * self.prefill_cost / account.weight
 
-    def charge_generated(self, sequences: Iterable[Sequence], num_tokens: int = 1) -> None:
-        """Count so many generated tokens for each sequence, which may have ended with them."""
-        cost = num_tokens * self.decode_cost
-        for sequence in sequences:
-            account = sequence.account
-            account.served += cost / account.weight
+    def charge_generated(self, advanced: Iterable[Sequence], without_token: Iterable[Sequence]) -> None:
+        """Count one generated token of each advanced sequence but those, all of which may have ended."""
+        for sequences, cost in ((advanced, self.decode_cost), (without_token, -self.decode_cost)):
+            for sequence in sequences:
+                sequence.account.served += cost / sequence.account.weight
 
     @property
     def is_shared(self) -> bool:

@@ -262,7 +262,7 @@ class EngineConfig:
             if getattr(self, mode) != 1:
                 check_options(self, mode)
         self._check_together()
-        self._check_kv_events()
+        validation.check_kv_events(self)
 
     def _check_together(self) -> None:
         """Raise ValueError for options that contradict each other on every model and device."""
@@ -284,27 +284,6 @@ class EngineConfig:
             raise ValueError(
                 f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
                 "least 2, or leave routing out."
-            )
-
-    def _check_kv_events(self) -> None:
-        for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
-            if getattr(self, name) and self.kv_events is None:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but no events are published. Set kv_events too.")
-        ports = [int(end.rpartition(":")[2]) for end in (self.kv_events, self.kv_events_replay) if end and "tcp" in end]
-        if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < self.data_parallel_size:
-            raise ValueError(
-                f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
-                f"number. Set ports that are at least {self.data_parallel_size} apart."
-            )
-        if (last := max(ports, default=0) + self.kv_events_rank + self.data_parallel_size - 1) > 65535:
-            raise ValueError(
-                f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is "
-                "the highest. Set lower ones."
-            )
-        if self.kv_events is not None and not self.enable_prefix_caching:
-            raise ValueError(
-                f"kv_events is {self.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
-                "out."
             )
 
     # ---------------------------------------------------------------------------------------------- resolution

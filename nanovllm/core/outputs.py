@@ -200,9 +200,10 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroupStats:
-    """Block pool of the layers that see the same positions; see `EngineStats`.
+    """Block pool of the layers that see the same positions, or of recurrent states; see `EngineStats`.
 
     window, chunk: of their attention in tokens; None for no such limit.
+    record_bytes: of a sequence's recurrent states, each of which takes a block; None for K and V.
     """
 
     window: int | None
@@ -211,10 +212,13 @@ class CacheGroupStats:
     num_used_blocks: int
     num_findable_blocks: int
     num_evictions: int
+    record_bytes: int | None = None
 
     @property
     def name(self) -> str:
         """Window and chunk of its layers, in words."""
+        if self.record_bytes is not None:
+            return "recurrent states"
         parts = {"window": self.window, "chunks of": self.chunk}
         return " in ".join(f"{words} {size}" for words, size in parts.items() if size is not None) or "full attention"
 

@@ -79,11 +79,13 @@ class GroupTables:
     further: block tables of the other groups; the null block replaces each block that left the window.
     first_held: in each group, the first block that was not freed yet.
     junctions: lengths in blocks of known prefixes that were only partly in the cache.
+    awaits_state: whether the step being scheduled writes a state for a longer hit in the next step.
     """
 
     further: list[list[int]]
     first_held: list[int]
     junctions: set[int] = field(default_factory=set)
+    awaits_state: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -191,6 +193,10 @@ class Sequence:
     def num_findable_tokens(self) -> int:
         """Leading tokens that may come from the prefix cache: row p gives the log-probabilities of token p + 1."""
         return len(self.prompt_logprobs or ()) - 1 if self.lacks_prompt_logprobs else len(self.token_ids)
+
+    def num_findable_blocks(self, block_size: int) -> int:
+        """Full blocks among them, before the last known token, which is computed for its logits."""
+        return min(self.num_findable_tokens, len(self.token_ids) - 1) // block_size
 
     def block_tokens(self, index: int, block_size: int) -> bytes:
         """The int32 token ids of block `index`, as bytes; short if the block is not full."""

@@ -237,3 +237,26 @@ def check_fields(options: Any, checks: dict[str, Callable[[str, Any], Any]]) -> 
         if value is not field.default:
             check = field.metadata["check"] or (CHECKS | checks)[str(field.type).removesuffix(" | None")]
             object.__setattr__(options, field.name, check(field.name, value))
+
+
+def check_kv_events(config: Any) -> None:
+    """Raise ValueError for options of an `EngineConfig` about KV events that contradict each other."""
+    for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
+        if getattr(config, name) and config.kv_events is None:
+            raise ValueError(f"{name} is {getattr(config, name)!r}, but no events are published. Set kv_events too.")
+    ports = [int(end.rpartition(":")[2]) for end in (config.kv_events, config.kv_events_replay) if end and "tcp" in end]
+    if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < config.data_parallel_size:
+        raise ValueError(
+            f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
+            f"number. Set ports that are at least {config.data_parallel_size} apart."
+        )
+    if (last := max(ports, default=0) + config.kv_events_rank + config.data_parallel_size - 1) > 65535:
+        raise ValueError(
+            f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is "
+            "the highest. Set lower ones."
+        )
+    if config.kv_events is not None and not config.enable_prefix_caching:
+        raise ValueError(
+            f"kv_events is {config.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
+            "out."
+        )

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.attention.operator import AttentionStep
+from nanovllm.attention.operator import AttentionStep, NoAttention
 from nanovllm.execution.buckets import MIN_ROWS
-from nanovllm.execution.gpu_memory import NoAttention
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 

@@ -27,10 +27,10 @@ def build_direct(
     binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, sampler: Sampler
 ) -> DirectExecutor:
     """The executor of a fully resolved config, with an attention backend for each cache group."""
-    if len(pools.groups) == 1:
+    if len(pools.paged.groups) == 1:
         backend = choice.build(binding.layers, binding.device, config)
         return DirectExecutor(binding, backend, config.block_size, sampler)
-    grouped = GroupedAttention(choice, binding.layers, binding.device, config, pools)
+    grouped = GroupedAttention(choice, binding.layers, binding.device, config, pools.paged)
     return DirectExecutor(binding, grouped, config.block_size, sampler, grouped.kind_groups)
 
 
@@ -84,7 +84,7 @@ class DirectExecutor:
                     binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size, group=group)
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
-        step = AttentionStep(plan, num_tokens)
+        step = AttentionStep(plan, num_tokens, layouts[-1] if binding.mixers else None)
         embedded = None if report is None or report.prompt is not None else report.embedded
         if embedded is not None and embedded.is_all:  # no logits are needed
             embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)

@@ -12,8 +12,8 @@ from nanovllm.attention.flex_chunks import most_listed
 from nanovllm.attention.flex_decodes import most_kv_tiles
 from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.attention.operator import AttentionBackend
-from nanovllm.core.batch_layout import BatchLayout, build_layout
+from nanovllm.attention.operator import AttentionBackend, NoAttention
+from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.direct import DirectExecutor
@@ -51,6 +51,8 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     torch.cuda.reset_peak_memory_stats(binding.device)
     before = torch.cuda.memory_allocated(binding.device)
     layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
+    if binding.mixers:
+        layout = with_groups(layout, [False, True], config.block_size)
     executor.launch(batch, layout, backend.plan(layout), None)()
     torch.cuda.synchronize(binding.device)
     peaks = StepPeaks(sampler.peak_before - before, torch.cuda.max_memory_allocated(binding.device) - before)
@@ -114,18 +116,6 @@ class _MeasuredSampler:
     def sample(self, *arguments: Any) -> Tensor:
         self.peak_before = torch.cuda.max_memory_allocated(self._device)
         return self._sampler.sample(*arguments)
-
-
-class NoAttention:
-    """A backend without attention, to measure the rest of a step."""
-
-    reads_whole_blocks = False
-
-    def plan(self, layout: BatchLayout) -> NoAttention:
-        return self
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
-        return query.new_zeros(*query.shape[:2], value_cache.shape[2])
 
 
 class _AttentionOncePerKind(NoAttention):

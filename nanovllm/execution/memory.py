@@ -39,6 +39,6 @@ def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: Attent
     free, total = torch.cuda.mem_get_info(binding.device)  # memory of other processes counts as used
     num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - num_step_bytes - GPU_RESERVE_BYTES
     # Compiled code depends on the caches' size: rounded, so that the next process finds it again.
-    block_bytes = binding.caches.num_bytes(config.block_size)
+    block_bytes = max(1, binding.caches.num_bytes(config.block_size))  # 0 without attention
     num_blocks = max(0, num_bytes) // block_bytes
     return block_bytes * (num_blocks - num_blocks % max(1, num_blocks >> 5))

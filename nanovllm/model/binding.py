@@ -34,6 +34,7 @@ from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
+from nanovllm.model.mixers import Mixers
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.pinned_rope import PinnedRope
@@ -71,6 +72,7 @@ class ModelBinding:
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
+        mixers: layers with recurrent states.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
         has_base_model: whether a submodule computes the hidden states, with the head outside of it.
         min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
@@ -82,13 +84,11 @@ class ModelBinding:
     def __init__(
         self, model: Any, *, is_live: bool, ranks: Ranks | None = None, head: ShardedHead | None = None
     ) -> None:
-        self.model = model
+        self.model, self.is_live, self.ranks = model, is_live, ranks
         self.memory: HugePages | None = None
-        self.is_live, self.ranks = is_live, ranks
         self.head_shards: ShardedHead | None = None  # set if logits cover only this rank's tokens
         self.device: torch.device = next(model.parameters()).device
-        self.min_rows = 1
-        self.handle = next(_handles)
+        self.min_rows, self.handle = 1, next(_handles)
         with torch.inference_mode(False):
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
         self._lock = _module_locks.setdefault(model, threading.RLock())
@@ -96,14 +96,13 @@ class ModelBinding:
         self._layered_calls: dict[nn.Module, Callable[..., Any]] | None = None  # without a stack
         self._fused_layers: list[FusedLayer] = []
         self._rotary: list[Change] = []
-        self._patches = AttributePatches()
-        self._is_installed = False
+        self._patches, self._is_installed = AttributePatches(), False
         with self._lock:  # another engine's step patches the module
             self.rope = PinnedRope(model)
         self._unshared: set[nn.Linear] = set()  # layers with plain weights that may be freed
-        probe = probe_model(model, self._probing, RowBatches.for_model)
-        self.layers = probe.layers
-        self._passes_keywords = probe.passes_keywords
+        self.mixers = Mixers(model)
+        probe = probe_model(model, self._probing, RowBatches.for_model, has_mixers=bool(self.mixers.found))
+        self.layers, self._passes_keywords = probe.layers, probe.passes_keywords
         check = partial(check_rows, model, self._probing, probe)
         if is_live or self.device.type != "cpu":
             self.vocab_size = check()
@@ -114,8 +113,8 @@ class ModelBinding:
             self.has_base_model = self._passes.has_base_model(self.device)
         if ranks is not None and head is not None:
             self._split_logits(ranks, head)
-        self.dtype = self.layers[0].dtype
-        self.caches = KVCaches(self.layers, self.device)
+        self.dtype = self.layers[0].dtype if self.layers else model.dtype
+        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
         self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
         with self._lock:
             self.watch = ModuleWatch(model) if is_live else None
@@ -164,7 +163,7 @@ class ModelBinding:
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         with merging(self.model, self.layer_modules):
-            probe_model(self.model, self._probing)
+            probe_model(self.model, self._probing, has_mixers=bool(self.mixers.found))
 
     def fuse_rotary(self) -> None:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""
@@ -187,9 +186,7 @@ class ModelBinding:
 
     def has_hooks(self) -> bool:
         """Whether a live module has forward hooks of its owner."""
-        return self.is_live and any(
-            module._forward_hooks or module._forward_pre_hooks for module in modules_of(self.model)
-        )
+        return self.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(self.model))
 
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
@@ -265,6 +262,7 @@ class ModelBinding:
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
         for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
+        changes += self.mixers.step_changes(self.caches.of_records)
         self._patches.apply(changes)
         self._is_installed = True
 
@@ -280,7 +278,8 @@ class ModelBinding:
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps
             try:
-                self._patches.apply(redirected_to(self.model, PROBE_NAME) + self.rope.changes)
+                changes = redirected_to(self.model, PROBE_NAME) + self.rope.changes
+                self._patches.apply(changes + self.mixers.probing_changes())
                 yield
             finally:
                 self.uninstall()
@@ -312,6 +311,7 @@ class ModelBinding:
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
         """Set up one step; yields keyword arguments that the model passes on to attention."""
+        self.mixers.begin_step(step.records, self.device)
         tensors = self._handle_tensor, slot_mapping
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:

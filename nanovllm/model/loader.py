@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.model.sharding import ShardedHead
 
+UNLIMITED_MODEL_LEN = 32_768  # default max_model_len of a model whose config names no limit (Mamba)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -52,6 +54,10 @@ class LoadedModel:
     def vocab_size(self) -> int:
         vocab_size: int = self.model.get_input_embeddings().num_embeddings
         return vocab_size
+
+    def num_positions(self, max_model_len: int | None) -> int:
+        """The number of positions, or max_model_len, of a model without attention, which may have no limit."""
+        return positions_of(self.text_config) or max_model_len or UNLIMITED_MODEL_LEN
 
     @property
     def max_position_embeddings(self) -> int:

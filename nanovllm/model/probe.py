@@ -29,7 +29,10 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
+# Types of layers in configs: with attention, with recurrent states too; others have states, or neither, alone.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_HYBRID_TYPES = {"hybrid", "hybrid_sliding"}
+_STATE_TYPES = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,14 @@ class Probe:
         return None
 
 
-def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS) -> Probe:
-    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError."""
+def probe_model(
+    model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS, *, has_mixers: bool = False
+) -> Probe:
+    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
+
+    Args:
+        has_mixers: whether modules with recurrent states were found, so that not every layer needs attention.
+    """
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
@@ -124,8 +133,8 @@ def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] 
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
     refuse_quantised_weights(model)
     text_config = model.config.get_text_config(decoder=True)
-    refuse_unknown_layer_types(name, text_config)
-    probe, expected = Probe(MaskProbe(sizes_of(text_config))), getattr(text_config, "num_hidden_layers", None)
+    attending = attending_layers(name, text_config, has_mixers=has_mixers)
+    probe, expected = Probe(MaskProbe(sizes_of(text_config))), None if attending is None else len(attending)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
@@ -148,14 +157,14 @@ def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] 
             raise
         except Exception as error:
             failure = error
-    if len(probe.layers) != expected and (failure is None or not probe.layers):
+    if len(probe.layers) != expected and not has_mixers and (failure is None or not probe.layers):
         failed = "" if failure is None else f", and a probe of {len(token_ids)} tokens failed ({failure})"
         seen = f"{len(probe.layers)} of {expected} layers reached the attention interface of `transformers`{failed}"
         raise unsupported("own attention", f"{name} cannot be served: a layer of it", seen)
     if failure is not None:
         seen = f"could not run a probe of {len(token_ids)} tokens: {failure}"
         raise unsupported("more inputs than tokens", name, seen) from failure
-    refuse_cached_windows(name, text_config, probe.layers)
+    refuse_cached_windows(name, text_config, attending, probe.layers)
     return probe
 
 
@@ -167,18 +176,28 @@ def refuse_quantised_weights(model: nn.Module) -> None:
             raise unsupported("quantised weights", type(model).__name__, f"{name} in {tensor.dtype}")
 
 
-def refuse_cached_windows(name: str, text_config: Any, layers: Sequence[AttentionLayer]) -> None:
+def refuse_cached_windows(
+    name: str, text_config: Any, attending: Sequence[int] | None, layers: Sequence[AttentionLayer]
+) -> None:
     """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
-    for index, cache in enumerate(DynamicCache(config=text_config).layers[: len(layers)]):
-        window, traits = getattr(cache, "sliding_window", None), layers[index].traits
-        if window and traits.sight.is_full:
+    caches = DynamicCache(config=text_config).layers
+    for index, layer in zip(range(len(caches)) if attending is None else attending, layers, strict=False):
+        window = getattr(caches[index], "sliding_window", None)
+        if window and layer.traits.sight.is_full:
             raise unsupported("window of the cache", f"{name} (layer {index})", f"{window} tokens")
 
 
-def refuse_unknown_layer_types(name: str, text_config: Any) -> None:
-    for index, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES:
+def attending_layers(name: str, text_config: Any, *, has_mixers: bool) -> Sequence[int] | None:
+    """Indices of the layers with attention, by the config; None if it does not tell. Refuses unknown types."""
+    layer_types = getattr(text_config, "layer_types", None)
+    known = _LAYER_TYPES | _HYBRID_TYPES | _STATE_TYPES if has_mixers else _LAYER_TYPES
+    for index, layer_type in enumerate(layer_types or ()):
+        if layer_type not in known:
             raise unsupported(reason_of_layer_type(layer_type), f"layer {index} of {name}", f"of type {layer_type!r}")
+    if layer_types:
+        return [index for index, layer_type in enumerate(layer_types) if layer_type not in _STATE_TYPES]
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    return None if num_layers is None else range(num_layers)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.mixers import Mixers
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
 from nanovllm.model.unsupported import unsupported
 
@@ -86,10 +87,12 @@ def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
 def plan_shards(model: Any, size: int) -> list[Shard]:
     """The plan's shards, one per module or parameter of `model`, which may be on the meta device.
 
-    Raises UnsupportedModelError, naming the cause, for a model without a plan, an unimplemented style, and sizes not
-    divisible by the number of ranks.
+    Raises UnsupportedModelError, naming the cause, for a model with recurrent states or without a plan, an
+    unimplemented style, and sizes not divisible by the number of ranks.
     """
     name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
+    if Mixers(model).found:
+        raise unsupported("states on ranks", name)
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
         raise unsupported("no plan", name)
     if getattr(model.config, "quantization_config", None) is not None:

@@ -23,12 +23,13 @@ REASONS = {
         f"An engine for encoders serves it. {OWN_GENERATE}",
     ),
     "recurrent state": Reason(
-        "keeps a recurrent state (linear attention, a state space), which is not implemented",
-        f"A pool of states beside the KV cache would serve it. {OWN_GENERATE}",
+        "keeps a recurrent state (linear attention, a state space, a convolution) outside of a cache of `transformers`",
+        "A class that reads and writes its state by update_recurrent_state and update_conv_state of the cache would be "
+        f"served. {OWN_GENERATE}",
     ),
-    "convolution": Reason(
-        "keeps the last inputs of a convolution, which is not implemented",
-        f"A pool of states beside the KV cache would serve it. {OWN_GENERATE}",
+    "states on ranks": Reason(
+        "keeps recurrent states, which ranks do not share yet",
+        ONE_RANK,
     ),
     "sparse attention": Reason(
         "chooses by an index which keys a row sees, which no attention backend computes",
@@ -40,7 +41,8 @@ REASONS = {
     ),
     "own attention": Reason(
         "computes attention in code of its own or keeps another state, which paged attention cannot replace",
-        f"A class that calls the attention interface of `transformers` would be served. {OWN_GENERATE}",
+        "A class that calls the attention interface of `transformers`, or keeps its state in a cache of it, would be "
+        f"served. {OWN_GENERATE}",
     ),
     "own mask": Reason(
         "computes an attention mask of its own, which paged attention would ignore",
@@ -125,7 +127,7 @@ REASONS = {
     ),
 }  # fmt: skip
 _TYPES_OF_LAYERS = {
-    "conv": "convolution",
+    "conv": "recurrent state",
     "hybrid": "recurrent state",
     "hybrid_sliding": "recurrent state",
     "linear_attention": "recurrent state",

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.block_manager import BlockManager
 from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 

@@ -220,3 +220,39 @@ def test_without_prefix_caching_nothing_is_ever_found():
     computed(manager, A + B)
     assert num_hits(manager, A + B + [9]) == 0
     assert manager.num_findable_blocks == 0
+
+
+def test_contents_that_a_waiting_request_wants_are_evicted_last():
+    manager = make_manager(3)
+    for tokens in (A, B, C):
+        release(manager, computed(manager, tokens))
+    waiting = make_sequence([*A, 9])
+    manager.want(waiting)
+    computed(manager, D)
+    assert (num_hits(manager, [*A, 9]), num_hits(manager, [*B, 9]), num_hits(manager, [*C, 9])) == (1, 0, 1)
+    manager.wanted.remove(waiting)
+    computed(manager, [8] * SIZE)
+    assert (num_hits(manager, [*A, 9]), num_hits(manager, [*C, 9])) == (1, 0)  # A has been passed once
+    computed(manager, [9] * SIZE)
+    assert num_hits(manager, [*A, 9]) == 0
+
+
+def test_wanted_contents_are_evicted_once_nothing_else_is_free():
+    manager = make_manager(2)
+    for tokens in (A, B):
+        release(manager, computed(manager, tokens))
+    for tokens in (A, B):
+        manager.want(make_sequence([*tokens, 9]))
+    computed(manager, C + D)
+    assert manager.num_evictions == 2
+
+
+def test_a_sequence_wants_what_it_may_find_alone():
+    manager = make_manager(8)
+    whole, logged = make_sequence(A + B + [9]), make_sequence(A + B + [9], prompt_logprobs=1)
+    manager.want(whole)
+    manager.want(logged)  # which computes its whole prompt
+    assert sorted(manager.wanted.values()) == [1, 1]
+    for sequence in (whole, logged, whole):
+        manager.wanted.remove(sequence)
+    assert manager.wanted == {}

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.block_manager import BlockManager
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
@@ -21,6 +22,8 @@ MIXES = (
     lambda span: [StateKind(chunk=span)],
     lambda span: [FULL, StateKind(window=span), StateKind(window=1 + span // 2, chunk=span)],
     lambda span: [StateKind(window=span + 3), StateKind(window=span)],
+    lambda span: [FULL, StateKind.record(100)],
+    lambda span: [FULL, StateKind(window=span), StateKind.record(100)],
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager, cache_groups_of, resolve_pools
 from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
 
@@ -92,3 +93,41 @@ def test_a_pool_without_room_for_a_window_is_refused():
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match=r"window_pool_share is .* above 0 and at most 0.99"):
         EngineConfig(window_pool_share=share)
+
+
+def test_recurrent_states_of_all_layers_are_one_group_behind_the_others():
+    layers = [LayerTraits(**HEADS, sight=StateKind(window=8)), LayerTraits(**HEADS)]
+    groups = cache_groups_of(layers, [10, 20], 100, record_bytes=5000)
+    assert groups == (
+        CacheGroup((1,), 20), CacheGroup((0,), 10, StateKind(window=8)), CacheGroup((), 5000, StateKind.record(5000))
+    )  # fmt: skip
+    pools = CachePools(groups, (9, 8, 7))
+    assert pools.are_records == (False, False, True)
+    assert pools.paged == CachePools(groups[:2], (9, 8))
+    assert pools.groups_of_layers() == [1, 0]
+
+
+def test_each_sequence_of_half_the_longest_gets_two_states():
+    config, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**7, max_num_seqs=1000)
+    full, states = pools.num_blocks
+    assert full / states == pytest.approx(50 / 2, rel=0.02)
+    assert 0.99 * 10**7 < pools.num_bytes <= 10**7
+    assert isinstance(build_block_manager(config, pools), CacheGroups)
+
+
+def test_memory_holds_two_states_of_each_running_sequence_and_two_cached_ones_at_most():
+    _, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**9)
+    assert pools.num_blocks == (8 * 100 + 1, 8 * 2 * 2 + 1)
+
+
+def test_states_alone_have_blocks_without_bytes_for_the_prefix_index():
+    groups = cache_groups_of([], [], 1600, record_bytes=5000)
+    assert [(group.layers, group.block_bytes) for group in groups] == [((), 0), ((), 5000)]
+    config, pools = resolve(*groups, memory=10**6, max_num_seqs=64)
+    names, states = pools.num_blocks
+    assert (states, pools.num_bytes) == (200, 10**6)
+    assert (names, config.max_model_len) == (100 * 50, 1600)
+    _, scarce = resolve(*groups, memory=15_000)
+    assert scarce.num_blocks == (101, 3)
+    with pytest.raises(ValueError, match="but all layers"):
+        resolve(*groups, memory=10**6, window_pool_share=0.5)

@@ -105,14 +105,9 @@ def test_an_encoder_decoder_is_refused():
     assert_names(refused_model(model), "T5")
 
 
-def test_a_state_space_model_is_refused_with_the_layers_that_cannot_be_served():
-    model = small("Mamba", without=("num_attention_heads", "num_key_value_heads", "intermediate_size"))
-    assert_names(refused_model(model), "MambaForCausalLM", "linear_attention")
-
-
-def test_a_hybrid_of_attention_and_other_layers_is_refused():
-    model = small("Lfm2", layer_types=["conv", "full_attention"])
-    assert_names(refused_model(model), "Lfm2ForCausalLM", "'conv'")
+def test_a_hybrid_that_keeps_states_outside_of_its_cache_is_refused_with_what_would_serve_it():
+    model = small("MiniMax", layer_types=["linear_attention", "full_attention"])
+    assert_names(refused_model(model), "MiniMaxForCausalLM", "'linear_attention'", "update_recurrent_state")
 
 
 def test_a_model_with_its_own_attention_code_is_refused():

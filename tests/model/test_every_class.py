@@ -101,7 +101,7 @@ def test_a_class_is_served_with_its_own_tokens_or_refused_for_a_known_reason(cla
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("class_name", class_names())
 def test_a_class_is_served_with_its_own_tokens_in_every_case(class_name, case):
-    assert_served_or_refused(class_name, case, 3 * NUM_TOKENS)
+    assert_served_or_refused(class_name, case.for_class(class_name), 3 * NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_saved_model_of_the_class_is_served_with_its_own_tokens(class_name, tm
     """A model of the engine's own: its weights are packed for the C++ products, its experts too."""
     model = tiny_model_of(class_name)
     model.save_pretrained(tmp_path)
-    prompts, case = prompts_of(class_name), CASES[-2]
+    prompts, case = prompts_of(class_name), CASES[-2].for_class(class_name)
     with open_case(tmp_path, case) as llm:
         answers = engine_answers(llm, case, prompts, NUM_TOKENS)
     expected = own_answers(model, prompts, NUM_TOKENS)

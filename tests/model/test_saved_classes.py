@@ -62,5 +62,5 @@ def test_two_ranks_give_the_tokens_of_the_class_or_refuse_it_for_a_known_reason(
 def test_one_rank_gives_the_tokens_of_a_saved_class_that_several_do_not_serve(class_name, tmp_path):
     model = tiny_class_model(class_name)
     model.save_pretrained(tmp_path)
-    with open_case(tmp_path, CASE) as llm:
+    with open_case(tmp_path, CASE.for_class(class_name)) as llm:
         assert_own_tokens(llm, model, prompts_of(class_name))

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import LLM, SamplingParams
+from tests.support.class_outcomes import CHUNKS
 from tests.support.tiny_classes import VOCAB_SIZE, WINDOW
 from tests.support.tiny_models import tiny_tokenizer
 
 # Contexts of 0.5, 1, 1.5 and 4 windows, the longest with a common beginning.
 LENGTHS = (WINDOW // 2, WINDOW, WINDOW * 3 // 2, WINDOW * 4)
 MAX_MODEL_LEN = 96
+MAX_NUM_SEQS = 4
 
 
 class Case(NamedTuple):
@@ -31,6 +33,15 @@ class Case(NamedTuple):
     enable_prefix_caching: bool = True
     is_warm: bool = True
     attention_backend: str = "sdpa"
+
+    def for_class(self, class_name: str) -> Case:
+        """With blocks of whole chunks for a class with recurrent states."""
+        chunk = CHUNKS.get(class_name, 1)
+        if self.block_size % chunk == 0:
+            return self
+        num_tokens = max(self.max_num_batched_tokens, chunk + MAX_NUM_SEQS)
+        num_kv_blocks = 1 + -(-(self.num_kv_blocks - 1) * self.block_size // chunk)
+        return self._replace(block_size=chunk, max_num_batched_tokens=num_tokens, num_kv_blocks=num_kv_blocks)
 
     @property
     def name(self) -> str:
@@ -52,7 +63,7 @@ CASES = [
 def seeded_case(class_name: str) -> Case:
     """One of the cases that need no compiler, another for each class, the same in every run."""
     cases = [case for case in CASES if case.attention_backend == "sdpa"]
-    return cases[zlib.crc32(class_name.encode()) % len(cases)]
+    return cases[zlib.crc32(class_name.encode()) % len(cases)].for_class(class_name)
 
 
 def prompts_of(class_name: str) -> list[list[int]]:
@@ -91,7 +102,7 @@ def open_case(model: Any | Path, case: Case, *, tensor_parallel_size: int = 1) -
         max_num_batched_tokens=case.max_num_batched_tokens,
         num_kv_blocks=case.num_kv_blocks,
         enable_prefix_caching=case.enable_prefix_caching,
-        max_num_seqs=4,
+        max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         tensor_parallel_size=tensor_parallel_size,
     )

@@ -11,9 +11,6 @@ _REFUSED = {
     "both directions": """
         BigBirdPegasusForCausalLM
     """,
-    "convolution": """
-        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
-    """,
     "logits of other rows": """
         WhisperForCausalLM
     """,
@@ -36,23 +33,39 @@ _REFUSED = {
         XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """,
     "recurrent state": """
-        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-        GraniteMoeHybridForCausalLM Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
-        KimiLinearForCausalLM LaraMiniForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM
-        NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
-        Qwen4ExpForCausalLM RecurrentGemmaForCausalLM Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+        MiniMaxForCausalLM RecurrentGemmaForCausalLM
     """,
     "repeated layers": """
         DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM
     """,
     "sparse attention": """
         AXK2ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM
-        HYV4ForCausalLM MiniMaxM3VLForCausalLM
+        HYV4ForCausalLM MiniMaxM3VLForCausalLM Qwen4ExpForCausalLM
+    """,
+    "unknown argument": """
+        Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
     """,
     "window of the cache": """
         MoshiForCausalLM
     """,
 }
+# Served classes with recurrent states, by the tokens that their prefill computes at a time.
+RECURRENT = {
+    1: """
+        FalconMambaForCausalLM JambaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM MambaForCausalLM
+        ZambaForCausalLM ZayaForCausalLM
+    """,
+    8: """
+        BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHForCausalLM
+        Zamba2ForCausalLM
+    """,  # the tests' chunk_size
+    64: """
+        BailingHybridForCausalLM KimiLinearForCausalLM LaraMiniForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM
+        Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    """,
+}
+CHUNKS = {name: chunk for chunk, names in RECURRENT.items() for name in names.split()}
+
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
 
 # Served classes that ranks do not share, by reason; those without a plan in `transformers` are most of them.
@@ -72,6 +85,7 @@ _ONE_RANK = {
     """,
 }
 ONE_RANK = {name: reason for reason, names in _ONE_RANK.items() for name in names.split()}
+ONE_RANK |= dict.fromkeys(CHUNKS, "states on ranks")
 
 # Classes whose tiny model cannot be built by itself.
 NOT_BUILT = {

@@ -38,6 +38,8 @@ layers, the experts or the rotary embeddings of its default configuration ask fo
 - **soft-cap, sinks**: scores are capped; a learned score joins the softmax.
 - **K wider than V**: multi-head latent attention, expanded: its cache holds K and V of every head, not the latents.
 - **shared K, V**: layers read an earlier layer's cache.
+- **states**: layers keep a recurrent state of a sequence (linear attention, a state space, the last inputs of a
+  convolution) in a slot of a pool, instead of K and V or beside them.
 - **experts**: routed, through the library's experts interface: `grouped_mm` on a GPU, in CUDA graphs if in bfloat16;
   packed products on a CPU for a model that the engine loaded. *Own experts* run in the model's own code,
   which may loop over the experts on the host and then needs `enforce_eager=True` on a GPU.
@@ -77,7 +79,9 @@ def special_features(binding: ModelBinding) -> str:
     """What the layers, the experts and the rotary embeddings of a served model ask for, in words."""
     kinds, found = kinds_of(layer.traits for layer in binding.layers), []
     windows = {kind.sight.window for kind in kinds}
-    if windows != {None}:
+    if binding.mixers:
+        found.append("states" if binding.layers else "states (all)")
+    if windows - {None}:
         found.append("window" if None in windows else "window (all)")
     if any(kind.sight.chunk for kind in kinds):
         found.append("chunks")
@@ -105,6 +109,7 @@ _WITHOUT_RANKS = {
     "no plan": "several ranks (no plan in `transformers`)",
     "part of the plan": "several ranks (a part of its plan)",
     "other results on ranks": "several ranks (a statistic over a shared width)",
+    "states on ranks": "several ranks (recurrent states)",
 }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from zlib import crc32
+from dataclasses import dataclass
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.block_checks import check_blocks
@@ -20,9 +19,9 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import SCHEDULING_KEY, NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
+from tests.support.mock_states import UNWRITTEN, MockStates, Poison, check, empty_prefix, extend_prefix
 
 VOCAB_SIZE = 8
-UNWRITTEN = None  # a slot that no successful step has written
 
 
 # ------------------------------------------------------------------------------------------------------- factories
@@ -104,24 +103,7 @@ def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
     return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
 
 
-def check(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
-
-
 # ------------------------------------------------------------------------------------------------------ mock model
-
-
-def empty_prefix(cache_salt: str) -> int:
-    return crc32(cache_salt.encode()) + 1
-
-
-def extend_prefix(prefix: int, token_id: int) -> int:
-    """The hash of a prefix that is one token longer (the finaliser of splitmix64, Steele et al. 2014)."""
-    mixed = (prefix * 0x9E3779B97F4A7C15 + token_id + 1) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return mixed ^ (mixed >> 31)
 
 
 def generate_alone(sequence: Sequence) -> list[int]:
@@ -136,16 +118,6 @@ def generate_alone(sequence: Sequence) -> list[int]:
             break
         prefix = extend_prefix(prefix, output[-1])
     return output
-
-
-@dataclass(eq=False)
-class Poison:
-    """The KV of a position where the model turned non-finite."""
-
-    group: int
-    block: int
-    is_known: bool = False  # reported to the scheduler
-    holders: set[str] = field(default_factory=set)  # requests that held the block at that time
 
 
 @dataclass
@@ -164,10 +136,17 @@ class MockModel:
         self.block_size = scheduler.block_size
         manager = scheduler.block_manager
         self.kinds = [group.kind for group in manager.groups] if isinstance(manager, CacheGroups) else [FULL]
-        # The cache of each group.
-        self.slots: list[list[int | Poison | None]] = [
-            [UNWRITTEN] * (pool.num_blocks * self.block_size) for pool in manager.pools
+        self.states = [
+            MockStates(number, pool, self.block_size)
+            for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
+            if kind.record_bytes is not None
         ]
+        # The cache of each group of K and V; the others are `states`.
+        self.slots: dict[int, list[int | Poison | None]] = {
+            number: [UNWRITTEN] * (pool.num_blocks * self.block_size)
+            for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
+            if kind.record_bytes is None
+        }
         self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
         self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
         self._on_device: dict[str, _OnDevice] = {}
@@ -182,14 +161,16 @@ class MockModel:
         written_by: dict[tuple[int, int], str] = {}
         for entry in batch.entries:
             self._write(batch, entry, written_by)
+        poisoned_states = self._read_states(batch)
         sampled = []
         for entry in batch.entries:
             request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
             end = entry.start + entry.num_new_tokens
             poisoned = self._reads_poison(batch, entry, written_by)
-            poisoned |= request_id in non_finite
+            poisoned |= request_id in non_finite or request_id in poisoned_states
             if poisoned:
                 self._poison(batch, entry)
+            self._write_states(batch, entry, poisoned)
             if entry.num_samples:
                 check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
                 token_id = NON_FINITE if poisoned else state.prefixes[-1] % VOCAB_SIZE
@@ -205,11 +186,13 @@ class MockModel:
         for entry in batch.entries:
             state = self._on_device[entry.sequence.request_id]
             for position in range(entry.start, entry.start + entry.num_new_tokens):
-                for slots, slot in zip(self.slots, self._slots(batch, entry, position), strict=True):
-                    slots[slot] = UNWRITTEN
+                for number, slot in self._slots(batch, entry, position):
+                    self.slots[number][slot] = UNWRITTEN
             if entry.num_samples:
                 state.token_ids.pop()
                 state.prefixes.pop()
+        for states in self.states:
+            states.fail(batch)
 
     def report_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Report a non-finite sequence to the scheduler: its blocks must no longer be findable."""
@@ -238,6 +221,8 @@ class MockModel:
             check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
             for kind, table in zip(self.kinds, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
                 check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")
+                if kind.record_bytes is not None:
+                    continue
                 used = table[self._first_seen(kind, entry) // block_size : -(-end // block_size)]
                 check(NULL_BLOCK not in used, "the null block is in a block table")
                 check(len(set(used)) == len(used), "a block is in a table twice")
@@ -248,11 +233,33 @@ class MockModel:
         in_window = 0 if kind.window is None else entry.start - kind.window + 1
         return max(0, in_window, 0 if kind.chunk is None else entry.start - entry.start % kind.chunk)
 
-    def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[int]:
-        """The slot of a position in each group."""
+    def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[tuple[int, int]]:
+        """The slot of a position in each group of K and V, with the group's number."""
         index, offset = divmod(position, self.block_size)
         tables = self._tables[batch.step_id, entry.sequence.request_id]
-        return [table[index] * self.block_size + offset for table in tables]
+        return [(number, tables[number][index] * self.block_size + offset) for number in self.slots]
+
+    def _read_states(self, batch: ScheduledBatch) -> set[str]:
+        """Check the states that the batch goes on from; returns the requests that read poison."""
+        poisoned = set()
+        for states in self.states:
+            for entry in batch.entries:
+                request_id = entry.sequence.request_id
+                table = self._tables[batch.step_id, request_id][states.number]
+                if states.read(entry, table, self._on_device[request_id].prefixes):
+                    poisoned.add(request_id)
+        return poisoned
+
+    def _write_states(self, batch: ScheduledBatch, entry: ScheduledSequence, poisoned: bool) -> None:
+        request_id, end = entry.sequence.request_id, entry.start + entry.num_new_tokens
+        for states in self.states:
+            table, state = self._tables[batch.step_id, request_id][states.number], Poison(states.number, NULL_BLOCK)
+            slot = states.write(
+                batch, entry, table, state if poisoned else self._on_device[request_id].prefixes[end - 1]
+            )
+            if poisoned:
+                state.block = slot
+                self._poisons.setdefault(request_id, []).append(state)
 
     def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
         sequence = entry.sequence
@@ -264,7 +271,7 @@ class MockModel:
         known = sequence.token_ids.tolist()
         check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
         for position in range(entry.start, entry.start + entry.num_new_tokens):
-            for number, slot in enumerate(self._slots(batch, entry, position)):
+            for number, slot in self._slots(batch, entry, position):
                 check((number, slot) not in written_by, f"slot {slot} is written twice in a step")
                 written_by[number, slot] = sequence.request_id
                 self.slots[number][slot] = state.prefixes[position]
@@ -284,7 +291,8 @@ class MockModel:
         prefixes = self._on_device[request_id].prefixes
         end = entry.start + entry.num_new_tokens
         poisoned = shared = False
-        for number, table in enumerate(self._tables[batch.step_id, request_id]):
+        for number in self.slots:
+            table = self._tables[batch.step_id, request_id][number]
             for index in range(self._first_seen(self.kinds[number], entry) // block_size, -(-end // block_size)):
                 first = index * block_size
                 count, slot = min(block_size, end - first), table[index] * block_size
@@ -315,7 +323,7 @@ class MockModel:
 
     def _poison(self, batch: ScheduledBatch, entry: ScheduledSequence) -> None:
         for position in range(entry.start, entry.start + entry.num_new_tokens):
-            for number, slot in enumerate(self._slots(batch, entry, position)):
+            for number, slot in self._slots(batch, entry, position):
                 poison = Poison(number, slot // self.block_size)
                 self.slots[number][slot] = poison
                 self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
@@ -461,6 +469,8 @@ class Loop:
             states = {(sequence.is_running, sequence.is_finished) for sequence in queue}
             check(states <= {(is_running, False)}, f"the queue with is_running={is_running} holds others")
         check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
+        for states in self.model.states:
+            states.check_findable(self.manager)
         self._check_order()
         self._check_shares()
         self._check_partial_prefills()
@@ -507,11 +517,14 @@ class Loop:
         self.seen["clients beside each other"] += len(clients) > 1
 
     def _check_partial_prefills(self) -> None:
-        config = self.scheduler.config
+        """Check the limits; not where failed steps returned sequences to their states, or for what is left of a cut."""
+        config, is_cut = self.scheduler.config, bool(self.model.states)
+        if is_cut and self.scheduler.stats.num_failed_steps:
+            return
         lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]
         num_long = sum(count > config.long_prefill_token_threshold for count in lacking)
         check(num_long <= config.max_long_partial_prefills, f"{num_long} long prefills in progress")
-        num_partial = sum(count > 1 for count in lacking)
+        num_partial = sum(count > (max(1, self.manager.block_size - 1) if is_cut else 1) for count in lacking)
         check(num_partial <= config.max_num_partial_prefills, f"{num_partial} prefills in progress")
 
     def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:

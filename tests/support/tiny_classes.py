@@ -177,10 +177,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM, "pad_token_id": 0},
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD_DIM},
     "mllama_text_model": {"bos_token_id": 1, "cross_attention_layers": [1]},
@@ -199,7 +200,18 @@ _OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": WINDOW,
         "indexer_compress_ratio": 2,
     },
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 2 * HIDDEN_SIZE,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 2 * HIDDEN_SIZE,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
