@@ -169,7 +169,7 @@ class BlockManager(BlockPool):
         self.observer: BlockObserver | None = None
         self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
         self.wanted: WantedBlocks = WantedBlocks()
-        self.cuts_chunks = False
+        self.cuts_chunks = False  # whether `cut` goes by blocks that are wanted
         self._last_prefix_id = 0
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
