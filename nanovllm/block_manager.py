@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 
 from nanovllm.core import block_hashes
 from nanovllm.core.batch import ScheduledSequence
@@ -24,7 +25,7 @@ from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.wanted_blocks import WantedBlocks
 
-MAX_SPARED = 16  # wanted contents that one allocation passes in the list of free blocks
+MAX_SPARED = 16  # free blocks that are looked at for one whose content nobody waits for
 
 
 class BlockPool:
@@ -68,9 +69,8 @@ class BlockPool:
             )
         blocks = []
         for _ in range(num_blocks):
-            block, _ = self.free_blocks.popitem(last=False)
-            if self.wanted and self.entry_of[block] is not None:
-                block = self._spare_wanted(block)
+            block = self._next_free() if self.wanted else next(iter(self.free_blocks))
+            del self.free_blocks[block]
             self.ref_counts[block] = 1
             if block > self.num_touched_blocks:
                 self.num_touched_blocks = block
@@ -80,15 +80,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def _spare_wanted(self, block: int) -> int:
-        """The block, taken from the free list, or one of the next few if a waiting sequence wants its content."""
-        for _ in range(min(MAX_SPARED, len(self.free_blocks))):
+    def _next_free(self) -> int:
+        """The block freed longest ago, or one of the next few if waiting sequences want its content."""
+        for block in islice(self.free_blocks, MAX_SPARED):
             entry = self.entry_of[block]
             if entry is None or entry.block_hash not in self.wanted:
-                break
-            self.free_blocks[block] = None
-            block, _ = self.free_blocks.popitem(last=False)
-        return block
+                return block
+        return next(iter(self.free_blocks))
 
     def evict_first(self, block: int) -> None:
         """Make a block the next to be taken, if it is free; it stays findable until then."""
@@ -171,6 +169,7 @@ class BlockManager(BlockPool):
         self.observer: BlockObserver | None = None
         self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
         self.wanted: WantedBlocks = WantedBlocks()
+        self.cuts_chunks = False  # whether `cut` goes by blocks that are wanted
         self._last_prefix_id = 0
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
@@ -208,8 +207,10 @@ class BlockManager(BlockPool):
         """The next step is about to be scheduled."""
 
     def want(self, sequence: Sequence) -> None:
-        """The sequence waits from now on: blocks that it may find are evicted last."""
-        if self.enable_prefix_caching and (count := sequence.num_findable_blocks(self.block_size)) > 0:
+        """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""
+        is_full = not any(self.entry_of[block] is None for block in islice(self.free_blocks, 1))
+        count = sequence.num_findable_blocks(self.block_size) if self.enable_prefix_caching else 0
+        if count > 0 and (is_full or self.cuts_chunks):
             self._block_hash(sequence, count - 1)
             self.wanted.add(sequence, sequence.block_hashes[:count])
 
@@ -219,8 +220,7 @@ class BlockManager(BlockPool):
         Starts after its computed tokens, if they end on a block boundary, and stops before its last known token, which
         is computed for its logits. So are prompt tokens of a request for prompt_logprobs.
         """
-        is_in_block = sequence.num_computed_tokens % self.block_size != 0
-        if is_in_block or not self.enable_prefix_caching:
+        if sequence.num_computed_tokens % self.block_size or not self.enable_prefix_caching:
             return []
         return self._hits(sequence, len(sequence.block_table), sequence.num_findable_blocks(self.block_size))
 

@@ -106,6 +106,7 @@ class CacheGroups(BlockManager):
             for kind, pool in zip(kinds, pools, strict=True)
         ]
         self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
+        self.cuts_chunks = bool(self._states)
         self.by_id: dict[int | str, PrefixEntry] = {}
         self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
         for pool in pools:

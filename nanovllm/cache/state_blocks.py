@@ -65,7 +65,6 @@ class StateBlocks(GroupBlocks):
         if table and table[-1] in self._taken:  # a chunk of this step becomes longer: its state moves to its new end
             slot, table[-1] = table[-1], NULL_BLOCK
             self.pool.forget_block(slot)
-            self.fresh.discard(slot)
         else:
             slot = self._take()
             self._taken.add(slot)

@@ -108,7 +108,7 @@ def walk(seed: int, num_calls: int) -> Loop:
 
 @pytest.fixture(scope="module")
 def walks() -> list[Loop]:
-    return [walk(seed, num_calls=200) for seed in range(36)]
+    return [walk(seed, num_calls=200) for seed in range(72)]
 
 
 def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(walks: list[Loop]):

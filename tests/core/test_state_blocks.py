@@ -10,7 +10,7 @@ from nanovllm.cache.cache_groups import CacheGroups, group_stats
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.batch_layout import build_layout, with_groups
 from nanovllm.core.sequence import Sequence
-from tests.support.scheduling import Loop, chunks, make_group_scheduler, tables_of
+from tests.support.scheduling import Loop, chunks, make_group_scheduler, make_sequence, tables_of
 
 STATE = StateKind.record(5000)
 
@@ -116,6 +116,17 @@ def test_requests_start_while_each_can_have_two_slots():
     assert loop.scheduler.stats.num_preemptions == 0
 
 
+def test_only_a_lack_of_slots_makes_a_sequence_give_up_a_state():
+    loop = make_loop(num_slots=2)
+    sequence = loop.add(tokens(14), max_tokens=20)
+    loop.step()
+    loop.manager.trim(sequence)
+    loop.step()
+    assert list(states_of(sequence)) == [2, 3]
+    loop.manager.trim(sequence)
+    assert list(states_of(sequence)) == [3]
+
+
 def test_a_chunk_that_begins_in_a_block_ends_with_it():
     """Where its state is overwritten; what follows could not be computed again from what is kept."""
     loop = make_loop()
@@ -158,6 +169,14 @@ def test_prompts_cut_at_their_end_are_not_partial_prefills():
     ]  # fmt: skip
 
 
+def test_prompts_cut_at_a_junction_are():
+    loop = make_loop(max_num_partial_prefills=1, max_long_partial_prefills=1)
+    for first in (1, 2):
+        for own in (3, 4):
+            loop.add([first, *tokens(7), own, *tokens(20)], max_tokens=1)
+    assert chunks(loop.step()) == {"0": (0, 8)}
+
+
 def test_a_conversation_hits_its_last_boundary_in_every_turn():
     loop = make_loop()
     conversation, num_computed = tokens(30), 0
@@ -179,6 +198,30 @@ def test_a_state_before_the_last_boundary_stays_findable_and_is_evicted_first():
     group, entries = loop.manager.groups[1], loop.manager.entries
     found = [n for n in range(1, 8) if group.find(entries[sequence.block_hashes[n - 1]])]
     assert (sequence.num_computed_tokens, found) == (29, [1, 4, 5, 6, 7])  # the prompt's end ages like others
+
+
+def test_a_state_that_was_found_ages_like_others():
+    loop = make_loop(num_slots=8)
+    sequence = loop.add(tokens(5), max_tokens=60)
+    for _ in range(14):
+        loop.step()
+    loop.add([*sequence.token_ids[:12], 6], max_tokens=1)
+    for _ in range(24):
+        loop.step()
+    group, entries = loop.manager.groups[1], loop.manager.entries
+    found = [n for n in range(1, 11) if group.find(entries[sequence.block_hashes[n - 1]])]
+    assert (sequence.num_computed_tokens, found) == (41, [1, 3, 6, 7, 8, 9, 10])
+
+
+def test_a_hit_counts_among_the_two_slots_of_a_sequence():
+    loop = make_loop()
+    hits(loop, tokens(41))
+    manager, sequence = loop.manager, make_sequence([*tokens(41), 5, 5], max_model_len=400)
+    found = manager.lookup(sequence)
+    assert manager.num_blocks_lacking(sequence, 43, found).by_group == [
+        11,
+        2,
+    ]  # all are free: one is claimed, one taken
 
 
 def test_evicted_states_shorten_hits_to_those_that_are_left():
@@ -295,6 +338,17 @@ def test_what_waits_is_counted_and_what_runs_or_ended_is_not():
     assert counts == {}
 
 
+def test_a_request_is_not_among_the_others_that_want_its_blocks():
+    loop = make_loop(max_num_seqs=1)
+    one, other, third = (loop.add([*tokens(8), own], max_tokens=20) for own in (1, 2, 3))
+    wanted = loop.manager.wanted
+    assert [wanted.by_others(one, index, one.block_hashes[index]) for index in (0, 1)] == [2, 2]
+    loop.step()
+    assert [wanted.by_others(one, index, one.block_hashes[index]) for index in (0, 1)] == [2, 2]
+    loop.abort(other)
+    assert wanted.by_others(third, 0, third.block_hashes[0]) == 0
+
+
 def test_a_state_that_a_waiting_request_wants_is_evicted_last():
     loop = make_loop(num_slots=4, max_num_seqs=1)
     loop.add(tokens(9), max_tokens=1)
@@ -343,6 +397,21 @@ def test_a_sequence_without_a_state_at_a_boundary_starts_again():
     loop.fail()
     assert (sequence.num_computed_tokens, sequence.is_running) == (0, False)
     loop.drain()
+    loop.check_outputs()
+
+
+def test_a_sequence_that_gave_its_boundary_up_starts_again():
+    loop = make_loop(num_slots=2)
+    sequence = loop.add(tokens(14), max_tokens=20)
+    for _ in range(3):
+        loop.step()
+    assert sequence.num_computed_tokens == 15
+    loop.launch()
+    loop.launch()  # from 16 on; the pool has no third slot
+    assert list(states_of(sequence)) == [3, 4]
+    loop.fail()
+    assert (sequence.num_computed_tokens, sequence.is_running) == (0, False)
+    loop.drain(depth=2)
     loop.check_outputs()
 
 
