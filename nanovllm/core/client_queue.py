@@ -5,7 +5,7 @@ Within a level the least-served client's oldest request starts first::
 
     counter of A    |=====================>            running, and 800 waiting
     counter of B    |=====>                            waits: its next request starts before all of A's
-    counter of C                          |>           comes (back): begins at the least counter of those with requests
+    counter of C                   |>                  asks again: begins at the least counter of those that wait
 
 Bound: the counters of two clients that both wait all the time differ by at most 2 * max(cost of the longest prompt,
 cost of generating as many tokens as running sequences may hold), over the smaller weight.
@@ -76,15 +76,21 @@ class ClientQueue:
     # ------------------------------------------------------------------------------------------------- requests
 
     def join(self, sequence: Sequence) -> None:
-        """Queue a new sequence; a client that had none in its level gets at least the least counter there."""
+        """Queue a new sequence; a client that had none waiting gets at least the least counter of those that have some.
+
+        Where none waits, that of the others with running sequences: what a client does not ask for is not saved up.
+        """
         client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
         account = level.get(client)
         if account is None:
             account = self._idle.pop((sequence.priority, client), None)
             account = account or Account(client, self._weights.get(client, 1.0))
-            account.served = max(account.served, _least_served(level, 0.0))
-            level[client] = account
             self._num_accounts[client] += 1
+        if not account.num_waiting:
+            others = [other for other in level.values() if other is not account]
+            waiting = [other for other in others if other.num_waiting]
+            account.served = max(account.served, _least_served(waiting or others, 0.0))
+        level[client] = account
         account.num_unfinished += 1
         sequence.account = account
         self.add(sequence)
@@ -103,7 +109,7 @@ class ClientQueue:
         if len(self._idle) > MAX_IDLE:
             del self._idle[next(iter(self._idle))]
         if self._idle and len(level) < 2:  # forget clients with which the last one has caught up
-            least = _least_served(level, math.inf)
+            least = _least_served(level.values(), math.inf)
             self._idle = {
                 key: account
                 for key, account in self._idle.items()
@@ -241,5 +247,5 @@ def _precedence(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
     return sequence.priority, sequence.account.served, sequence.key
 
 
-def _least_served(level: Mapping[str, Account], default: float) -> float:
-    return min(map(SERVED, level.values()), default=default)
+def _least_served(accounts: Iterable[Account], default: float) -> float:
+    return min(map(SERVED, accounts), default=default)

@@ -95,6 +95,21 @@ def test_a_client_that_comes_back_has_saved_up_nothing():
     assert started(loop, 6) == "ababab"
 
 
+def test_a_client_with_a_running_request_has_saved_up_nothing_either():
+    loop = make_loop(max_num_seqs=2, max_model_len=64, enable_prefix_caching=False)
+    add_many(loop, "b", 1, max_tokens=50)
+    add_many(loop, "a", 40)
+    for _ in range(20):
+        loop.step()
+    assert served(loop)["b"] < served(loop)["a"]
+    add_many(loop, "b", 3)
+    assert served(loop)["b"] == served(loop)["a"]
+    for _ in range(30):
+        loop.step()
+    loop.add(prompt(4), client="b", max_tokens=1)  # where none waits
+    assert served(loop)["b"] >= served(loop).get("a", 0.0)
+
+
 def test_requests_that_cannot_start_hide_those_of_other_clients_for_some_turns_only():
     """One long prompt at a time: the others of its client wait, and are skipped."""
     limits = {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 8, "max_num_batched_tokens": 80}
