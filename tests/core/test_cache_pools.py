@@ -108,11 +108,19 @@ def test_recurrent_states_of_all_layers_are_one_group_behind_the_others():
 
 
 def test_each_sequence_of_half_the_longest_gets_two_states():
-    config, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**7, max_num_seqs=1000)
+    config, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**7, max_num_seqs=150)
     full, states = pools.num_blocks
     assert full / states == pytest.approx(50 / 2, rel=0.02)
     assert 0.99 * 10**7 < pools.num_bytes <= 10**7
     assert isinstance(build_block_manager(config, pools), CacheGroups)
+
+
+def test_states_of_all_running_sequences_take_up_to_half_of_the_memory():
+    record = CacheGroup((), 5000, StateKind.record(5000))
+    _, pools = resolve(FULL, record, memory=10**7, max_num_seqs=300)
+    assert pools.num_blocks[1] == 1 + 630
+    _, pools = resolve(FULL, record, memory=10**7, max_num_seqs=1000)
+    assert pools.num_blocks == (5000, 1000)
 
 
 def test_memory_holds_two_states_of_each_running_sequence_and_two_cached_ones_at_most():
