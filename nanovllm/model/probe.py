@@ -180,8 +180,9 @@ def refuse_cached_windows(
     name: str, text_config: Any, attending: Sequence[int] | None, layers: Sequence[AttentionLayer]
 ) -> None:
     """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
-    caches = DynamicCache(config=text_config).layers
-    for index, layer in zip(range(len(caches)) if attending is None else attending, layers, strict=False):
+    caches = DynamicCache(config=text_config).layers  # in older releases without layers that share K and V
+    attending = range(len(caches)) if attending is None else attending
+    for index, layer in zip((index for index in attending if index < len(caches)), layers, strict=False):
         window = getattr(caches[index], "sliding_window", None)
         if window and layer.traits.sight.is_full:
             raise unsupported("window of the cache", f"{name} (layer {index})", f"{window} tokens")
