@@ -25,7 +25,7 @@ from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.wanted_blocks import WantedBlocks
 
-MAX_SPARED = 16  # free blocks that are looked at for one whose content nobody waits for
+MAX_SPARED = 16  # free blocks searched for content that nobody waits for
 
 
 class BlockPool:

@@ -53,7 +53,7 @@ class Scheduler:
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
         self._step_id = 0
-        # The cost that may separate two waiting clients: of the longest prompt, or of what running sequences may hold.
+        # The cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
         num_held = min((block_manager.num_blocks - 1) * self.block_size, config.max_num_seqs * config.max_model_len)
         self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * num_held)
 
@@ -70,9 +70,9 @@ class Scheduler:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
-        self.block_manager.wanted.remove(sequence)
-        sequence.finish_reason = reason
-        sequence.is_running, sequence.is_finished = False, True
+        if self.block_manager.wanted:
+            self.block_manager.wanted.remove(sequence)
+        sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
 
     # -------------------------------------------------------------------------------------------------- schedule
@@ -149,8 +149,7 @@ class Scheduler:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
         hits = self.block_manager.lookup(sequence)
         start = sequence.num_computed_tokens + len(hits) * self.block_size
-        limit = min(step.budget, step.threshold)
-        if size := self.admission.chunk_size(sequence, start, limit):
+        if size := self.admission.chunk_size(sequence, start, min(step.budget, step.threshold)):
             self._place(step, sequence, size, hits)
 
     def _admit(self, step: OpenStep, prefills: list[Sequence]) -> None:
@@ -164,7 +163,8 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
-            self.block_manager.wanted.remove(sequence)
+            if self.block_manager.wanted:
+                self.block_manager.wanted.remove(sequence)
             self.running.add(sequence)
             sequence.is_running, sequence.num_times_passed = True, 0
 
@@ -186,7 +186,7 @@ class Scheduler:
         """Place `size` more tokens behind `hits` from the prefix cache, or as many as there are free blocks for."""
         manager, block_size = self.block_manager, self.block_size
         before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
-        if hits:  # claimed first, so that they are not taken by what follows
+        if hits:  # claimed first, before the allocation takes them
             manager.claim(sequence, hits)
         start = before + len(hits) * block_size
         end = start + size
@@ -228,7 +228,7 @@ class Scheduler:
         return self.block_manager.num_free_blocks >= num_blocks
 
     def _free_slot(self) -> tuple[Sequence, int] | None:
-        """Preempt a sequence whose slot is due to another client; returns that one's, and the tokens that it pays for.
+        """Preempt a sequence to give its slot to another client; returns that one's, and the tokens that it pays for.
 
         Not while a prefill is in progress: it may take the budget that the other needs to start.
         """

@@ -47,7 +47,7 @@ class GroupedAttention:
         self.reads_whole_blocks = any(backend.reads_whole_blocks for backend in self._backends)
 
     def plan(self, layout: BatchLayout) -> GroupedPlan:
-        layouts = layout, *layout.others  # that of recurrent states, if there are any, comes last
+        layouts = layout, *layout.others  # the group of recurrent states, if any, comes last
         plans = [backend.plan(of_group) for backend, of_group in zip(self._backends, layouts, strict=False)]
         return GroupedPlan(plans, self._group_kinds)
 

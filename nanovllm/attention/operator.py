@@ -100,7 +100,6 @@ class AttentionStep:
 
     plan: AttentionPlan
     num_tokens: int  # rows of the plan; the dense layers may pad them at the end
-    records: BatchLayout | None = None  # of the group of recurrent states
 
 
 # An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.

@@ -139,7 +139,7 @@ def with_groups(layout: BatchLayout, are_records: SequenceABC[bool], block_size:
 def _with_states(
     layout: BatchLayout, starts: NDArray[np.int64], ends: NDArray[np.int64], block_size: int
 ) -> BatchLayout:
-    """The layout of a group of records, whose blocks hold no rows."""
+    """The layout of a group of records; its blocks hold no rows."""
     tables = [entry.block_table for entry in layout.entries]
     befores, lasts = ((positions // block_size).tolist() for positions in (starts - 1, ends - 1))
     reads = [NULL_BLOCK if before < 0 else table[before] for table, before in zip(tables, befores, strict=True)]

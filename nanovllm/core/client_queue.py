@@ -5,7 +5,7 @@ Within a level the least-served client's oldest request starts first::
 
     counter of A    |=====================>            running, and 800 waiting
     counter of B    |=====>                            waits: its next request starts before all of A's
-    counter of C                   |>                  asks again: begins at the least counter of those that wait
+    counter of C                   |>                  asks again: begins at the least counter of waiting clients
 
 Bound: the counters of two clients that both wait all the time differ by at most 2 * max(cost of the longest prompt,
 cost of generating as many tokens as running sequences may hold), over the smaller weight.
@@ -26,7 +26,7 @@ from sortedcontainers import SortedKeyList
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate for engines that measured no costs
-MAX_IDLE = 1024  # clients without requests whose counters are kept
+MAX_IDLE = 1024  # kept counters of clients without requests
 SERVED = attrgetter("served")  # of an Account
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
 
@@ -146,7 +146,7 @@ class ClientQueue:
         account.served += num_tokens * self.prefill_cost / account.weight
 
     def charge_generated(self, advanced: Iterable[Sequence], without_token: Iterable[Sequence]) -> None:
-        """Count one generated token of each advanced sequence but those, all of which may have ended."""
+        """Count one generated token of each advanced sequence, except these; all may have ended."""
         for sequences, cost in ((advanced, self.decode_cost), (without_token, -self.decode_cost)):
             for sequence in sequences:
                 sequence.account.served += cost / sequence.account.weight

@@ -203,7 +203,7 @@ class CacheGroupStats:
     """Block pool of the layers that see the same positions, or of recurrent states; see `EngineStats`.
 
     window, chunk: of their attention in tokens; None for no such limit.
-    record_bytes: of a sequence's recurrent states, each of which takes a block; None for K and V.
+    record_bytes: of a sequence's recurrent states, one block each; None for K and V.
     """
 
     window: int | None

@@ -1,4 +1,4 @@
-"""Entries of the prefix index, and who is told of them."""
+"""Entries of the prefix index, and the interface of their observers."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ class DirectExecutor:
                     binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size, group=group)
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
-        step = AttentionStep(plan, num_tokens, layouts[-1] if binding.mixers else None)
+        step = AttentionStep(plan, num_tokens)
+        if binding.mixers.layers:
+            binding.mixers.begin_step(layouts[-1], device)
         embedded = None if report is None or report.prompt is not None else report.embedded
         if embedded is not None and embedded.is_all:  # no logits are needed
             embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)

@@ -262,7 +262,8 @@ class ModelBinding:
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
         for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
-        changes += self.mixers.step_changes(self.caches.of_records)
+        if self.mixers.layers:
+            changes += self.mixers.step_changes(self.caches.of_records)
         self._patches.apply(changes)
         self._is_installed = True
 
@@ -311,7 +312,6 @@ class ModelBinding:
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
         """Set up one step; yields keyword arguments that the model passes on to attention."""
-        self.mixers.begin_step(step.records, self.device)
         tensors = self._handle_tensor, slot_mapping
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.model.sharding import ShardedHead
 
-UNLIMITED_MODEL_LEN = 32_768  # default max_model_len of a model whose config names no limit (Mamba)
+UNLIMITED_MODEL_LEN = 32_768  # default max_model_len without a limit in the config (Mamba)
 
 
 @dataclass(frozen=True, slots=True)

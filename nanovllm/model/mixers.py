@@ -53,7 +53,7 @@ class StateLayer:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> StateLayer | None:
-        """None for a module whose forward keeps no states in a cache."""
+        """None for a module without states in a cache."""
         forward: Any = inspect.unwrap(type(module).forward)
         code = getattr(forward, "__code__", None)
         if code is None or _STATE_METHODS.isdisjoint(code.co_names):
@@ -181,12 +181,12 @@ class Mixers:
 
     @property
     def chunk(self) -> int:
-        """Rows on whose multiples all mixers round alike."""
+        """Number of rows; all mixers round alike at its multiples."""
         return math.lcm(*(layer.chunk for layer in self.layers))
 
     @property
     def names_without_continuation(self) -> str:
-        """Class names of the layers whose prefill ignores states."""
+        """Class names of layers with a prefill that ignores states."""
         return ", ".join(sorted({type(layer.module).__name__ for layer in self.layers if not layer.goes_on}))
 
     @property
@@ -197,7 +197,7 @@ class Mixers:
     # ----------------------------------------------------------------------------------------------------- probes
 
     def probing_changes(self) -> list[Change]:
-        """Mixers that compute each row as a sequence of its own, so that a probe sees rows which do not mix."""
+        """Mixers that compute each row as a sequence, so that a probe sees rows which do not mix."""
         return [
             (vars(layer.module), "forward", partial(self._run_apart, layer, layer.module.forward, not layer.states))
             for layer in self.found
@@ -235,9 +235,9 @@ class Mixers:
 
     # ------------------------------------------------------------------------------------------------------ steps
 
-    def begin_step(self, layout: BatchLayout | None, device: torch.device) -> None:
+    def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
         """Args: layout: of the group of states."""
-        self._parts = [] if layout is None else parts_of(layout, device)
+        self._parts = parts_of(layout, device)
 
     def step_changes(self, pools: list[list[Tensor]]) -> list[Change]:
         """Mixers over pools of states: of each layer [num_slots, ...] of each state."""

@@ -38,7 +38,7 @@ class InfillMarkers:
     ends: tuple[str, ...] = ()
 
 
-# By the models that were trained with them; the first row whose markers are all in a vocabulary counts.
+# By the models that were trained with them; the first row with all markers in the vocabulary counts.
 MARKERS = {
     "Qwen Coder": InfillMarkers(
         "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", file="<|file_sep|>", repository="<|repo_name|>",
@@ -68,7 +68,7 @@ MARKERS = {
 class Infill:
     """Prompts of one tokenizer for a middle; stateless, hence thread-safe.
 
-    stop_token_ids: tokens that end a middle, beside the model's end-of-sequence tokens.
+    stop_token_ids: tokens that end a middle, in addition to the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Any, markers: InfillMarkers) -> None:

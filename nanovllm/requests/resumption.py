@@ -56,7 +56,7 @@ class Resuming:
             output: of this model; its full blocks come from the prefix cache.
             sampling_params, **options: as in `stream`; max_tokens counts new tokens.
 
-        Raises ValueError for an output that ended by itself or fills max_model_len, and with data_parallel_size > 1.
+        Raises ValueError for an output that ended at a stop or fills max_model_len, and with data_parallel_size > 1.
         """
         if self.config.data_parallel_size > 1:
             refuse("resume", REPLICAS)

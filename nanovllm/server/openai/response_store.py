@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.server.errors import ApiError
 from nanovllm.server.sse import compact
 
-MESSAGE_BYTES = 512  # of a message as Python objects, beside its text
+MESSAGE_BYTES = 512  # of a message as Python objects, in addition to its text
 
 
 @dataclass(frozen=True, slots=True)
