@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     calibration, model, fixed = opened(options)
     print(f"{calibration.model} on {calibration.hardware}: limits {bench.limits}, scale {options.scale:g}", flush=True)
     players: dict[str, Play] = {"simulated": simulated(calibration)}
-    machine = Machine(model, fixed, idle=10.0 if calibration.device == "cuda" else 0.0)
+    machine = Machine(model, fixed, idle=25.0 if calibration.device == "cuda" else 0.0)
     if options.measure:
         players["measured"] = machine
     rates: dict[str, float] = {}
