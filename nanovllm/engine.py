@@ -205,6 +205,7 @@ class Engine:
 
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
+        self._draw_for_other_ranks()  # an interrupt of it cuts no change short
         with self._changing():
             sequences = self._drop_in_flight(has_failed=True)
             self._failed_steps.update(sequences)

@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     overlap: bool | None
     cuda_graphs: bool | None
+    skip_tokenizer_init: bool
     allow_control_tokens_in_messages: bool
     chat_template: str | None
     record_itl: bool

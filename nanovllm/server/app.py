@@ -91,9 +91,9 @@ def create_app(
         app.include_router(endpoints.router)
     app.include_router(models.open_router)
     describe(app, app.state.server)
-    _attach_ollama(app, model)
     if settings.ui:
         live_view.attach(app, app.state.server)
+    _attach_ollama(app, model)  # after the live view, whose page it does not replace
     _add_middleware(app, settings, keys, metrics)
     return app
 

@@ -169,7 +169,7 @@ async def test_a_tokenizer_that_cannot_encode_a_prompt_hurts_its_caller_alone(mo
         def failing(text: str) -> Any:
             raise OverflowError("too much text")
 
-        monkeypatch.setattr(llm._input_processor, "_tokenizer", failing)
+        monkeypatch.setattr(llm._input_processor, "tokenizer", failing)
         with pytest.raises(OverflowError, match="too much text"):
             await anext(llm.generate("text", GREEDY))
         assert await answer(stream) == answers([[5, 6, 7]])[0]

@@ -29,7 +29,7 @@ def pair():
 def known_reasons(class_name):
     """Why two ranks may refuse it; of another release of `transformers` than the page's any class may be refused."""
     if class_name in REFUSED:
-        return {REFUSED[class_name], "no plan", "part of the plan"}
+        return {REFUSED[class_name], "no plan", "part of the plan", "states on ranks"}
     is_listed = VERSION in PAGE.read_text(encoding="utf-8")
     return {ONE_RANK.get(class_name)} if is_listed else {*REFUSED.values(), *ONE_RANK.values()}
 

@@ -106,8 +106,10 @@ def _capabilities(state: ServerState) -> list[str]:
     return [name for name, has_it in given.items() if has_it]
 
 
-@open_router.head("/")  # by which Ollama's clients look for a server
-async def root() -> Response:
+@open_router.api_route("/", methods=["GET", "HEAD"])  # Ollama's clients look for a server by HEAD
+async def root(request: Request) -> Response:
+    if request.method == "GET":
+        raise ApiError(404, "there is no page: this server runs without its live view.")
     return Response()
 
 
