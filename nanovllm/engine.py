@@ -61,8 +61,7 @@ class Engine:
         self.observers = observers
         self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
         self.scheduler = scheduler
-        workers = model_runner.workers
-        self.when_failed = None if workers is None else workers.when_failed
+        self.when_failed = None if (workers := model_runner.workers) is None else workers.when_failed
         self.block_manager = scheduler.block_manager
         self.requests: dict[str, Request] = {}  # running or waiting, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
@@ -230,7 +229,8 @@ class Engine:
 
     def _drop_in_flight(self, *, has_failed: bool) -> list[Sequence]:
         """Undo the steps in flight; returns their sequences. The device finishes them before what is launched next."""
-        self._draw_for_other_ranks()
+        if not has_failed:  # else `_undo` has drawn, outside of changes
+            self._draw_for_other_ranks()
         self._in_flight.clear()
         batches = self.scheduler.in_flight
         return self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []

@@ -161,10 +161,10 @@ class _States(LinearAttentionLayer):
 
 
 class Mixers:
-    """The mixers of a model; false without any, for which every method does nothing.
+    """The mixers of a model; false without any.
 
     Attributes:
-        found: modules that keep states, the forward pass may leave out some of them.
+        found: modules with states; the forward pass may leave out some of them.
         layers: those of the forward pass, in its order, once a probe has run.
     """
 

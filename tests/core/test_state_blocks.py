@@ -502,7 +502,7 @@ def test_records_alone_are_refused_since_blocks_of_tokens_name_prefixes():
 
 
 def test_nobody_hears_of_states():
-    """Routers are told of contents of the first group: that a prefix has K and V, whether or not its state is kept."""
+    """Events name contents of the first group: a prefix has K and V, whether or not its state is kept."""
     loop, heard = make_loop(num_slots=2), []
 
     class Observer:

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's API for agents, answered as a chat; conversations are kept where the server is told to."""
+"""/v1/responses: OpenAI's API for agents, answered as a chat; `--store-responses` keeps conversations."""
 
 from __future__ import annotations
 
