@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, RequestOutput
 from nanovllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from nanovllm.server.anthropic.translation import (
     as_chat,
@@ -22,43 +22,53 @@ from nanovllm.server.anthropic.translation import (
 )
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import MESSAGES_ANSWERS, MESSAGES_PATH, ApiError, from_engine
-from nanovllm.server.openai.generation import AnswerForm, Tally, choices_of, queued, respond
+from nanovllm.server.openai.generation import Tally, respond
 from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.openai.single import SingleJob, single_form
 from nanovllm.server.openai.translated import translated
 from nanovllm.server.openai.turn import ChatTurn
 from nanovllm.server.security import require_api_key
 from nanovllm.server.sse import named_event
 from nanovllm.server.state import ServerState, server_state
-from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
 
-class MessagesJob:
-    """A message request and its answer; see `generation.Job`."""
+class MessagesJob(SingleJob):
+    """A message request and its answer."""
+
+    turn: ChatTurn
+    known = ChatRequest.names()
 
     def __init__(self, state: ServerState, request: Request, given: MessagesRequest) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self.request_ids = [self.id]
-        self._renamed = renamed(given)
-        with translated(self._renamed, ChatRequest.names()):
+        super().__init__(f"msg_{uuid.uuid4().hex}")
+        self.renamed = renamed(given)
+        with translated(self.renamed, self.known):
             self.body = as_chat(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
-
-    async def start(self, kind: OutputKind) -> OutputStream:
-        with translated(self._renamed, ChatRequest.names()):
-            return await self.turn.start(kind)
-
-    def read(self, output: RequestOutput) -> None:
-        """Do nothing: every output is the client's."""
-
-    @property
-    def num_reasoning_tokens(self) -> int | None:
-        return self.turn.num_reasoning_tokens
+        self._state, self._writer = state, EventWriter(self, state)
 
     def head(self, state: ServerState) -> dict[str, Any]:
         """A message without content."""
         return {"id": self.id, "type": "message", "role": "assistant", "model": state.model_name, "content": []}
+
+    def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
+        new = self.turn.answer(0, output).read(completion, is_whole=True)
+        content: list[dict[str, Any]] = []
+        if new.reasoning:
+            content.append({"type": "thinking", "thinking": new.reasoning, "signature": signature(new.reasoning)})
+        for part in new.parts:
+            if not isinstance(part, str):
+                content.append(tool_use(part))
+            elif content and content[-1]["type"] == "text":  # pieces of one text
+                content[-1]["text"] += part
+            else:
+                content.append({"type": "text", "text": part})
+        stop = stop_fields(completion, has_calls=bool(new.calls))
+        return self.head(self._state) | {"content": content} | stop | {"usage": usage(tally.usage())}
+
+    def events(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
+        return self._writer.add(output, completion, tally)
 
 
 class EventWriter:
@@ -126,46 +136,7 @@ def _error_event(error: ApiError) -> bytes:
     return named_event("error", error.body(MESSAGES_PATH))
 
 
-async def _whole(state: ServerState, job: MessagesJob) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    answer = _message(state, job, output, completion)
-    return answer | {"usage": usage(tally.usage())}
-
-
-def _message(
-    state: ServerState, job: MessagesJob, output: RequestOutput, completion: CompletionOutput
-) -> dict[str, Any]:
-    new = job.turn.answer(0, output).read(completion, is_whole=True)
-    content: list[dict[str, Any]] = []
-    if new.reasoning:
-        content.append({"type": "thinking", "thinking": new.reasoning, "signature": signature(new.reasoning)})
-    for part in new.parts:
-        if not isinstance(part, str):
-            content.append(tool_use(part))
-        elif content and content[-1]["type"] == "text":  # pieces of one text
-            content[-1]["text"] += part
-        else:
-            content.append({"type": "text", "text": part})
-    return job.head(state) | {"content": content} | stop_fields(completion, has_calls=bool(new.calls))
-
-
-async def _events(state: ServerState, job: MessagesJob) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
-    writer = EventWriter(job, state)
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    for encoded in writer.add(output, completion, tally):
-                        yield encoded
-
-
-_FORM: AnswerForm[MessagesJob] = AnswerForm(_whole, _events, _error_event)
+_FORM = single_form(_error_event)
 
 
 @router.post("/v1/messages", responses=MESSAGES_ANSWERS, summary="Answer a conversation, as Anthropic's API does")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -26,9 +26,10 @@ from nanovllm.server.ollama.translation import (
     turn_of,
 )
 from nanovllm.server.openai.completions import CompletionJob
-from nanovllm.server.openai.generation import AnswerForm, choices_of, queued, respond
+from nanovllm.server.openai.generation import Tally, respond
 from nanovllm.server.openai.logprobs import format_chat_logprobs
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.openai.single import SingleJob, single_form
 from nanovllm.server.openai.translated import translated
 from nanovllm.server.openai.turn import ChatTurn
 from nanovllm.server.security import require_api_key
@@ -60,28 +61,16 @@ LINES = "application/x-ndjson"
 _KNOWN = [*ChatRequest.names(), *CompletionRequest.names()]
 
 
-class OllamaJob:
-    """A request of these endpoints and its answer; see `generation.Job`. Subclasses set `body` and `_start`."""
+class OllamaJob(SingleJob):
+    """A request of these endpoints and its answer."""
 
-    body: ChatRequest | CompletionRequest
-    turn: ChatTurn | None = None
+    renamed, known = RENAMED, _KNOWN
 
     def __init__(self, state: ServerState, given: protocol.GeneratingFields) -> None:
-        self.id = f"ollama-{uuid.uuid4().hex}"
-        self.request_ids = [self.id]
+        super().__init__(f"ollama-{uuid.uuid4().hex}")
         self._state, self._begin = state, time.monotonic()
         self._num_top = given.top_logprobs or 0
         check_context(state, given)
-
-    async def start(self, kind: OutputKind) -> OutputStream:
-        raise NotImplementedError
-
-    def read(self, output: RequestOutput) -> None:
-        """Do nothing: every output is the client's."""
-
-    @property
-    def num_reasoning_tokens(self) -> int | None:
-        return None if self.turn is None else self.turn.num_reasoning_tokens
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Fields of an answer that hold its new parts."""
@@ -99,13 +88,23 @@ class OllamaJob:
             return None
         return self.head() | self.part(new.content, new.reasoning, tool_calls(new.calls, first)) | logprobs
 
+    def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
+        line = self.line(output, completion, is_whole=True) or {}
+        return line | self.end(output, completion, tally)
+
+    def events(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
+        if (line := self.line(output, completion, is_whole=False)) is not None:
+            yield _encoded(line)
+        if completion.finish_reason is not None:
+            yield _encoded(self.head() | self.part("") | self.end(output, completion, tally))
+
     def head(self) -> dict[str, Any]:
         return {"model": self._state.model_name, "created_at": now(), "done": False}
 
-    def end(self, output: RequestOutput, completion: CompletionOutput, num_generated: int) -> dict[str, Any]:
+    def end(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         """Fields of an answer that has ended."""
         reason = "stop" if completion.finish_reason == "stop" else "length"
-        counted = durations(self._begin, time.monotonic(), output, num_generated)
+        counted = durations(self._begin, time.monotonic(), output, tally.num_generated)
         return {"done": True, "done_reason": reason} | counted
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -122,14 +121,9 @@ class ChatJob(OllamaJob):
 
     def __init__(self, state: ServerState, request: Request, given: protocol.ChatBody) -> None:
         super().__init__(state, given)
-        with translated(RENAMED, _KNOWN):
+        with translated(self.renamed, self.known):
             self.body = chat_of(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
-
-    async def start(self, kind: OutputKind) -> OutputStream:
-        assert self.turn is not None
-        with translated(RENAMED, _KNOWN):
-            return await self.turn.start(kind)
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -147,7 +141,7 @@ class GenerateJob(OllamaJob):
         super().__init__(state, given)
         has_template = bool(getattr(state.engine.tokenizer, "chat_template", None))
         is_plain = given.raw or given.suffix or not (has_template or given.system)
-        with translated(RENAMED, _KNOWN):
+        with translated(self.renamed, self.known):
             if is_plain:
                 self.body = completion_of(given)
                 self._completion = CompletionJob(state, request, self.body)
@@ -157,37 +151,13 @@ class GenerateJob(OllamaJob):
                 self.turn = ChatTurn(state, request, self.body, self.id)
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        with translated(RENAMED, _KNOWN):
-            return await (self._completion if self.turn is None else self.turn).start(kind)
+        if self.turn is not None:
+            return await super().start(kind)
+        with translated(self.renamed, self.known):
+            return await self._completion.start(kind)
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         return {"response": text} | ({"thinking": thought} if thought else {})
-
-
-async def _whole(state: ServerState, job: OllamaJob) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    line = job.line(output, completion, is_whole=True) or {}
-                    answer = line | job.end(output, completion, len(completion.token_ids))
-    return answer
-
-
-async def _lines(state: ServerState, job: OllamaJob) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of a streamed answer, see `EventStream`; raises ApiError."""
-    count = 0
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    count += len(completion.token_ids)
-                    if (line := job.line(output, completion, is_whole=False)) is not None:
-                        yield _encoded(line)
-                    if completion.finish_reason is not None:
-                        yield _encoded(job.head() | job.part("") | job.end(output, completion, count))
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
@@ -203,7 +173,7 @@ def _error_line(error: ApiError) -> bytes:
     return _encoded({"error": error.message})
 
 
-_FORM: AnswerForm[Any] = AnswerForm(_whole, _lines, _error_line, media_type=LINES, comment=_empty_line)
+_FORM = single_form(_error_line, media_type=LINES, comment=_empty_line)
 
 
 def _loaded(state: ServerState, model: str, part: dict[str, Any], *, streams: bool) -> Response:

@@ -117,6 +117,8 @@ class Tally:
 
     Args:
         request_ids: request ids of the prompts.
+
+    num_generated: tokens so far.
     """
 
     def __init__(self, request_ids: Sequence[str], state: ServerState) -> None:
@@ -125,7 +127,7 @@ class Tally:
         self._in_flight.add(request_ids)
         self.is_queued = False
         self._prompts: dict[int, tuple[int, int]] = {}  # by index: prompt tokens, cached tokens
-        self._num_generated = 0
+        self.num_generated = 0
 
     def record_queued(self) -> None:
         """Record that the engine accepted all prompts."""
@@ -140,7 +142,7 @@ class Tally:
     def count(self, number: int, output: RequestOutput) -> None:
         """Add an output's tokens to the usage."""
         self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
-        self._num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+        self.num_generated += sum(len(completion.token_ids) for completion in output.outputs)
 
     def end(self, *, is_left: bool) -> None:
         self._watch.end(is_left=is_left)
@@ -156,8 +158,8 @@ class Tally:
         num_prompt = sum(num for num, _ in self._prompts.values())
         usage = {
             "prompt_tokens": num_prompt,
-            "completion_tokens": self._num_generated,
-            "total_tokens": num_prompt + self._num_generated,
+            "completion_tokens": self.num_generated,
+            "total_tokens": num_prompt + self.num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self._prompts.values())},
         }
         if num_reasoning is not None:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, RequestOutput
 from nanovllm.server.body_limits import LARGE, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError
-from nanovllm.server.openai.generation import AnswerForm, Tally, choices_of, queued, respond
+from nanovllm.server.openai.generation import AnswerForm, Tally, respond
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.response_store import ResponseStore, StoredConversation, size_of
 from nanovllm.server.openai.responses_input import RENAMED, answer_message, as_chat, new_messages
 from nanovllm.server.openai.responses_items import Items
 from nanovllm.server.openai.responses_protocol import ResponsesRequest
+from nanovllm.server.openai.single import SingleJob, streamed_answer, whole_answer
 from nanovllm.server.openai.translated import translated
 from nanovllm.server.openai.turn import ChatTurn
 from nanovllm.server.security import key_of, require_api_key
 from nanovllm.server.sse import named_event
 from nanovllm.server.state import ServerState, server_state
-from nanovllm.streaming.streams import OutputStream
 
 logger = logging.getLogger("nanovllm")
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
@@ -34,12 +35,15 @@ _KNOWN = [*ChatRequest.names(), "input"]  # fields that may begin an error messa
 SKIPPED = "X-Skipped-Tools"  # header with the types of the skipped tools
 
 
-class ResponsesJob:
-    """A responses request and its answer; see `generation.Job`."""
+class ResponsesJob(SingleJob):
+    """A responses request and its answer."""
+
+    turn: ChatTurn
+    renamed, known = RENAMED, _KNOWN
 
     def __init__(self, state: ServerState, request: Request, given: ResponsesRequest) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self.request_ids = [self.id]
+        super().__init__(f"resp_{uuid.uuid4().hex}")
+        self._number = -1  # of the last event
         self.created = int(time.time())
         self._state, self._given = state, given
         self._store: ResponseStore = request.app.state.responses
@@ -53,7 +57,7 @@ class ResponsesJob:
         self._is_stored = given.store is not False and self._store.max_responses > 0
         previous = given.previous_response_id
         before = None if previous is None else self._store.find(previous, self._owner)
-        with translated(RENAMED, _KNOWN):
+        with translated(self.renamed, self.known):
             self._before = () if before is None else before.messages
             self.body = as_chat(given, self._before)
             self._new = new_messages(given)
@@ -61,16 +65,30 @@ class ResponsesJob:
             self.turn = ChatTurn(state, request, self.body, self.id)
         self.items = Items(seals="reasoning.encrypted_content" in (given.include or ()))
 
-    async def start(self, kind: OutputKind) -> OutputStream:
-        with translated(RENAMED, _KNOWN):
-            return await self.turn.start(kind)
+    def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
+        new = self.turn.answer(0, output).read(completion, is_whole=True)
+        list(self.items.add(new, end=_status(completion)))
+        return self.ended(completion, tally)
 
-    def read(self, output: RequestOutput) -> None:
-        """Do nothing: every output is the client's."""
+    def opening(self) -> Iterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self.event({"type": f"response.{kind}", "response": self.response()})
+
+    def events(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
+        new = self.turn.answer(0, output).read(completion)
+        for fields in self.items.add(new, end=_status(completion)):
+            yield self.event(fields)
+        if (status := _status(completion)) is not None:
+            yield self.event({"type": f"response.{status}", "response": self.ended(completion, tally)})
+
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """Encode an event with the next number."""
+        self._number += 1
+        return named_event(fields["type"], fields | {"sequence_number": self._number})
 
     @property
-    def num_reasoning_tokens(self) -> int | None:
-        return self.turn.num_reasoning_tokens
+    def has_begun(self) -> bool:
+        return self._number >= 0
 
     def response(self, status: str = "in_progress") -> dict[str, Any]:
         """The response so far, with the request's options."""
@@ -145,53 +163,25 @@ def _status(completion: CompletionOutput) -> str | None:
             return "incomplete"
 
 
-async def _whole(state: ServerState, job: ResponsesJob) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    new = job.turn.answer(0, output).read(completion, is_whole=True)
-                    list(job.items.add(new, end=_status(completion)))
-                    answer = job.ended(completion, tally)
-    return answer
-
-
 async def _events(state: ServerState, job: ResponsesJob) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
-    number = -1
-
-    def event(fields: dict[str, Any]) -> bytes:
-        nonlocal number
-        number += 1
-        return named_event(fields["type"], fields | {"sequence_number": number})
-
-    with state.admission.open_answer():
-        try:
-            async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-                yield b""  # admitted
-                for kind in ("created", "in_progress"):
-                    yield event({"type": f"response.{kind}", "response": job.response()})
-                async for output in outputs:
-                    for _, completion in choices_of(job, output, tally):
-                        new = job.turn.answer(0, output).read(completion)
-                        for fields in job.items.add(new, end=_status(completion)):
-                            yield event(fields)
-                        if (status := _status(completion)) is not None:
-                            yield event({"type": f"response.{status}", "response": job.ended(completion, tally)})
-        except ApiError as error:  # a response that has begun fails as one
-            if number < 0:
-                raise
-            failed = job.response("failed")
-            failed["error"] = {"code": "server_error", "message": error.message}
-            yield event({"type": "response.failed", "response": failed})
+    """Yield the events of `streamed_answer`; a response that has begun fails as one."""
+    try:
+        async with aclosing(streamed_answer(state, job)) as events:
+            async for encoded in events:
+                yield encoded
+    except ApiError as error:
+        if not job.has_begun:
+            raise
+        failed = job.response("failed")
+        failed["error"] = {"code": "server_error", "message": error.message}
+        yield job.event({"type": "response.failed", "response": failed})
 
 
 def _error_event(error: ApiError) -> bytes:
     return named_event("error", error.body()["error"] | {"type": "error", "sequence_number": 0})
 
 
-_FORM: AnswerForm[ResponsesJob] = AnswerForm(_whole, _events, _error_event)
+_FORM: AnswerForm[ResponsesJob] = AnswerForm(whole_answer, _events, _error_event)
 
 
 @router.post("/v1/responses", responses=ANSWERS, summary="Answer a conversation, as OpenAI's Responses API does")
