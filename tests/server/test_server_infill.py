@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.requests.infill import MARKERS
-from tests.support.serving import MODEL, Serving, serving
+from nanovllm.server.openai.infill import INFILL_MIN_P, InfillRequest
+from nanovllm.server.openai.middle_limits import MiddleLimits
+from tests.support.serving import MODEL, Serving, comes_true, serving
 from tests.support.tiny_models import code_tokenizer, tiny_model
 
 MARKS = MARKERS["Qwen Coder"]
@@ -47,8 +50,9 @@ def test_a_suffix_asks_for_the_middle_of_each_prompt(running, tokenizer):
 
 def test_a_middle_as_llama_cpps_server_answers_it(running):
     body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 6, **GREEDY}
-    editor = {"samplers": ["top_k", "top_p", "infill"], "t_max_prompt_ms": 500, "t_max_predict_ms": 1000, "n_indent": 0,
-              "cache_prompt": True, "response_fields": ["content"], "input_extra": [], "prompt": ""}  # fmt: skip
+    editor = {"samplers": ["top_k", "top_p", "infill"], "t_max_prompt_ms": 1, "t_max_predict_ms": 60_000, "n_indent": 0,
+              "cache_prompt": True, "response_fields": [], "input_extra": [], "prompt": "", "id_slot": 0, "stop": [],
+              "n_cmpl": 1}  # fmt: skip
     with running.http() as http:
         suffixed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, **GREEDY}
         expected = http.post("/v1/completions", json=suffixed).json()
@@ -63,11 +67,88 @@ def test_a_middle_as_llama_cpps_server_answers_it(running):
         assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
 
 
+def test_an_answer_has_the_response_fields_alone_by_their_paths(running):
+    fields = ["content", "timings/predicted_n", "timings/prompt_per_token_ms", "timings/none", "none"]
+    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 3, "response_fields": fields, **GREEDY}
+    with running.http() as http:
+        answer = http.post("/infill", json=body).json()
+        assert set(answer) == set(fields[:3]) and answer["timings/predicted_n"] == 3
+        last = http.post("/infill", json=body | {"stream": True}).text.splitlines()[-2]
+        assert set(json.loads(last.removeprefix("data: "))) == set(fields[:3])
+
+
+@pytest.mark.parametrize(("text", "seconds", "indent", "elapsed", "middle"), [
+    ("a\n  b\nc", None, 2, 9, "a\n  b\n"),
+    ("a\n\tb\n\td", None, 1, 9, None),
+    ("a\n\n  b", None, 2, 9, "a\n"),  # a blank line
+    ("a\nb\n", 1.0, 0, 0.9, None),
+    ("a\nb\n", 1.0, 0, 1.1, "a\n"),
+    ("one line", 1.0, 0, 1.1, None),
+    ("a\nb", None, 0, 9, None),
+])  # fmt: skip
+def test_a_middle_ends_at_a_line_with_less_indentation_and_at_the_first_line_after_its_time(
+    text, seconds, indent, elapsed, middle
+):
+    for size in (1, 2, 3, len(text)):
+        limits, found = MiddleLimits(seconds, indent), ""
+        for first in range(0, len(text), size):
+            piece = text[first : first + size]
+            if (end := limits.end_in(piece, elapsed)) is not None:
+                assert found + piece[:end] == middle
+                break
+            found += piece
+        else:
+            assert middle is None, size
+
+
+def test_a_limit_ends_the_request_whole_and_streamed(running, monkeypatch):
+    """The tiny model writes no lines: the limit here is the second piece of text."""
+    body = {
+        "input_prefix": PREFIX,
+        "input_suffix": SUFFIX,
+        "n_predict": 200,
+        "n_indent": 4,
+        "ignore_eos": True,
+        **GREEDY,
+    }
+    counts: dict[int, int] = {}
+
+    def end_in(limits: MiddleLimits, text: str, elapsed: float) -> int | None:
+        counts[id(limits)] = counts.get(id(limits), 0) + 1
+        return 1 if counts[id(limits)] == 3 else None
+
+    with running.http() as http:
+        full = http.post("/infill", json=body | {"n_predict": 40, "n_indent": 0}).json()["content"]
+        monkeypatch.setattr(MiddleLimits, "end_in", end_in)
+        answer = http.post("/infill", json=body).json()
+        assert full.startswith(answer["content"]) and (answer["stop"], answer["stop_type"]) == (True, "limit")
+        assert 3 <= answer["tokens_predicted"] < 200
+        assert answer["timings"]["predicted_n"] == answer["tokens_predicted"]
+        streamed = http.post("/infill", json=body | {"stream": True}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line]
+        assert full.startswith("".join(event["content"] for event in events)) and events[-1]["stop_type"] == "limit"
+    comes_true(running.is_idle)
+
+
+def test_filters_that_samplers_leave_out_are_off():
+    given: dict[str, Any] = {"input_prefix": "", "input_suffix": "", "top_k": 40, "top_p": 0.9}
+    defaults = SamplingParams(min_p=0.1)
+
+    def filters(**fields: Any) -> dict[str, Any]:
+        return InfillRequest.model_validate(given | fields).filters(defaults)
+
+    assert filters() == {}
+    assert filters(samplers=["top_k", "top_p"]) == {"top_k": 40, "top_p": 0.9, "min_p": 0.0}
+    assert filters(samplers=[]) == {"top_k": SamplingParams().top_k, "top_p": 1.0, "min_p": 0.0}
+    assert filters(samplers=["top_k", "infill"]) == {"top_k": 40, "top_p": 1.0, "min_p": INFILL_MIN_P}
+
+
 def test_other_files_and_the_begin_of_a_line_are_part_of_the_prompt(running):
     body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 1}
     with running.http() as http:
         plain = http.post("/infill", json=body).json()
-        more = body | {"input_extra": [{"filename": "f.py", "text": "x = 1"}], "prompt": "return"}
+        files = [{"filename": "f.py", "text": "x = 1", "time": [1764, 51]}]  # Vim's time
+        more = body | {"input_extra": files, "prompt": "return"}
         longer = http.post("/infill", json=more).json()
         assert longer["tokens_evaluated"] > plain["tokens_evaluated"] + 5
 
@@ -84,6 +165,10 @@ def test_an_editor_may_warm_the_cache(running):
     ({"input_prefix": PREFIX}, "input_suffix", "required"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n": 2}, "n", "one middle"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "mirostat": 2}, "mirostat", "top_p"),
+    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_cmpl": 2}, "n_cmpl", "one middle"),
+    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["dry"]}, "samplers", "'dry' is no filter"),
+    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["top_p", "top_k"]}, "samplers", "in the order"),
+    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "t_max_predict_ms": -2}, "t_max_predict_ms", "-1"),
     ({"input_prefix": "x" * 17_000, "input_suffix": SUFFIX}, "input_prefix", "max_prompt_chars"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "input_extra": [{"txt": 1}]}, "input_extra[0].text", "required"),
 ])  # fmt: skip

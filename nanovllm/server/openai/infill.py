@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.sampling_params import FILTERS, SamplingParams
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.openai import neutral
 from nanovllm.server.openai.forms import named_by, output_form
-from nanovllm.server.openai.generation import AnswerForm, choices_of, new_id, queued, respond
+from nanovllm.server.openai.generation import Tally, new_id, respond
 from nanovllm.server.openai.limits import check_size, engine_options
-from nanovllm.server.openai.protocol import SamplingFields
+from nanovllm.server.openai.middle_limits import LimitedStream, MiddleLimits
+from nanovllm.server.openai.protocol import Number, SamplingFields
+from nanovllm.server.openai.single import SingleJob, single_form
 from nanovllm.server.security import require_api_key
 from nanovllm.server.sse import compact, data_error, event
 from nanovllm.server.state import ServerState, server_state
@@ -26,7 +29,10 @@ from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 MAX_FILES = 256
-HINTS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "id_slot")
+# min_p for the filter `infill`, whose own rule keeps the second of two likely tokens from half of the first's share on.
+INFILL_MIN_P = 0.5
+FIELDS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "id_slot")
+Names = Annotated[Each[str], Field(max_length=64)]
 
 
 class OtherFile(Strict):
@@ -34,26 +40,41 @@ class OtherFile(Strict):
 
     filename: str = ""
     text: str
-    time: float | None = None  # of its change; the order is the client's
+    time: Number | Each[Number] | None = None  # of its change, in Vim a pair; the order is the client's
 
 
 class InfillRequest(SamplingFields):
-    """Body of /infill; the last fields are hints of editors, which an answer may disregard."""
+    """Body of /infill.
 
-    refused: ClassVar[Refused] = {name: row for name, row in neutral.SHARED.items() if name not in HINTS}
+    t_max_prompt_ms, id_slot: without effect: llama.cpp has no such limit, and a prefix is found in the cache.
+    """
+
+    refused: ClassVar[Refused] = {name: row for name, row in neutral.SHARED.items() if name not in FIELDS} | {
+        "n_cmpl": ((1,), "there is one middle")
+    }
 
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[Each[OtherFile], Field(max_length=MAX_FILES)] | None = None
     prompt: str = ""
     n_predict: Annotated[int, Field(ge=-1)] = -1
-
-    samplers: Annotated[Each[str], Field(max_length=64)] | None = None
-    n_indent: int | None = None
-    t_max_prompt_ms: int | None = None
-    t_max_predict_ms: int | None = None
-    response_fields: Annotated[Each[str], Field(max_length=64)] | None = None
+    n_indent: Annotated[int, Field(ge=0)] | None = None
+    t_max_predict_ms: Annotated[Number, Field(ge=-1)] | None = None
+    samplers: Names | None = None
+    response_fields: Names | None = None
+    t_max_prompt_ms: Number | None = None
     id_slot: int | None = None
+
+    @field_validator("samplers")
+    @classmethod
+    def _check_samplers(cls, names: list[str] | None) -> list[str] | None:
+        known = (*FILTERS, "infill")
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"{name!r} is no filter of this server, which has {', '.join(known)}. Leave it out.")
+        if names and sorted(names, key=known.index) != names:
+            raise ValueError(f"filters act in the order {', '.join(known)}. Name them in this order, once each.")
+        return names
 
     @model_validator(mode="after")
     def _check_n(self) -> InfillRequest:
@@ -61,15 +82,32 @@ class InfillRequest(SamplingFields):
             raise ValueError(f"n is {self.n}; there is one middle. Leave it out.")
         return self
 
+    @property
+    def limits(self) -> MiddleLimits:
+        milliseconds = self.t_max_predict_ms or 0
+        return MiddleLimits(milliseconds / 1000 if milliseconds > 0 else None, self.n_indent or 0)
 
-class InfillJob:
-    """A request for a middle and its answer; see `generation.Job`."""
+    def filters(self, defaults: SamplingParams) -> dict[str, Any]:
+        """Options of the filters; those that `samplers` leaves out are off."""
+        if self.samplers is None:
+            return {}
+        given = {name: getattr(self, name) for name in FILTERS}
+        options = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+        off = {name: getattr(SamplingParams(), name) for name in FILTERS if name not in self.samplers}
+        options |= off
+        if "infill" in self.samplers:
+            options["min_p"] = max(options["min_p"], INFILL_MIN_P)
+        return options
 
-    num_reasoning_tokens = None
+
+class InfillJob(SingleJob):
+    """A request for a middle and its answer."""
+
+    body: InfillRequest
 
     def __init__(self, state: ServerState, request: Request, body: InfillRequest) -> None:
-        self.body, self._state, self.id = body, state, new_id("infill")
-        self.request_ids = [self.id]
+        super().__init__(new_id("infill"))
+        self.body, self._state = body, state
         state.check_model(body.model)
         self._infill = state.infill_for("input_suffix")
         check_size(state, body, 1, None)
@@ -82,6 +120,7 @@ class InfillJob:
             max_tokens=None if body.n_predict == -1 else max(1, body.n_predict),
             stop_token_ids=[*(body.stop_token_ids or ()), *self._infill.stop_token_ids],
             structured_output=output_form(body.shape),
+            **body.filters(state.engine.default_sampling_params),
         )
         self._options = engine_options(state, request, body)
 
@@ -90,10 +129,13 @@ class InfillJob:
         engine, shape = self._state.engine, self.body.shape
         make = partial(self._infill.prompts, [prefix], suffix, files=files, begun=begun)
         token_ids = await engine.prepare(make, self._texts)
+        limits = self.body.limits
+        needed = OutputKind.DELTA if limits.is_set else kind
         with named_by(None if shape is None else shape.field):
-            return await engine.submit(
-                token_ids, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
+            outputs = await engine.submit(
+                token_ids, self._params, request_ids=self.request_ids, output_kind=needed, **self._options
             )
+        return LimitedStream(outputs, limits, kind) if limits.is_set else outputs
 
     def read(self, output: RequestOutput) -> None:
         """Drop the token of n_predict 0, with which editors warm the prefix cache."""
@@ -101,13 +143,25 @@ class InfillJob:
             for completion in output.outputs:
                 completion.text, completion.token_ids = "", []
 
-    def part(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
+    def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
+        answer = self._part(completion.text, is_last=True) | self._end(output, completion, tally)
+        return selected(answer, self.body.response_fields)
+
+    def events(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
+        if completion.text:
+            yield event(compact(self._part(completion.text)))
+        if completion.finish_reason is not None:
+            last = self._part("", is_last=True) | self._end(output, completion, tally)
+            yield event(compact(selected(last, self.body.response_fields)))
+
+    def _part(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         return {"index": 0, "content": text, "stop": is_last, "model": self._state.model_name}
 
-    def end(self, output: RequestOutput, completion: CompletionOutput, num_generated: int) -> dict[str, Any]:
+    def _end(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         """Fields of an answer that has ended."""
         word = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
         kind = "limit" if completion.finish_reason != "stop" else "word" if word else "eos"
+        num_generated = tally.num_generated
         return {
             "stop_type": kind,
             "stopping_word": word,
@@ -117,6 +171,18 @@ class InfillJob:
             "truncated": False,
             "timings": _timings(output, num_generated),
         }
+
+
+def selected(answer: dict[str, Any], paths: Sequence[str] | None) -> dict[str, Any]:
+    """Fields of an answer by their paths, such as "timings/prompt_n"; unknown ones are left out. None or []: all."""
+    found = {}
+    for path in paths or ():
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[path] = value
+    return found if paths else answer
 
 
 def _timings(output: RequestOutput, num_generated: int) -> dict[str, Any]:
@@ -131,40 +197,16 @@ def _timings(output: RequestOutput, num_generated: int) -> dict[str, Any]:
         "cache_n": output.num_cached_tokens,
         "prompt_n": num_prompt,
         "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
         "prompt_per_second": 1000 * num_prompt / prompt_ms if prompt_ms else 0.0,
         "predicted_n": num_generated,
         "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / num_generated if num_generated else 0.0,
         "predicted_per_second": 1000 * num_generated / predicted_ms if predicted_ms else 0.0,
     }
 
 
-async def _whole(state: ServerState, job: InfillJob) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    count = len(completion.token_ids)
-                    answer = job.part(completion.text, is_last=True) | job.end(output, completion, count)
-    return answer
-
-
-async def _events(state: ServerState, job: InfillJob) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
-    count = 0
-    with state.admission.open_answer():
-        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
-            async for output in outputs:
-                for _, completion in choices_of(job, output, tally):
-                    count += len(completion.token_ids)
-                    if completion.text:
-                        yield event(compact(job.part(completion.text)))
-                    if completion.finish_reason is not None:
-                        yield event(compact(job.part("", is_last=True) | job.end(output, completion, count)))
-
-
-_FORM: AnswerForm[InfillJob] = AnswerForm(_whole, _events, data_error)
+_FORM = single_form(data_error)
 
 
 @router.post("/infill", responses=ANSWERS, summary="Complete code between a prefix and a suffix, as llama.cpp does")
