@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
 from nanovllm.requests import scores
+from nanovllm.server.ollama import catalogue
+from nanovllm.server.openai import embeddings as embedding_endpoints
 from tests.support.async_llms import offline
 from tests.support.serving import Serving, comes_true, serving
 from tests.support.tiny_models import random_prompts
@@ -45,6 +49,20 @@ def test_the_clients_embeddings_are_those_of_the_engine(running, encoding_format
     assert [item.index for item in answer.data] == [0, 1, 2]
     assert answer.object == "list"
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+def test_numbers_are_encoded_outside_of_the_event_loop(running, monkeypatch, path):
+    threads = []
+
+    def encode(vector: NDArray[np.float32]) -> str:
+        threads.append(threading.current_thread())
+        return "[]"
+
+    for module in (embedding_endpoints, catalogue):
+        monkeypatch.setattr(module, "encode_numbers", encode)
+    assert post(running, path, model="tiny", input=DOCUMENTS).status_code == 200
+    assert len(threads) == 3 and running.thread not in threads
 
 
 @pytest.mark.parametrize("given", ["one text", [1, 2, 3], [[1, 2, 3], [4, 5]], ["a", "b"]], ids=str)

@@ -22,7 +22,13 @@ from nanovllm.server.ollama import generating
 from nanovllm.server.ollama.generating import OllamaRoute
 from nanovllm.server.ollama.protocol import EmbedBody, EmbeddingsBody, ShowBody
 from nanovllm.server.ollama.translation import now
-from nanovllm.server.openai.embeddings import EmbeddingRequest, PoolingJob, vectors
+from nanovllm.server.openai.embeddings import (
+    EmbeddingRequest,
+    PoolingJob,
+    encode_numbers,
+    vectors,
+    with_rows,
+)
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, server_state
 
@@ -156,15 +162,15 @@ async def embed(body: EmbedBody, request: Request) -> Response:
     given = EmbeddingRequest(model=body.model, input=body.input, dimensions=body.dimensions)
     job, begin = _pooling(request, given, "input"), time.monotonic()
 
-    async def work() -> dict[str, Any]:
+    async def work() -> str:
         found = await vectors(job, given, EmbeddingParams())
-        return {
+        head = {
             "model": server_state(request).model_name,
-            "embeddings": [vector.tolist() for vector in found],
             "total_duration": round(1e9 * (time.monotonic() - begin)),
             "load_duration": 0,
             "prompt_eval_count": job.usage["prompt_tokens"],
         }
+        return await with_rows(head, "embeddings", map(encode_numbers, found))
 
     return await job.answer(work())
 
@@ -174,9 +180,9 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     given = EmbeddingRequest(model=body.model, input=body.prompt)
     job = _pooling(request, given, "prompt")
 
-    async def work() -> dict[str, Any]:
+    async def work() -> str:
         (vector,) = await vectors(job, given, EmbeddingParams())
-        return {"embedding": vector.tolist()}
+        return f'{{"embedding":{encode_numbers(vector)}}}'
 
     return await job.answer(work())
 

@@ -6,10 +6,11 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from nanovllm.server.strict import Each, Strict
 logger = logging.getLogger("nanovllm")
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 TIMED_OUT: dict[int | str, dict[str, Any]] = {408: {"model": errors.ErrorAnswer, "description": "timeout passed"}}
+_ENCODER = msgspec.json.Encoder()  # ten times as fast as json for floats
 Documents = Annotated[Each["str | DocumentText"], Field(min_length=1)]
 
 
@@ -167,13 +169,13 @@ class PoolingJob:
         scored = plan.scores(await self.outputs(plan.prompts, plan.params))
         return [0.0 if output.score is None else output.score for output in scored]
 
-    async def answer(self, work: Any) -> Response:
-        """Await the JSON that `work` makes, and respond with it; converts exceptions to ApiError."""
+    async def answer(self, work: Coroutine[Any, Any, str]) -> Response:
+        """Respond with the encoded JSON of `work`; converts exceptions to ApiError."""
         state = self._state
         if state.settings.log_prompts:
             logger.info("%s: %s", self._request.url.path, compact(self._body.model_dump(exclude_none=True)))
 
-        async def admitted() -> Any:
+        async def admitted() -> str:
             try:
                 with state.admission.open_answer():
                     return await work
@@ -181,7 +183,7 @@ class PoolingJob:
                 work.close()  # if it was not admitted
 
         try:
-            made = await until_disconnect(self._request.receive, admitted())
+            encoded = await until_disconnect(self._request.receive, admitted())
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         except QueueFullError as error:
@@ -190,11 +192,12 @@ class PoolingJob:
             if state.admission.is_draining and isinstance(error, EngineClosedError):
                 raise errors.shutting_down() from error
             raise errors.from_engine(error, self._body.names()) from error
-        return Response(compact(made), media_type="application/json")
+        return Response(encoded, media_type="application/json")
 
-    def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
+        """Fields of a list, without its data."""
         head = {"id": self.id, "object": "list", "created": int(time.time()), "model": self._state.model_name}
-        return head | {"data": data, "usage": self.usage}
+        return head | {"usage": self.usage}
 
 
 def _raise_failure(output: RequestOutput) -> None:
@@ -225,10 +228,26 @@ def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     }
 
 
-def _encoded(vector: NDArray[np.float32], encoding_format: str) -> Any:
+def _row(index: int, vector: NDArray[np.float32], encoding_format: str) -> str:
     if encoding_format == "float":
-        return vector.tolist()
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+        encoded = encode_numbers(vector)
+    else:
+        encoded = f'"{base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")}"'
+    return f'{{"object":"embedding","index":{index},"embedding":{encoded}}}'
+
+
+def encode_numbers(vector: NDArray[np.float32]) -> str:
+    """Encode an embedding as a JSON list."""
+    return _ENCODER.encode(vector.tolist()).decode("ascii")
+
+
+async def with_rows(head: dict[str, Any], name: str, rows: Iterable[str]) -> str:
+    """Encode an answer with a list of embeddings, in a thread: the event loop would stand still for a second.
+
+    Args:
+        rows: encoded items of the list `name`, made in the thread.
+    """
+    return f'{compact(head)[:-1]},"{name}":[{await asyncio.to_thread(",".join, rows)}]}}'
 
 
 @router.post("/v1/embeddings", responses=ANSWERS | TIMED_OUT, summary="Embed prompts")
@@ -236,27 +255,25 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     job = PoolingJob(server_state(request), request, body, "embd")
     job.check_texts("input", body.prompts)
 
-    async def work() -> dict[str, Any]:
+    async def work() -> str:
         params = EmbeddingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
-        found = enumerate(await vectors(job, body, params))
-        return job.listed([
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-            for index, vector in found
-        ])  # fmt: skip
+        found = await vectors(job, body, params)
+        rows = (_row(index, vector, body.encoding_format) for index, vector in enumerate(found))
+        return await with_rows(job.head(), "data", rows)
 
     return await job.answer(work())
 
 
 async def vectors(job: PoolingJob, body: EmbeddingRequest, params: EmbeddingParams) -> list[NDArray[np.float32]]:
     """Compute the embedding of each prompt: [dimensions] float32, or [hidden_size]."""
-    found = []
-    for output in await job.outputs(body.prompts, params):
-        vector = embedding_output(output, normalize=body.normalize and body.dimensions is None).embedding
-        assert vector is not None
-        if body.dimensions is not None:
-            vector = _cut(vector, body.dimensions, normalize=body.normalize)
-        found.append(vector)
-    return found
+    outputs = await job.outputs(body.prompts, params)
+    return await asyncio.to_thread(lambda: [_vector(output, body) for output in outputs])
+
+
+def _vector(output: RequestOutput, body: EmbeddingRequest) -> NDArray[np.float32]:
+    vector = embedding_output(output, normalize=body.normalize and body.dimensions is None).embedding
+    assert vector is not None
+    return vector if body.dimensions is None else _cut(vector, body.dimensions, normalize=body.normalize)
 
 
 def _cut(vector: NDArray[np.float32], dimensions: int, *, normalize: bool) -> NDArray[np.float32]:
@@ -278,7 +295,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     job.check_texts("documents", documents)
     job.check_texts("query", [body.query])
 
-    async def work() -> dict[str, Any]:
+    async def work() -> str:
         scores = await job.scores(body.query, documents)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
@@ -286,7 +303,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}
         state = server_state(request)
-        return {"id": job.id, "model": state.model_name, "usage": job.usage, "results": results}
+        return compact({"id": job.id, "model": state.model_name, "usage": job.usage, "results": results})
 
     return await job.answer(work())
 
@@ -298,8 +315,9 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     for param, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
         job.check_texts(param, [texts] if isinstance(texts, str) else texts)
 
-    async def work() -> dict[str, Any]:
+    async def work() -> str:
         scores = await job.scores(body.text_1, body.text_2)
-        return job.listed([{"index": index, "object": "score", "score": own} for index, own in enumerate(scores)])
+        data = [{"index": index, "object": "score", "score": own} for index, own in enumerate(scores)]
+        return compact(job.head() | {"data": data})
 
     return await job.answer(work())
