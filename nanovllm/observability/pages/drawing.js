@@ -45,8 +45,8 @@ function stackBar(context, left, width, bottom, toHeight, parts) {
 }
 
 /**
- * The scale of tokens a step, on both pages. Heights are square roots, so that one decode shows beside a full budget.
- * Cached tokens do not count against the budget and may be many times as many: what is above `most` is cut.
+ * Scale of tokens per step, on both pages. Heights are square roots, so that one decode is visible beside a full budget.
+ * Bars above `most` are cut: cached tokens do not count against the budget.
  */
 function tokenScale(budget, highest) {
   const most = clamp(1.05 * highest, 1.05 * budget, 2 * budget);
@@ -54,7 +54,7 @@ function tokenScale(budget, highest) {
   return { most, pixels: (height) => (amount) => (amount ? Math.max(1, Math.round(share(amount) * height)) : 0) };
 }
 
-/** The smallest of 1, 2, 5, 10, 20, ... that is not below `least`. */
+/** Smallest of 1, 2, 5, 10, 20, ... at or above `least`. */
 function tickDistance(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return power * [1, 2, 5, 10].find((factor) => factor * power >= least);

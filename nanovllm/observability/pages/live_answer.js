@@ -44,7 +44,7 @@ class Answer {
   }
 }
 
-/** A message on the page: its text, what it cost, and buttons. */
+/** Message on the page: text, cost and buttons. */
 class MessageView {
   constructor(role, tools) {
     this.role = role;
@@ -70,12 +70,12 @@ class MessageView {
     }
   }
 
-  /** Before any text: the place of the question in the queue, or "" once it is computed. */
+  /** Show the question's place in the queue before any text; "" once it is computed. */
   showPlace(text) {
     if (text) this.said.dataset.place = text; else delete this.said.dataset.place;
   }
 
-  /** As show, while the answer grows: the longer drawing takes, the less often. */
+  /** Show a growing answer; slow drawings are repeated less often. */
   showSoon(read) {
     if (this.drawn.timer !== null) return;
     this.drawn.timer = setTimeout(() => {

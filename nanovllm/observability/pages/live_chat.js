@@ -1,6 +1,6 @@
 // ---------------------------------------------------------------------------------------------------------------- chat
 
-const PAGE_ID = "live-"; // the X-Request-Id of a question begins with it, and the feed tells its place in the queue
+const PAGE_ID = "live-"; // prefix of a question's X-Request-Id: the feed has its place in the queue
 
 function announce(text) { setText($("announce"), text); }
 
@@ -89,7 +89,7 @@ class Chat {
     if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
   }
 
-  /** Put a question back into the input, to be asked otherwise; null ends that. */
+  /** Put a question back into the input for editing; null ends editing. */
   edit(index) {
     const { question } = this.parts, was = this.editing;
     this.editing = index;
@@ -181,7 +181,7 @@ class Chat {
     return { model: this.model, messages: asMessages(this.conversation), ...this.sampling.values };
   }
 
-  /** What the next question would send, as a command. */
+  /** The next request as a command. */
   get command() {
     const body = this.body, content = this.parts.question.value.trim();
     if (content) body.messages.push({ role: "user", content });
@@ -189,7 +189,7 @@ class Chat {
     return curlCommand(body);
   }
 
-  /** A snapshot of the engine has come. */
+  /** Handle a snapshot of the engine. */
   look({ places, waiting }) {
     const place = places[this.waiting?.id];
     this.waiting?.view.showPlace(place ? `Place ${count(place)} of ${count(waiting)} in the queue` : "");

@@ -7,7 +7,7 @@ const FIELDS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetit
 class SamplingForm {
   constructor() {
     let kept = {};
-    try { kept = JSON.parse(localStorage.getItem(FIELDS_PLACE)) ?? {}; } catch { /* not ours */ }
+    try { kept = JSON.parse(localStorage.getItem(FIELDS_PLACE)) ?? {}; } catch { /* another program's value */ }
     for (const name of FIELDS) {
       if (typeof kept[name] === "string") $(name).value = kept[name];
       $(name).addEventListener("change", () => this.keep());
@@ -17,7 +17,7 @@ class SamplingForm {
   keep() {
     try {
       localStorage.setItem(FIELDS_PLACE, JSON.stringify(Object.fromEntries(FIELDS.map((name) => [name, $(name).value]))));
-    } catch { /* full: they hold until the page is closed */ }
+    } catch { /* storage is full: fields last until the page closes */ }
   }
 
   /** Fields of a request. */

@@ -169,7 +169,7 @@ function nearest(values, index) {
   return index;
 }
 
-/** Draw all values from left to right; of those within one pixel, the largest. */
+/** Draw all values from left to right, the largest of each pixel. */
 function drawSparkline(canvas, { values, most, isSparse }, { index, steps }, color, colors) {
   const width = canvas.clientWidth, height = canvas.clientHeight, context = fitCanvas(canvas, width, height);
   if (!width || steps.length < 1) return;

@@ -59,7 +59,7 @@ function draw() {
   setText($("facts"), serverFacts(about, stepHistory.newest));
 }
 
-/** What is served, on what, for how long. */
+/** Model, device and uptime. */
 function serverFacts({ backend, max_model_len, replicas }, newest) {
   const { device = "", dtype = "" } = newest?.machine ?? {};
   const parts = [device, dtype, `attention by ${backend}`, `up to ${count(max_model_len)} tokens`];

@@ -5,7 +5,7 @@
  * answer is shown as it was written, and the page's policy (trusted-types 'none') refuses any other way.
  */
 const MAX_MARKDOWN = 200000; // characters; longer text is shown as it is
-const TOO_DEEP = /^(?:[ \t]*(?:>|(?:[-+*]|\d{1,9}[.)])(?=[ \t]))){48}/m; // nested quotes and lists, over which the lexer recurses
+const TOO_DEEP = /^(?:[ \t]*(?:>|(?:[-+*]|\d{1,9}[.)])(?=[ \t]))){48}/m; // nested quotes and lists: the lexer recurses
 const LINK_SCHEMES = ["http:", "https:", "mailto:"];
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 

@@ -46,7 +46,7 @@ class PoolMap {
     }
   }
 
-  /** The largest cell of which all fit beside what else is in the panel. */
+  /** Largest cell size at which the map fits into the panel. */
   cellSize(numCells, width) {
     const box = this.canvas.parentElement, isGiven = getComputedStyle(box).overflowY === "hidden"; // else it follows the map
     const room = isGiven ? box.clientHeight : MAP_HEIGHT;

@@ -107,7 +107,7 @@ class StepsChart {
     dashedLine(context, AXIS_WIDTH, width, bottom - toHeight(budget), colors.limit);
   }
 
-  /** [left, right, index] of the steps shown; of those within one pixel, the one with most tokens. */
+  /** [left, right, index] of the visible steps; the one with the most tokens of each pixel. */
   bars() {
     const { steps } = this.view, { first, end } = this.range, bars = [];
     for (let index = first; index < end; index++) {
@@ -134,7 +134,7 @@ class StepsChart {
     }
   }
 
-  /** Ticks, in seconds before the last step; while nothing runs, for how long. */
+  /** Ticks in seconds before the last step; the idle time while nothing runs. */
   drawTimes(context, bottom, colors) {
     const { view } = this, width = this.canvas.clientWidth, { start, end } = this.window, zero = view.steps.at(-1).time;
     const distance = tickDistance((end - start) / (width / 90));
@@ -164,7 +164,7 @@ class StepsChart {
     context.strokeStyle = colors.faint;
     if (end > first) context.strokeRect(toX(first) - 2.5, 0.5, Math.max(4, toX(end - 1) - toX(first) + 5), height - 1);
     const slot = Math.max(1, Math.ceil((width - THUMB) / steps.length));
-    const columns = new Map(); // of the steps within one pixel, the one with most tokens
+    const columns = new Map(); // the step with the most tokens of each pixel
     steps.forEach((step, index) => {
       const x = Math.round(toX(index) - slot / 2), there = columns.get(x);
       if (!there || stackedTokens(step) > stackedTokens(there)) columns.set(x, step);
@@ -174,7 +174,7 @@ class StepsChart {
   }
 }
 
-/** When the device began with a step: with overlap it is launched while the one before runs. */
+/** Start of a step on the device: with overlap it is launched during the step before. */
 function beginOf(steps, index) {
   return Math.max(steps[index].start, steps[index - 1]?.time ?? -Infinity);
 }

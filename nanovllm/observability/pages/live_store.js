@@ -1,6 +1,6 @@
 // ------------------------------------------------------------------------------------- conversations kept in the browser
 
-const CHAT_PLACE = "nanovllm-chat-"; // then an id; in localStorage, one entry each, so that tabs do not overwrite another's
+const CHAT_PLACE = "nanovllm-chat-"; // prefix of keys in localStorage: an entry per conversation, so that tabs do not overwrite each other's
 const OPEN_PLACE = "nanovllm-open"; // the id of the tab's conversation, in sessionStorage
 const MAX_TITLE = 60;
 

@@ -149,7 +149,7 @@ class RunChart {
     context.restore();
   }
 
-  /** Call paint(left, right, step) for the visible steps; of those within one pixel, for the largest. */
+  /** Call paint(left, right, step) for the visible steps; the largest of each pixel. */
   eachStep(amount, paint) {
     const { steps } = this.run;
     let left = -1, right = -1, chosen = null;
@@ -224,7 +224,7 @@ class RunChart {
     return Math.min(firstFrom(this.run.steps, END, (this.view.start + this.view.end) / 2), this.run.steps.length - 1);
   }
 
-  /** Index of the step at a place: of those within its pixel, the one with most tokens, which is the one drawn; or -1. */
+  /** Index of the step drawn at a position, the one with the most tokens of its pixel; -1 without one. */
   stepAt(point) {
     if (!point || point.x < LABELS) return -1;
     const { steps } = this.run, time = this.toTime(point.x), pixel = Math.floor(point.x);

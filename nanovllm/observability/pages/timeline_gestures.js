@@ -1,6 +1,6 @@
 // ---------------------------------------------------------------------------------------- mouse, touch and keys on a chart
 
-const TAP_PIXELS = 5; // a pointer that moved less has clicked
+const TAP_PIXELS = 5; // a shorter movement is a click
 
 /**
  * One pointer drags, two pinch: the times under both fingers stay there, and lanes scroll with their middle.

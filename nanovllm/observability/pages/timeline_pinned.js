@@ -2,12 +2,12 @@
 
 const MOST_LISTED = 200; // requests of one kind
 
-/** What a step computed: [lane, details] of each chunk, and the lanes that decoded. */
+/** Chunks of a step as [lane, details], and the lanes with decodes. */
 function workOf(run, index) {
   const step = run.steps[index], id = step[COLUMN.step], middle = (step[START] + step[END]) / 2;
   const work = { chunks: [], decodes: [] };
   for (const lane of run.lanes) {
-    // The span of a step, from its start; of steps of no length there may be several at one time.
+    // Span of a step from its start; steps without length may share one.
     for (let at = firstFrom(lane.spans, 2, step[START]); at < lane.spans.length && lane.spans[at][1] <= middle; at++) {
       const [state, , , details] = lane.spans[at];
       if (state === PREFILL && details.step === id) work.chunks.push([lane, details]);
@@ -17,7 +17,7 @@ function workOf(run, index) {
   return work;
 }
 
-/** Whether a run of decodes includes a step: it has one token of each, from its first; one that never ended, of all. */
+/** Whether a run of decodes includes a step: one token per step from its first on; without an end, every later step. */
 function isWithin(run, { step, tokens = Infinity }, index) {
   const first = index - (run.steps[index][COLUMN.step] - step); // ids count failed steps too
   for (let at = Math.max(0, first); at <= index; at++)
@@ -25,7 +25,7 @@ function isWithin(run, { step, tokens = Infinity }, index) {
   return false;
 }
 
-/** The panel of a pinned step: its figures, and who it computed. */
+/** Panel of a pinned step: figures and requests. */
 class PinnedStep {
   constructor({ onChoose, redraw }) {
     Object.assign(this, { onChoose, redraw });

@@ -15,7 +15,7 @@ function tableRow(tag, cells, className = "") {
   return row;
 }
 
-/** Percentiles of each run; of two also the second's share of the first's. */
+/** Percentiles of each run; for two runs also their ratio. */
 function fillPercentiles(table) {
   const head = document.createElement("thead"), body = document.createElement("tbody");
   head.append(tableRow("th", ["latency", ...(runs.length > 1 ? ["run"] : []), ...QUANTILES]));
@@ -33,7 +33,7 @@ function fillPercentiles(table) {
   table.replaceChildren(head, body);
 }
 
-/** Requests of all runs: searched, sorted by a column, the first of them as rows. */
+/** Table of the requests of all runs: searched, sorted by a column, cut to its first rows. */
 class RequestTable {
   constructor({ table, search, found, onChoose }) {
     Object.assign(this, { table, search, found, onChoose });
@@ -81,7 +81,7 @@ class RequestTable {
     if (name === null) return found;
     const compare = (one, other) => {
       const [a, b] = [one[name], other[name]];
-      if (a === null || b === null) return (a === null) - (b === null); // what has no value is last
+      if (a === null || b === null) return (a === null) - (b === null); // missing values are last
       return (a < b ? -1 : a > b ? 1 : 0) * (isDown ? -1 : 1);
     };
     return found.sort(compare);
