@@ -113,6 +113,15 @@ def free_memory_is_given_back():
         trim(0)
 
 
+@pytest.fixture(scope="module")
+def programs_are_forked():
+    """Replicas and ranks of this file are forks of a process with the imports, which cost each of them 4 s."""
+    from tests.support.forked_processes import programs_are_forked
+
+    with programs_are_forked():
+        yield
+
+
 @pytest.fixture
 def sigint_is_heeded():
     """Where tests run in the background, the shell has told its children to ignore the interrupt."""

@@ -9,6 +9,8 @@ from nanovllm.core.features import REPLICAS, TENSOR_PARALLEL
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import random_prompts, tiny_model
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 OPTIONS = {"enforce_eager": True, "dtype": "float32", "num_kv_blocks": 17, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 

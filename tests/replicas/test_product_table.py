@@ -24,6 +24,8 @@ from tests.support.replicas import completions, tiny_folder
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 MODES = (REPLICAS, TENSOR_PARALLEL)
 TEMPLATE = Path(tempfile.mkdtemp(prefix="nanovllm-template-"), "template.jinja")
 TEMPLATE.write_text(tiny_tokenizer().chat_template.replace("<|user|>", "<|user|>ask "))

@@ -39,6 +39,8 @@ from tests.support.replicas import (
 )
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
     SamplingParams(seed=3, max_tokens=150, top_p=0.9, frequency_penalty=0.5, ignore_eos=True),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 
 import msgspec
+import pytest
 import zmq
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.observability.kv_events import as_number
 from tests.support.replicas import REPLICAS, kill, tiny_folder, wait_until
 from tests.support.tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 
 def two_free_ports() -> int:

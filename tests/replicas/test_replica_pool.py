@@ -26,6 +26,8 @@ from tests.support.replicas import (
 from tests.support.samples import requests
 from tests.support.tiny_models import random_prompts
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 
 @pytest.fixture
 def llm():

@@ -13,6 +13,8 @@ from tests.support.equality import model, prompts, reference
 from tests.support.replicas import OPTIONS, completions, is_alive, one_engine, tiny_folder, wait_until
 from tests.support.tiny_models import random_prompts
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 BOTH = OPTIONS | {"data_parallel_size": 2, "tensor_parallel_size": 2}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True),

@@ -22,6 +22,8 @@ from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
 from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.tiny_models import random_prompts
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)
 BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
 

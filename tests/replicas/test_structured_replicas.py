@@ -19,6 +19,8 @@ from tests.support.replicas import OPTIONS, REPLICAS, completions, kill
 from tests.support.structured import EOS, FORMS, check_text, form
 from tests.support.tiny_models import random_prompts, save_tiny
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
