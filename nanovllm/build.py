@@ -17,7 +17,6 @@ from nanovllm.cache.cache_pools import CachePools, build_block_manager, cache_gr
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.step_budget import StepBudget
 from nanovllm.engine import Engine
@@ -202,7 +201,8 @@ def resolve_options(
     longest = max_model_len or num_positions
     if longest is not None:  # windows and chunks that hold the longest sequence are none
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
-    config = fitted_to_chunk(binding, config)
+    if binding.mixers:
+        config = binding.mixers.fitted(config, device.type)
     block_size = None if binding.mixers else preferred_block_size(layers, device, config)
     config = config.resolve_limits(device.type, num_positions, block_size=block_size)
     binding.pin_rope(config.max_model_len)
@@ -222,7 +222,7 @@ def resolve_options(
         binding.fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
     block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
-    record_bytes = sum(layer.num_bytes for layer in binding.mixers.layers)
+    record_bytes = binding.mixers.num_bytes if binding.mixers else 0
     resolved, pools = resolve_pools(
         config,
         cache_groups_of(
@@ -237,34 +237,6 @@ def resolve_options(
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
     return resolved, choice, pools
-
-
-def fitted_to_chunk(binding: ModelBinding, config: EngineConfig) -> EngineConfig:
-    """Set the block size to a multiple of the rows that recurrent layers compute at a time.
-
-    States are kept at ends of blocks; from there a prompt goes on with the same chunks, and the same rounding.
-    Raises ValueError for one that the user set otherwise.
-    """
-    if slow := binding.mixers.names_without_continuation:
-        logger.warning(
-            "recurrent layers of %s take no state into a prefill: prompts beyond a step's max_num_batched_tokens go on "
-            "token by token. Set it to at least the longest prompt.", slow,
-        )  # fmt: skip
-    chunk = binding.mixers.chunk
-    fitting = [size for size in BLOCK_SIZES if size % chunk == 0]
-    if chunk == 1 or (config.block_size is None and not fitting):
-        return config
-    if config.block_size is None:
-        usual = DEVICE_DEFAULTS[binding.device.type].block_size
-        config = replace(config, block_size=next((size for size in fitting if size >= usual), fitting[-1]))
-        logger.info("block_size is %d, for recurrent layers that compute %d tokens at a time", config.block_size, chunk)
-    elif fitting and config.block_size not in fitting:
-        raise ValueError(
-            f"block_size is {config.block_size}, but recurrent layers of {type(binding.model).__name__} compute "
-            f"{chunk} tokens at a time, and their states are kept at ends of blocks. Set it to "
-            f"{' or '.join(map(str, fitting))}, or leave it out."
-        )
-    return config
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

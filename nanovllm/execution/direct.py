@@ -85,7 +85,7 @@ class DirectExecutor:
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
-        if binding.mixers.layers:
+        if binding.mixers:
             binding.mixers.begin_step(layouts[-1], device)
         embedded = None if report is None or report.prompt is not None else report.embedded
         if embedded is not None and embedded.is_all:  # no logits are needed

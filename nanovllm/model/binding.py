@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.operator import (
@@ -34,11 +34,10 @@ from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
-from nanovllm.model.mixers import Mixers
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.pinned_rope import PinnedRope
-from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
+from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, mixers_of, probe_model, probing_with
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.logprobs import StepLogprobs
 
@@ -51,10 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-# The first name has no mask function, so the library builds no mask and never inspects positions.
+# The name has no mask function, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
-AttentionInterface.register(PROBE_NAME, probe_function)
-AttentionMaskInterface.register(PROBE_NAME, probe_mask)
 
 _handles = itertools.count()
 # Several engines may share a module, in several threads: while one has it hooked, the others wait.
@@ -72,7 +69,7 @@ class ModelBinding:
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
-        mixers: layers with recurrent states.
+        mixers: layers with recurrent states; None for a model without any.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
         has_base_model: whether a submodule computes the hidden states, with the head outside of it.
         min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
@@ -100,8 +97,8 @@ class ModelBinding:
         with self._lock:  # another engine's step patches the module
             self.rope = PinnedRope(model)
         self._unshared: set[nn.Linear] = set()  # layers with plain weights that may be freed
-        self.mixers = Mixers(model)
-        probe = probe_model(model, self._probing, RowBatches.for_model, has_mixers=bool(self.mixers.found))
+        self.mixers = mixers_of(model)
+        probe = probe_model(model, self._probing, RowBatches.for_model)
         self.layers, self._passes_keywords = probe.layers, probe.passes_keywords
         check = partial(check_rows, model, self._probing, probe)
         if is_live or self.device.type != "cpu":
@@ -114,7 +111,7 @@ class ModelBinding:
         if ranks is not None and head is not None:
             self._split_logits(ranks, head)
         self.dtype = self.layers[0].dtype if self.layers else model.dtype
-        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
+        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes if self.mixers else ())
         self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
         with self._lock:
             self.watch = ModuleWatch(model) if is_live else None
@@ -163,7 +160,7 @@ class ModelBinding:
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         with merging(self.model, self.layer_modules):
-            probe_model(self.model, self._probing, has_mixers=bool(self.mixers.found))
+            probe_model(self.model, self._probing)
 
     def fuse_rotary(self) -> None:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""
@@ -262,7 +259,7 @@ class ModelBinding:
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
         for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
-        if self.mixers.layers:
+        if self.mixers:
             changes += self.mixers.step_changes(self.caches.of_records)
         self._patches.apply(changes)
         self._is_installed = True
@@ -279,8 +276,9 @@ class ModelBinding:
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps
             try:
-                changes = redirected_to(self.model, PROBE_NAME) + self.rope.changes
-                self._patches.apply(changes + self.mixers.probing_changes())
+                self._patches.apply(redirected_to(self.model, PROBE_NAME) + self.rope.changes)
+                if self.mixers is not None:
+                    self._patches.apply(self.mixers.probing_changes())
                 yield
             finally:
                 self.uninstall()

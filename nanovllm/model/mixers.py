@@ -11,9 +11,10 @@ and once for each chunk, over a cache that holds the states of their slots::
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.model.module_watch import modules_of
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.model.patches import Change
 from nanovllm.model.unsupported import unsupported
 from nanovllm.process.device import to_device
 
-# Methods of a cache that mixers alone call, and the argument with the cache, by release of `transformers`.
-_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
+logger = logging.getLogger("nanovllm")
+
+# A forward's argument with the cache, by release of `transformers`.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 StateName = tuple[str, int]  # "conv_states" or "recurrent_states" of the library's cache layer, and a number there
@@ -53,11 +56,8 @@ class StateLayer:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> StateLayer | None:
-        """None for a module without states in a cache."""
+        """None for a forward that takes no cache."""
         forward: Any = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        if code is None or _STATE_METHODS.isdisjoint(code.co_names):
-            return None
         parameters = inspect.signature(forward).parameters.values()
         arguments = [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
         cache_argument = next((name for name in _CACHE_ARGUMENTS if name in arguments), None)
@@ -161,18 +161,22 @@ class _States(LinearAttentionLayer):
 
 
 class Mixers:
-    """The mixers of a model; false without any.
+    """The mixers of a model; false if its forward pass has none.
+
+    Args:
+        recurrent: from `recurrent_modules`.
 
     Attributes:
         found: modules with states; the forward pass may leave out some of them.
         layers: those of the forward pass, in its order, once a probe has run.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
         config = model.config.get_text_config(decoder=True)
+        self._name = type(model).__name__
         self._num_layers = getattr(config, "num_hidden_layers", 1)
         self._num_states = getattr(config, "number_of_conv_states", 1)
-        self.found = [layer for module in modules_of(model) if (layer := StateLayer.from_module(module)) is not None]
+        self.found = [layer for module in recurrent if (layer := StateLayer.from_module(module)) is not None]
         self.layers: list[StateLayer] = []
         self._parts: list[StatePart] = []
 
@@ -185,9 +189,38 @@ class Mixers:
         return math.lcm(*(layer.chunk for layer in self.layers))
 
     @property
-    def names_without_continuation(self) -> str:
-        """Class names of layers with a prefill that ignores states."""
-        return ", ".join(sorted({type(layer.module).__name__ for layer in self.layers if not layer.goes_on}))
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    def fitted(self, config: EngineConfig, device_type: str) -> EngineConfig:
+        """Set the block size to a multiple of the rows that the mixers compute at a time.
+
+        States are kept at ends of blocks; from there a prompt goes on with the same chunks, and the same rounding.
+        Raises ValueError for one that the user set otherwise.
+        """
+        slow = sorted({type(layer.module).__name__ for layer in self.layers if not layer.goes_on})
+        if slow:
+            logger.warning(
+                "recurrent layers of %s take no state into a prefill: prompts beyond a step's max_num_batched_tokens "
+                "go on token by token. Set it to at least the longest prompt.", ", ".join(slow),
+            )  # fmt: skip
+        chunk = self.chunk
+        fitting = [size for size in BLOCK_SIZES if size % chunk == 0]
+        if chunk == 1 or (config.block_size is None and not fitting):
+            return config
+        if config.block_size is None:
+            usual = DEVICE_DEFAULTS[device_type].block_size
+            size = next((size for size in fitting if size >= usual), fitting[-1])
+            logger.info("block_size is %d, for recurrent layers that compute %d tokens at a time", size, chunk)
+            return replace(config, block_size=size)
+        if fitting and config.block_size not in fitting:
+            raise ValueError(
+                f"block_size is {config.block_size}, but recurrent layers of {self._name} compute {chunk} tokens at a "
+                f"time, and their states are kept at ends of blocks. Set it to {' or '.join(map(str, fitting))}, or "
+                "leave it out."
+            )
+        return config
 
     @property
     def shapes(self) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:

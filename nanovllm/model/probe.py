@@ -8,17 +8,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
 from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.mask_probe import MaskProbe, sizes_of
+from nanovllm.model.module_watch import modules_of
 from nanovllm.model.unsupported import reason_of_layer_type, unsupported
+
+if TYPE_CHECKING:
+    from nanovllm.model.mixers import Mixers
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # a keyword argument of the model, to see which layers receive it
@@ -33,6 +37,7 @@ _HARMLESS = {
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID_TYPES = {"hybrid", "hybrid_sliding"}
 _STATE_TYPES = {"linear_attention", "conv", "mamba", "moe", "mlp"}
+_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}  # of a cache
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,8 @@ class Probe:
         return None
 
 
-def probe_model(
-    model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS, *, has_mixers: bool = False
-) -> Probe:
-    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
-
-    Args:
-        has_mixers: whether modules with recurrent states were found, so that not every layer needs attention.
-    """
+def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS) -> Probe:
+    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError."""
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
@@ -133,6 +132,7 @@ def probe_model(
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
     refuse_quantised_weights(model)
     text_config = model.config.get_text_config(decoder=True)
+    has_mixers = bool(recurrent_modules(model))  # then not every layer needs attention
     attending = attending_layers(name, text_config, has_mixers=has_mixers)
     probe, expected = Probe(MaskProbe(sizes_of(text_config))), None if attending is None else len(attending)
     parameters = inspect.signature(model.forward).parameters.values()
@@ -166,6 +166,25 @@ def probe_model(
         raise unsupported("more inputs than tokens", name, seen) from failure
     refuse_cached_windows(name, text_config, attending, probe.layers)
     return probe
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules with states in a cache: their forward calls a method of a cache for states."""
+    found = []
+    for module in modules_of(model):
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and not _STATE_METHODS.isdisjoint(code.co_names):
+            found.append(module)
+    return found
+
+
+def mixers_of(model: nn.Module) -> Mixers | None:
+    """The mixers of a model; None without recurrent modules."""
+    if not (recurrent := recurrent_modules(model)):
+        return None
+    from nanovllm.model.mixers import Mixers
+
+    return Mixers(model, recurrent)
 
 
 def refuse_quantised_weights(model: nn.Module) -> None:
@@ -247,3 +266,7 @@ def probe_function(module, query, key, value, attention_mask, scaling=None, **kw
 def probe_mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **kwargs: Any) -> Tensor:
     """Mask function for `transformers` during a probe: returns a placeholder."""
     return _current.masks.make(mask_function, q_length, kv_length, device=device)
+
+
+AttentionInterface.register(PROBE_NAME, probe_function)
+AttentionMaskInterface.register(PROBE_NAME, probe_mask)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.mixers import Mixers
+from nanovllm.model.probe import recurrent_modules
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
 from nanovllm.model.unsupported import unsupported
 
@@ -91,7 +91,7 @@ def plan_shards(model: Any, size: int) -> list[Shard]:
     unimplemented style, and sizes not divisible by the number of ranks.
     """
     name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
-    if Mixers(model).found:
+    if recurrent_modules(model):
         raise unsupported("states on ranks", name)
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
         raise unsupported("no plan", name)

@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from nanovllm.core.errors import StepError
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.mixers import StateLayer
+from nanovllm.model.probe import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
 from tests.support.llms import fail_in_step
@@ -214,7 +214,7 @@ def test_a_backend_is_refused_where_no_layer_attends():
 
 def test_a_mixer_that_runs_twice_in_a_pass_is_refused():
     model = tiny_class_model("Lfm2ForCausalLM")
-    convolution = next(module for module in model.modules() if StateLayer.from_module(module) is not None)
+    convolution = recurrent_modules(model)[0]
     layer = next(layer for layer in model.model.layers if convolution in layer.modules())
     model.model.layers.append(layer)
     model.config.layer_types = [*model.config.layer_types, "conv"]
