@@ -27,6 +27,11 @@ def build_direct(
     binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, sampler: Sampler
 ) -> DirectExecutor:
     """The executor of a fully resolved config, with an attention backend for each cache group."""
+    if binding.mixers and binding.device.type == "cpu" and not config.enforce_eager:
+        from nanovllm.model.state_kernels import add_kernels
+
+        with binding.installed():
+            add_kernels(binding.mixers)
     if len(pools.paged.groups) == 1:
         backend = choice.build(binding.layers, binding.device, config)
         return DirectExecutor(binding, backend, config.block_size, sampler)

@@ -5,97 +5,51 @@ A mixer reads and writes its states (the last inputs of a convolution, a recurre
 and once for each chunk, over a cache that holds the states of their slots::
 
     flat rows   | a  b  c | d  d  d  d | e  e |
-    calls       [3, 1, H]   [1, 4, H]    [1, 2, H]      states gathered from read slots, scattered to write slots
+    calls       [3, 1, H]   [1, 4, H]    [1, 2, H]
+
+A chunk's states are views of its slot. Those of decodes are gathered from the read slots and scattered to the write
+slots, unless kernels read and write them there (`state_kernels`).
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache
 
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.model.patches import Change
+from nanovllm.model.state_layers import CacheStates, StateLayer, StateName
 from nanovllm.model.unsupported import unsupported
 from nanovllm.process.device import to_device
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_states import StateKernels
+
 logger = logging.getLogger("nanovllm")
-
-# A forward's argument with the cache, by release of `transformers`.
-_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
-
-StateName = tuple[str, int]  # "conv_states" or "recurrent_states" of the library's cache layer, and a number there
-
-
-@dataclass(slots=True, eq=False)
-class StateLayer:
-    """One mixer with its states.
-
-    chunk: rows that its prefill computes at a time; results round alike if chunks of prompts start on multiples.
-    states: shape of one sequence's state, and dtype; empty before the probe.
-    goes_on: whether its prefill takes states into account; else a prompt's later chunks are computed row by row.
-    """
-
-    module: nn.Module
-    chunk: int
-    arguments: list[str]  # of its forward
-    cache_argument: str
-    states: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    goes_on: bool = True
-
-    @classmethod
-    def from_module(cls, module: nn.Module) -> StateLayer | None:
-        """None for a forward that takes no cache."""
-        forward: Any = inspect.unwrap(type(module).forward)
-        parameters = inspect.signature(forward).parameters.values()
-        arguments = [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
-        cache_argument = next((name for name in _CACHE_ARGUMENTS if name in arguments), None)
-        return None if cache_argument is None else cls(module, _chunk_of(module, forward), arguments, cache_argument)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one sequence's states."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
-
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, without the cache and without keyword arguments for other modules."""
-        given = dict(zip(self.arguments, args, strict=False))
-        given |= {name: value for name, value in kwargs.items() if name in self.arguments}
-        given.pop(self.cache_argument, None)
-        return given
-
-
-def _chunk_of(module: nn.Module, forward: Any) -> int:
-    """The module's chunk_size (Mamba-2), or the default of the function that it calls (the delta rule)."""
-    if isinstance(own := getattr(module, "chunk_size", None), int):
-        return own
-    called = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    sizes = [inspect.signature(each).parameters.get("chunk_size") for each in called if inspect.isfunction(each)]
-    return max((size.default for size in sizes if size is not None and isinstance(size.default, int)), default=1)
 
 
 class StatePart(NamedTuple):
     """Rows of a step that one call of a mixer computes.
 
     rows: of the flat batch; a sequence each if `is_batch`, else the chunk of one sequence.
-    reads, writes: [num_sequences] int64 slots; reads is None for a sequence that begins.
+    reads, writes: slots, [num_sequences] int64, or a chunk's one; reads is None for a sequence that begins.
     """
 
     rows: slice | Tensor
     is_batch: bool
-    reads: Tensor | None
-    writes: Tensor | None
+    reads: Any
+    writes: Any
 
     def take(self, values: Tensor) -> Tensor:
         """Rows of [1, num_rows, ...] as [num_sequences, length, ...]."""
@@ -114,15 +68,16 @@ class StatePart(NamedTuple):
             output[:, self.rows] = result
 
 
-_EACH_ROW = StatePart(slice(None), True, None, None)
-_TWO_ROWS = StatePart(slice(2), False, None, None)
+_EACH_ROW = StatePart(slice(None), True, None, slice(0))
+_TWO_ROWS = StatePart(slice(2), False, None, slice(0))
 
 
 def parts_of(layout: BatchLayout, device: torch.device) -> list[StatePart]:
     """The parts of a step, of the layout of the group of states."""
     entries, num_decodes, bounds = layout.entries, layout.num_decodes, layout.row_starts.tolist()
     assert layout.state_reads is not None and layout.state_writes is not None
-    reads, writes = to_device(np.stack([layout.state_reads, layout.state_writes]), device)
+    slots = np.stack([layout.state_reads, layout.state_writes])
+    reads, writes = to_device(slots, device)
     begins = [entry.start == 0 for entry in entries]
     parts = []
     if not any(begins[:num_decodes]):
@@ -133,31 +88,10 @@ def parts_of(layout: BatchLayout, device: torch.device) -> list[StatePart]:
         parts.append(StatePart(rows, True, reads[rows], writes[rows]))
     for index in range(len(entries)):
         if index >= num_decodes or begins[index]:
-            own, rows_of = slice(index, index + 1), slice(bounds[index], bounds[index + 1])
-            parts.append(StatePart(rows_of, False, None if begins[index] else reads[own], writes[own]))
+            read, write = (slice(slot, slot + 1) for slot in slots[:, index].tolist())
+            rows_of = slice(bounds[index], bounds[index + 1])
+            parts.append(StatePart(rows_of, False, None if begins[index] else read, write))
     return parts
-
-
-class _States(LinearAttentionLayer):
-    """The library's layer of a cache, with states that are assigned instead of copied."""
-
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        self.recurrent_states[state_idx] = recurrent_states
-        self.is_recurrent_states_initialized[state_idx] = True
-        return recurrent_states
-
-    def hold(self, name: StateName, state: Tensor) -> None:
-        kind, index = name
-        getattr(self, kind)[index] = state
-        getattr(self, f"is_{kind}_initialized")[index] = self.has_previous_state[index] = True
-        if kind == "conv_states":
-            self.conv_kernel_size[index] = state.shape[-1]
-
-    def held(self) -> Iterator[tuple[StateName, Tensor]]:
-        for kind in ("conv_states", "recurrent_states"):
-            for index, state in getattr(self, kind).items():
-                if state is not None:
-                    yield (kind, index), state
 
 
 class Mixers:
@@ -169,6 +103,7 @@ class Mixers:
     Attributes:
         found: modules with states; the forward pass may leave out some of them.
         layers: those of the forward pass, in its order, once a probe has run.
+        kernels: for decodes of layers that have a `kernel_forward`; see `state_kernels`.
     """
 
     def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
@@ -179,6 +114,7 @@ class Mixers:
         self.found = [layer for module in recurrent if (layer := StateLayer.from_module(module)) is not None]
         self.layers: list[StateLayer] = []
         self._parts: list[StatePart] = []
+        self.kernels: StateKernels | None = None
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -244,11 +180,12 @@ class Mixers:
                 name = type(layer.module).__name__
                 raise unsupported("repeated layers", f"a layer with a recurrent state ({name})")
             self.layers.append(layer)
-        states = self._new_states()
+        states = CacheStates(self._num_states)
         result = self._call(layer, forward, layer.named(args, kwargs), _EACH_ROW, states, None)
         if is_first:
             layer.states = {name: (tuple(state.shape[1:]), state.dtype) for name, state in states.held()}
-            layer.goes_on = self._goes_on(layer, forward, layer.named(args, kwargs))
+            layer.example = layer.named(args, kwargs)
+            layer.goes_on = self._goes_on(layer, forward, layer.example)
         self._call(layer, forward, layer.named(args, kwargs), _EACH_ROW, states, None)  # now as decodes
         return result
 
@@ -257,7 +194,7 @@ class Mixers:
         device = given[layer.arguments[0]].device
 
         def run(changed: StateName | None) -> Tensor:
-            states = self._new_states()
+            states = CacheStates(self._num_states)
             for name, (shape, dtype) in layer.states.items():
                 states.hold(name, torch.full((1, *shape), float(name == changed), dtype=dtype, device=device))
             output = self._call(layer, forward, given, _TWO_ROWS, states, None)
@@ -270,7 +207,14 @@ class Mixers:
 
     def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
         """Args: layout: of the group of states."""
-        self._parts = parts_of(layout, device)
+        self.set_parts(parts_of(layout, device))
+
+    def set_parts(self, parts: list[StatePart]) -> None:
+        """The parts of the next step."""
+        self._parts = parts
+        decodes = next((part for part in parts if part.is_batch), None)
+        if self.kernels is not None and decodes is not None:
+            self.kernels.reads, self.kernels.writes = decodes.reads, decodes.writes
 
     def step_changes(self, pools: list[list[Tensor]]) -> list[Change]:
         """Mixers over pools of states: of each layer [num_slots, ...] of each state."""
@@ -283,21 +227,49 @@ class Mixers:
         self, layer: StateLayer, pool: list[Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         given, output = layer.named(args, kwargs), None
+        # Not where the owner has set a forward.
+        by_kernel = layer.kernel_forward if getattr(forward, "__func__", None) is type(layer.module).forward else None
         for part in self._parts:
-            states = self._new_states()
-            if part.reads is not None:
-                for name, slots in zip(layer.states, pool, strict=True):
-                    states.hold(name, slots.index_select(0, part.reads))
-            for rows in [part] if layer.goes_on or part.reads is None else part.by_row():
-                output = self._call(layer, forward, given, rows, states, output)
-            found = dict(states.held())
-            assert part.writes is not None
-            for name, slots in zip(layer.states, pool, strict=True):
-                slots.index_copy_(0, part.writes, found[name].to(slots.dtype))
+            if part.is_batch and by_kernel is not None:
+                output = self.compute(layer, pool, by_kernel, given, part, output, in_place=layer.in_place)
+            else:
+                output = self.compute(layer, pool, forward, given, part, output)
         return output
 
-    def _new_states(self) -> _States:
-        return _States(number_of_states=self._num_states)
+    def compute(
+        self,
+        layer: StateLayer,
+        pool: list[Tensor],
+        forward: Callable[..., Any],
+        given: dict[str, Any],
+        part: StatePart,
+        output: Any,
+        in_place: Collection[StateName] = (),
+    ) -> Any:
+        """Run one part with the states of its slots, and write the new ones; returns the output of all rows.
+
+        Args:
+            in_place: states of which `forward` gets the whole pool.
+        """
+        begins, states = part.reads is None, CacheStates(self._num_states, are_slots=not part.is_batch)
+        for name, slots in zip(layer.states, pool, strict=True) if not begins else ():
+            if name in in_place:
+                state = slots
+            elif part.is_batch:
+                state = slots[part.reads]
+            else:
+                state = slots[part.writes]  # computed in place
+                if part.reads != part.writes:
+                    state.copy_(slots[part.reads])
+            states.hold(name, state)
+        for rows in [part] if layer.goes_on or begins else part.by_row():
+            output = self._call(layer, forward, given, rows, states, output)
+        if begins or part.is_batch:
+            found = dict(states.held())
+            for name, slots in zip(layer.states, pool, strict=True):
+                if name not in in_place:
+                    slots[part.writes] = found[name].to(slots.dtype)
+        return output
 
     def _call(
         self,
@@ -305,7 +277,7 @@ class Mixers:
         forward: Callable[..., Any],
         given: dict[str, Any],
         part: StatePart,
-        states: _States,
+        states: CacheStates,
         output: Any,
     ) -> Any:
         """Run the module's own forward for one part; returns the output of all rows, made unless given."""
@@ -316,6 +288,9 @@ class Mixers:
         }
         result = forward(**own, **{layer.cache_argument: Cache(layers=[states] * self._num_layers)})
         results = result if isinstance(result, tuple) else (result,)
+        if part.is_batch and len(results[0]) == num_rows:  # nothing but decodes
+            turned = tuple(each.transpose(0, 1) for each in results)
+            return turned if isinstance(result, tuple) else turned[0]
         if output is None:  # padding rows stay 0
             made = tuple(each.new_zeros(1, num_rows, *each.shape[2:]) for each in results)
             output = made if isinstance(result, tuple) else made[0]

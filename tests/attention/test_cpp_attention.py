@@ -139,7 +139,7 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
 def test_the_kernels_keep_within_their_memory(tmp_path):
-    """A build with AddressSanitizer, in a process of its own, runs attention, sampling, quantised products, models.
+    """A build with AddressSanitizer, in a process of its own: attention, sampling, states, quantised products, models.
 
     All are of one shape, so that there is one build a dtype. What tiles load, the sanitizer does not see.
     """
@@ -147,6 +147,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         import torch
         from nanovllm import LLM, SamplingParams
         from nanovllm.kernels import cpp as kernels
+        from nanovllm.kernels.cpp_states import load_state_kernels
         from nanovllm.model.fast.packed_linears import PackedLinear
         from nanovllm.model.quantised import FORMATS, QuantisedLinear
         from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
@@ -154,6 +155,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         from tests.support.tiny_models import random_prompts, save_tiny
 
         kernels.FLAGS = (*kernels.FLAGS, "-fsanitize=address", "-O0")
+        load_state_kernels()  # and their start check
         shape = {{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}}
         for dtype in (torch.float32, torch.bfloat16):
             for spans in MIXED_STEPS.values():
@@ -184,7 +186,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
-    assert len(list((tmp_path / "kernels").iterdir())) == 3  # two dtypes, and sampling
+    assert len(list((tmp_path / "kernels").iterdir())) == 4  # two dtypes, sampling, and states
 
 
 SMALL_GROUPS = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5)]  # those of other tests are 1 to 8

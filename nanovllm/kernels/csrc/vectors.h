@@ -1,10 +1,6 @@
 // Vectors of 16 floats, and their exchange with memory of the model's ELEMENT type (float or bfloat16).
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include "lanes.h"
 
 namespace {
@@ -15,23 +11,6 @@ using Element = ELEMENT;
   f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #define UPPER_LANES(f) \
   f(16), f(17), f(18), f(19), f(20), f(21), f(22), f(23), f(24), f(25), f(26), f(27), f(28), f(29), f(30), f(31)
-
-inline Halves rounded(Floats values) {
-#ifdef __AVX512BF16__
-  return (Halves)_mm512_cvtneps_pbh((__m512)values);
-#else
-  const Words bits = (Words)values;
-  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
-  const Words quiet = (bits >> 16) | 0x40;
-  const Ints is_nan = values != values;
-  return __builtin_convertvector(is_nan ? quiet : nearest, Halves);
-#endif
-}
-
-inline void store(bfloat16* to, Floats values) {
-  const Halves halves = rounded(values);
-  std::memcpy(to, &halves, sizeof(halves));
-}
 
 // Thirty-two neighbours.
 inline void store(bfloat16* to, Floats low, Floats high) {
@@ -66,26 +45,6 @@ inline void store_pairs(bfloat16* to, Halves first, Halves second) {
 
 [[maybe_unused]] inline void store_step(float* to, Floats only, Floats) { store(to, only); }
 
-// Sum of all lanes, by halves: the compiler may not reorder a plain loop's operations.
-template <class Join>
-inline float join_lanes(Floats values, const Join& join) {
-  using Half = float __attribute__((vector_size(32)));
-  using Quarter = float __attribute__((vector_size(16)));
-  const Half eight = join(__builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7),
-                          __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
-  const Quarter four = join(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
-                            __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-  return join(join(four[0], four[2]), join(four[1], four[3]));
-}
-
-inline float sum(Floats values) {
-  return join_lanes(values, [](auto a, auto b) { return a + b; });
-}
-
-inline float largest(Floats values) {
-  return join_lanes(values, [](auto a, auto b) { return a > b ? a : b; });
-}
-
 // Lane i of the result is the sum of all lanes of values[i]. Halves the number of vectors and the lanes left to add in
 // each of four rounds; `values` is used up.
 template <int kDistance>
@@ -118,24 +77,6 @@ inline void transpose(Words (&rows)[kLanes]) {
   for (int i = 0; i < kLanes; ++i)
     if ((i & kDistance) == 0) swap_corners<kDistance>(rows[i], rows[i + kDistance]);
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
-}
-
-// e^x for x <= 0, to float32's precision (the polynomial of Cephes' expf, Moshier 1992). NaN stays NaN, and denormal
-// results become 0.
-inline Floats exponential(Floats x) {
-  const Ints is_small = x < -87.0f;
-  x = is_small ? Floats{} - 87.0f : x;
-  const Floats shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
-  const Floats whole = shifted - 12582912.0f;
-  const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  power = power * rest + 8.3334519073e-3f;
-  power = power * rest + 4.1665795894e-2f;
-  power = power * rest + 1.6666665459e-1f;
-  power = power * rest + 5.0000001201e-1f;
-  power = power * rest * rest + rest + 1.0f;
-  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  return is_small ? Floats{} : power * (Floats)exponent;
 }
 
 // e^x with a relative error of 3e-6 and fewer operations: enough for weights that bfloat16 rounds to 4e-3.

@@ -2,10 +2,6 @@
 // results equal torch's.
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include <limits>
 #include <vector>
 
