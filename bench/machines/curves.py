@@ -2,6 +2,7 @@
 
     python bench/machines/curves.py --output curves                       # the embedded model on this machine's CPU
     python bench/machines/curves.py --output curves --device cuda budget  # random weights in the shape of Qwen3-0.6B
+    python bench/machines/curves.py --output curves budget --workload azure-conv:requests=400,scale=0.25,rate=3
 
 Each figure is in results.json as soon as it was taken; an experiment ends with a picture. A workload is played once
 without being measured, and then `--repeats` times, of which the one of median length counts.
@@ -24,6 +25,7 @@ from matplotlib import pyplot
 from nanovllm.tools.bench.engines import NanoVLLM
 from nanovllm.tools.bench.replay import Replay, figures, replay
 from nanovllm.tools.bench.worker import environment
+from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, p1, poisson, random_requests, w, w1, whales
 
 Row = dict[str, Any]
@@ -31,10 +33,13 @@ Rows = list[Row]
 
 
 class Bench:
-    """Plays workloads on engines of one device."""
+    """Plays workloads on engines of one device.
 
-    def __init__(self, device: str, repeats: int) -> None:
-        self.is_gpu, self.repeats = device == "cuda", repeats
+    workload: of `budget`; None for W on a CPU and W1 on a GPU.
+    """
+
+    def __init__(self, device: str, repeats: int, workload: Workload | None) -> None:
+        self.is_gpu, self.repeats, self.workload = device == "cuda", repeats, workload
         self._model, self._fixed = "smollm2-135m-instruct", {"device": "cpu", "dtype": "bfloat16"}
         if self.is_gpu:
             from random_models import NoText, checkpoint  # beside this file
@@ -64,9 +69,13 @@ class Bench:
 
 
 def budget(bench: Bench) -> Iterator[Row]:
-    """Throughput of a batch, and latencies of requests that arrive at two thirds of what the engine can do."""
-    batch = w1() if bench.is_gpu else w()
-    arriving = poisson(Workload(batch.name, batch.requests[:128]), 30.0) if bench.is_gpu else poisson(batch, 5.0)
+    """Throughput of a batch, and latencies of requests that arrive at two thirds of what the engine can do.
+
+    A workload with arrivals keeps them.
+    """
+    batch = bench.workload or (w1() if bench.is_gpu else w())
+    arriving = batch if batch.is_spread else poisson(batch.first(128), 30.0) if bench.is_gpu else poisson(batch, 5.0)
+    batch = batch.hurried()
     for size in (1280, 2048, 4096, 8192) if bench.is_gpu else (128, 256, 512, 1024, 2048, 4096):
         played = bench.play([batch, arriving], max_num_batched_tokens=size)
         whole, timed = (figures(load, run) for load, run in zip((batch, arriving), played, strict=True))
@@ -225,6 +234,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, required=True, help="a folder for results.json and the pictures")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workload", metavar="NAME[:KEY=VALUE,...]", help="of budget, such as azure-conv")
     arguments = parser.parse_args()
     if unknown := set(arguments.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {min(unknown)!r}; there are {', '.join(EXPERIMENTS)}")
@@ -232,10 +242,14 @@ def main() -> None:
         parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; use --device cpu")
+    try:
+        workload = None if arguments.workload is None else build(arguments.workload)
+    except ValueError as error:
+        parser.error(str(error))
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    bench = Bench(arguments.device, arguments.repeats)
+    bench = Bench(arguments.device, arguments.repeats, workload)
     for name in arguments.experiments or EXPERIMENTS:
         rows: Rows = []
         results[name] = {"environment": environment(), "repeats": arguments.repeats, "rows": rows}

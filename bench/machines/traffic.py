@@ -4,6 +4,7 @@
     python bench/machines/traffic.py offline poisson --rates 30 100 --engines nanovllm
     python bench/machines/traffic.py --engines nanovllm vllm:python=../vllm/bin/python
     python bench/machines/traffic.py offline+w poisson                           offline and w on one engine of each
+    python bench/machines/traffic.py poisson --workload azure-conv --rates 10 20 a look-alike of a public trace
     python bench/machines/traffic.py --tiny                                      a tiny model, also on a CPU
 
 offline   400 requests at once: start-up, the very first call of a process, later calls
@@ -170,6 +171,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
                         " with options of the engine or python=PATH; the first is compared with the others (default:"
                         " both, nanovllm alone with --tiny)")  # fmt: skip
     parser.add_argument("--rates", nargs="+", type=float, default=[30.0, 60.0, 100.0], help="requests a second")
+    parser.add_argument("--workload", metavar="NAME[:KEY=VALUE,...]", help="requests of offline and poisson instead of"
+                        " log-normal lengths, such as azure-conv:scale=0.25; rates keep its own arrivals")  # fmt: skip
     parser.add_argument("--requests", type=int, help="of offline and poisson (default 400)")
     parser.add_argument("--counts", nargs="+", type=int, help="decodes a step in options (default 4 64 256)")
     parser.add_argument("--idle", type=float, default=30.0, help="seconds before the first rate (default %(default)s);"
@@ -195,6 +198,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     texts = options.engines or (["nanovllm"] if options.tiny else ["nanovllm", "vllm"])
     try:
         options.engines = [Engine.parse(text) for text in texts]
+        sizes_of(options).traffic()
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -204,6 +208,8 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     sizes = TINY if options.tiny else Sizes()
     if options.requests:
         sizes = replace(sizes, requests=options.requests)
+    if options.workload:
+        sizes = replace(sizes, workload=options.workload)
     return replace(sizes, counts=options.counts) if options.counts else sizes
 
 

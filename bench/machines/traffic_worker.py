@@ -19,7 +19,8 @@ from bench.machines.step_counts import Taken, captures, counts
 from bench.machines.traffic_engines import OFFLINE, STREAMING, Offline, Streaming, play
 from bench.machines.traffic_requests import OPTIONS, lognormal, params_of, params_of_option
 from nanovllm.tools.bench.replay import figures
-from nanovllm.tools.workloads.workloads import TimedRequest, Workload, poisson, random_requests, w1
+from nanovllm.tools.workloads.specs import build
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, paced, poisson, random_requests, w1
 
 ABOUT = "about"  # case of what holds for all parts: device, versions
 MS = "ms a step"
@@ -31,6 +32,7 @@ Emit = Callable[[str, dict[str, Any]], None]  # case, figures by name
 class Sizes:
     """Lengths and numbers of all parts.
 
+    workload: spec of the requests of `offline` and `poisson`; None for log-normal lengths.
     w1: whether `w` plays W1 itself; else the requests of `offline`.
     w3_prompts, w3_output: tokens of the requests in `w`.
     decode_context: middle of the contexts in `options`.
@@ -39,6 +41,7 @@ class Sizes:
     shared, own: tokens of the prompts in `shared`, for `sharers` requests.
     """
 
+    workload: str | None = None
     requests: int = 400
     prompt: int = 220
     longest_prompt: int = 6000
@@ -65,10 +68,12 @@ class Sizes:
         """Tokens of the prompts whose measured decodes have this context in the middle."""
         return context - self.unmeasured_steps - self.decode_steps // 2
 
-    def traffic(self, seed: int = 0) -> Workload:
+    def traffic(self) -> Workload:
+        if self.workload is not None:
+            return build(self.workload).first(self.requests)
         return lognormal(
             requests=self.requests, prompt=self.prompt, longest_prompt=self.longest_prompt, output=self.output,
-            longest_output=self.longest_output, vocab=self.vocab, seed=seed,
+            longest_output=self.longest_output, vocab=self.vocab,
         )  # fmt: skip
 
 
@@ -188,7 +193,7 @@ def emit_counts(emit: Emit, names: list[str], taken: list[Taken]) -> None:
 
 
 def poisson_part(job: Job, emit: Emit) -> None:
-    """Poisson arrivals at each rate, read by clients of the engine's streams."""
+    """Poisson arrivals at each rate, or the workload's own, read by clients of the engine's streams."""
     asyncio.run(_poisson(job, emit))
 
 
@@ -205,7 +210,7 @@ async def _poisson(job: Job, emit: Emit) -> None:
         names += [f"{idle:g} s idle before {rate:g}/s", f"{rate:g}/s"]
         taken.append(engine.watch.take())
         idle = min(idle, BETWEEN_SECONDS)
-        timed = poisson(workload, rate)
+        timed = paced(workload, rate) if workload.is_spread else poisson(workload, rate)
         found = figures(timed, await play(engine, timed, params_of(timed)))
         taken.append(engine.watch.take())
         ttft, itl = found["ttft"], found["itl"]

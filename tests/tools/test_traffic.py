@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bench.machines import traffic
+from bench.machines import traffic, traffic_worker
 from bench.machines.random_models import SHAPES, checkpoint, token_bytes, weight_bytes
 from bench.machines.step_counts import StepWatch, Taken, counts, decode_seconds, pauses, round_up
 from bench.machines.traffic_engines import VLLM_ENVIRONMENT, VllmOffline, play
@@ -301,6 +301,17 @@ def test_poisson_measures_every_rate_at_the_clients(job):
         assert found[case]["captures"] == 0
 
 
+def test_a_named_workload_replaces_log_normal_lengths_and_keeps_its_own_arrivals(job, monkeypatch):
+    played: list[Workload] = []
+    monkeypatch.setattr(
+        traffic_worker, "figures", lambda workload, run: played.append(workload) or figures(workload, run)
+    )
+    sizes = replace(TINY, workload="azure-code:scale=0.02")
+    found = found_by("poisson", replace(job, sizes=sizes, rates=[100.0]))
+    assert found["100/s"]["output tokens/s"] > 0 and len(sizes.traffic().requests) == TINY.requests
+    assert [workload.parameters["arrivals"] for workload in played] == ["own"]
+
+
 def test_options_long_and_shared_give_milliseconds_a_step(job):
     options = found_by("options", job)
     assert [*options] == [f"4 decodes, {option}" for option in OPTIONS]
@@ -345,7 +356,8 @@ def test_a_process_that_takes_too_long_is_ended_and_named(capsys):
 @pytest.mark.parametrize("arguments, reason", [
     (["nothing"], "no part 'nothing'"), (["--engines", "other"], "no engine 'other'"), (["--rates", "0"], "--rates"),
     (["w+poisson"], "poisson takes an engine of its own"), (["w+offline"], "offline measures the first call"),
-], ids=["part", "engine", "rate", "joined", "order"])  # fmt: skip
+    (["--workload", "azure"], "no workload 'azure'"),
+], ids=["part", "engine", "rate", "joined", "order", "workload"])  # fmt: skip
 def test_bad_arguments_are_refused(arguments, reason, capsys):
     with pytest.raises(SystemExit):
         traffic.main(arguments)
