@@ -200,11 +200,8 @@ class ClientQueue:
     @property
     def first(self) -> Sequence:
         """The first waiting sequence in the order of shares; there must be one."""
-        waiting = [account for account in self._levels[self._waiting[0].priority].values() if account.first is not None]
-        least = min(map(SERVED, waiting))
-        first = min([account for account in waiting if account.served == least], key=_first_key).first
-        assert first is not None
-        return first
+        level = self._levels[self._waiting[0].priority].values()
+        return min([(account.served, first.key, first) for account in level if (first := account.first) is not None])[2]
 
     def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
@@ -236,11 +233,6 @@ class ClientQueue:
         victim = next(s for s in reversed(running) if s.account is rival)
         due = self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
         return victim if num_slots or has_more or behind > due else None
-
-
-def _first_key(account: Account) -> tuple[float, int]:
-    assert account.first is not None
-    return account.first.key
 
 
 def _precedence(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:

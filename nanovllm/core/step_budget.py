@@ -98,5 +98,4 @@ class StepBudget:
         return goal * (1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)) - late
 
     def stats(self) -> BudgetStats:
-        costs = self._costs
-        return BudgetStats(self._itl_goal, self._last, costs.error, costs.num_misses)
+        return BudgetStats(self._itl_goal, self._last, self._costs.error, self._costs.num_misses)
