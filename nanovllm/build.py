@@ -71,9 +71,9 @@ def build_engine(
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
         binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
+    budget, decode_cost = _budget(model_runner, observers, clock)
     if trace is not None:
         trace.begin(model_runner.config)
-    budget, decode_cost = _budget(model_runner, observers, clock)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
@@ -108,6 +108,7 @@ def _budget(
     parts = learned_budget(config, model_runner.binding, model_runner.pools, execute, clock)
     budget, costs, model_runner.config = parts
     observers.append(costs)
+    observers.predict = costs.predicted
     return budget, relative_decode_cost(costs.fit.cost, model_runner.config)
 
 

@@ -110,7 +110,7 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
         if not entries:
             return None
-        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes)
+        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes, budget=budget)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += budget - step.budget

@@ -56,6 +56,7 @@ class ScheduledBatch:
         chunks of prefills.
     copies: executed before the forward pass, which may write to their sources. All sources are read before any
         destination is written; no block is a destination twice.
+    budget: tokens that the step might have.
     prefills: these chunks.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, since their logits take memory.
@@ -66,6 +67,7 @@ class ScheduledBatch:
     entries: tuple[ScheduledSequence, ...]
     num_decodes: int = 0
     copies: tuple[Copy, ...] = ()
+    budget: int = 0
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
     draws_runs: bool = field(init=False)

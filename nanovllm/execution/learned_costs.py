@@ -188,6 +188,7 @@ class LearnedCosts(Observer):
     def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
         if self._sizes is None:
             return range(self._block_size, limit + 1)
+        self._work: tuple[ScheduledBatch, StepWork] | None = None  # of the batch asked for last
         padded, _ = self._sizes.padded(num_decodes, 1)
         if (padded, limit) not in self._filling:
             rows = [size - padded for size in self._sizes.mixed_rows]
@@ -195,7 +196,13 @@ class LearnedCosts(Observer):
         return self._filling[padded, limit]
 
     def work(self, batch: ScheduledBatch) -> StepWork:
-        return StepWork.from_batch(batch, self._block_size, self._sizes, self._groups)
+        if self._work is None or self._work[0] is not batch:  # it is asked for the step's record, and then learned from
+            self._work = batch, StepWork.from_batch(batch, self._block_size, self._sizes, self._groups)
+        return self._work[1]
+
+    def predicted(self, batch: ScheduledBatch) -> float:
+        """Predicted seconds of a step; half of the steps take less."""
+        return self.fit.seconds(self.work(batch))
 
     def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
         batch = ScheduledBatch(0, tuple(decodes), len(decodes))

@@ -38,6 +38,8 @@ class StepRecord:
     launch_time: the first part of execute_time; on a CPU launching computes the step.
     request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
     cache_groups: the pools after its update, as in `EngineStats`; num_used_blocks is the first pool's.
+    budget: tokens that the step might have; with an `itl_goal` at most max_num_batched_tokens.
+    predicted_time: seconds by the costs learned before; None without an `itl_goal`.
     """
 
     step_id: int
@@ -58,6 +60,8 @@ class StepRecord:
     request_ttfts: tuple[float, ...] = ()
     itls: tuple[tuple[float, int], ...] = ()
     cache_groups: tuple[CacheGroupStats, ...] = ()
+    budget: int = 0
+    predicted_time: float | None = None
 
     @property
     def group_usage(self) -> str:
@@ -124,6 +128,7 @@ class StepObservers:
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
         self.error: str | None = None  # of a dropped observer
+        self.predict: Callable[[ScheduledBatch], float] | None = None  # seconds of a step, with an `itl_goal`
         # Totals after each step.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
@@ -159,6 +164,8 @@ class StepObservers:
             tuple(tokens.request_ttfts),
             tuple(tokens.itls.items()),
             group_stats(manager),
+            batch.budget,
+            None if self.predict is None else self.predict(batch),
         )
         self.notify("step_ended", record, batch)
         for sequence in advanced:

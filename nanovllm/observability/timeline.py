@@ -14,7 +14,7 @@ from nanovllm.observability.trace_writer import ENGINE, REQUESTS, STATES
 # Values of a step for page and plot, in this order: arguments of its slice in the trace.
 STEP_VALUES = (
     "step", "decode", "prefill", "cached", "budget", "sequences", "running", "waiting", "used_blocks", "blocks",
-    "schedule_us", "execute_us", "update_us",
+    "schedule_us", "execute_us", "update_us", "goal_us", "predicted_us",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
         number, phase, time = event.get("tid", 0), event["ph"], event.get("ts", 0)
         last = max(last, time + event.get("dur", 0))
         if event["pid"] == ENGINE and phase == "X" and event["name"] == "step":
-            steps.append((time, time + event["dur"], *[event["args"][name] for name in STEP_VALUES]))
+            steps.append((time, time + event["dur"], *[event["args"].get(name, 0) for name in STEP_VALUES]))
         elif event["pid"] == ENGINE and phase == "i" and event["name"] == "groups":
             groups[event["args"]["step"]] = event["args"]["words"]
         elif event["pid"] == REQUESTS and phase == "M" and event["name"] == "thread_name":

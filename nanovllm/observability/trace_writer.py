@@ -44,7 +44,8 @@ _STEP = ",\n".join(
         '{"name":"step","ph":"X","pid":1,"tid":1,"ts":%(begin)d,"dur":%(dur)d,"args":{"step":%(step)d,'
         '"decode":%(decode)d,"prefill":%(prefill)d,"cached":%(cached)d,"budget":%(budget)d,"sequences":%(sequences)d,'
         '"running":%(running)d,"waiting":%(waiting)d,"used_blocks":%(used)d,"blocks":%(blocks)d,'
-        '"schedule_us":%(schedule)d,"execute_us":%(execute)d,"update_us":%(update)d}}',
+        '"schedule_us":%(schedule)d,"execute_us":%(execute)d,"update_us":%(update)d,"goal_us":%(goal)d,'
+        '"predicted_us":%(predicted)d}}',
         '{"name":"execute","ph":"X","pid":1,"tid":1,"ts":%(execute_begin)d,"dur":%(execute_dur)d}',
         '{"name":"update","ph":"X","pid":1,"tid":1,"ts":%(update_begin)d,"dur":%(update_dur)d}',
         '{"name":"schedule","ph":"X","pid":1,"tid":2,"ts":%(start)d,"dur":%(schedule)d}',
@@ -95,7 +96,7 @@ class TraceWriter(Observer):
         self._lock = threading.Lock()  # `close` may be called in another thread than the engine's
         self._items: list[_Events | _Step] = []  # not yet written
         self._is_begun = False  # whether the first event was written
-        self._budget = self._num_blocks = 0  # of the traced engine
+        self._budget = self._num_blocks = self._goal = 0  # of the traced engine; the goal in microseconds
         self._lanes: dict[Sequence, _Lane] = {}  # of unfinished sequences
         self._num_lanes = self._num_steps = 0
         self._decoding: list[Sequence] = []  # the decodes of the last step
@@ -118,6 +119,7 @@ class TraceWriter(Observer):
     def begin(self, config: EngineConfig) -> None:
         """Start tracing an engine of this configuration."""
         self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
+        self._goal = _microseconds(config.itl_goal or 0.0)
 
     def request_added(self, sequences: list[Sequence]) -> None:
         with self._lock:
@@ -170,7 +172,9 @@ class TraceWriter(Observer):
         self._now = max(self._now, sequence.arrival_time)
         name = f"{sequence.request_id} [{sequence.index}]" if sequence.params.n > 1 else sequence.request_id
         common = {"ph": "M", "pid": REQUESTS, "tid": number}
-        arguments = {"prompt_tokens": sequence.num_prompt_tokens, "priority": sequence.priority}
+        arguments: dict[str, Any] = {"prompt_tokens": sequence.num_prompt_tokens, "priority": sequence.priority}
+        if sequence.client:
+            arguments["client"] = sequence.client
         self._write(
             {"name": "thread_name", "args": {"name": name}} | common,
             {"name": "thread_sort_index", "args": {"sort_index": number}} | common,
@@ -243,7 +247,7 @@ class TraceWriter(Observer):
         self._has_chunks = has_chunks
 
     def _step_lines(self, record: StepRecord, begin: float) -> str:
-        num_blocks, budget = self._num_blocks, self._budget
+        num_blocks, budget = self._num_blocks, record.budget or self._budget
         times = (begin, record.time, record.start_time, max(begin, record.start_time + record.schedule_time))
         begin_us, end, start, execute_begin = map(_microseconds, times)
         update_begin = max(execute_begin, _microseconds(record.time - record.update_time))
@@ -268,6 +272,8 @@ class TraceWriter(Observer):
             "schedule": _microseconds(record.schedule_time),
             "execute": _microseconds(record.execute_time),
             "update": _microseconds(record.update_time),
+            "goal": self._goal,
+            "predicted": _microseconds(record.predicted_time or 0.0),
             "execute_begin": execute_begin,
             "execute_dur": update_begin - execute_begin,
             "update_begin": update_begin,

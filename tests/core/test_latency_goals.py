@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
 from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.execution.learned_costs import relative_decode_cost
 from nanovllm.execution.start_costs import learned_budget
 from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -64,6 +65,26 @@ def test_the_fit_learns_from_steps_and_the_statistics_tell():
 
 
 def test_a_calibration_begins_the_predictions(tmp_path: Path):
+def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_path: Path):
+    records: list[StepRecord] = []
+    path = tmp_path / "out.json"
+    with (
+        TraceWriter(path) as trace,
+        open_llm(itl_goal=60.0, trace=trace, on_step=records.append, max_num_batched_tokens=64, max_num_seqs=4) as llm,
+    ):
+        llm.generate(random_prompts(4, low=40, high=90), GREEDY, client="batch", use_tqdm=False)
+    assert {record.budget for record in records} == {64}
+    assert all(record.predicted_time >= 0.0 for record in records)
+    run = read_trace(path)
+    steps = [dict(zip(STEP_VALUES, values, strict=True)) for _, _, *values in run.steps]
+    assert [step["predicted_us"] for step in steps] == [round(1e6 * record.predicted_time) for record in records]
+    assert {step["goal_us"] for step in steps} == {60_000_000}
+    assert {lane.spans[0][3]["client"] for lane in run.lanes} == {"batch"}
+    with open_llm(on_step=records.append) as llm:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert (records[-1].budget, records[-1].predicted_time) == (1024, None)
+
+
     CALIBRATION.save(tmp_path / "costs.json")
     with open_llm(itl_goal=60.0, step_costs=str(tmp_path / "costs.json")) as llm:
         costs = llm._engine.scheduler.budget._costs

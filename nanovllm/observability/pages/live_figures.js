@@ -114,8 +114,8 @@ const FIGURES = [
   {
     name: "Budget used", about: "Tokens computed in the step, of its budget", color: "prefill",
     read({ steps, index, about }) {
-      const step = steps[index], used = step ? step.decode + step.prefill : 0;
-      return { value: [percent(used / about.budget), "%"], more: `${count(used)} of ${count(about.budget)} tokens`,
+      const step = steps[index], used = step ? step.decode + step.prefill : 0, budget = step?.budget || about.budget;
+      return { value: [percent(used / budget), "%"], more: `${count(used)} of ${count(budget)} tokens`,
                values: steps.map((s) => s.decode + s.prefill), most: about.budget, text: (value) => count(value) + " tokens" };
     },
   },

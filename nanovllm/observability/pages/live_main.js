@@ -103,8 +103,8 @@ function drawTotals(newest) {
 /** The budget that keeps the ITL goal, and how well step times are predicted. */
 function budgetNote(budget) {
   if (!budget) return "";
-  const [tokens, error] = budget;
-  return ` Token budget by the ITL goal: ${count(tokens)}; step times ${error === null ? "not predicted yet"
+  const [tokens, error, goal] = budget;
+  return ` Token budget by the ITL goal of ${duration(1e6 * goal)}: ${count(tokens)}; step times ${error === null ? "not predicted yet"
     : `predicted within ${percent(error)} %`}.`;
 }
 
@@ -117,7 +117,7 @@ function readout(step, isLive, about) {
   }
   const cached = step.cached ? ` + ${count(step.cached)} cached` : "";
   parts.push(`${count(step.decode)} decode + ${count(step.prefill)} prefill${cached} tokens`);
-  parts.push(`${percent((step.decode + step.prefill) / about.budget)} % of the budget`);
+  parts.push(`${percent((step.decode + step.prefill) / (step.budget || about.budget))} % of the budget`);
   return parts.join(" · ");
 }
 

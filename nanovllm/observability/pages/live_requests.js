@@ -52,10 +52,10 @@ class RequestTable {
   }
 
   fill({ row, cells, state, parts, number }, request) {
-    const { id, sample, computed, known, prompt, cached, limit, preemptions } = request;
+    const { id, sample, computed, known, prompt, cached, limit, preemptions, client } = request;
     const isOwn = this.own.has(id);
     row.className = isOwn ? "own" : "";
-    const title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} of at most `
+    const title = `${id}, sample ${sample}${client ? ` of ${client}` : ""}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} of at most `
       + `${count(limit - prompt)} generated, ${count(computed)} tokens computed, preempted ${count(preemptions)} times`;
     if (row.title !== title) row.title = title;
     setText(cells[0], (isOwn ? "yours" : shortId(id)) + (sample ? `#${sample}` : ""));

@@ -7,14 +7,15 @@ const LEAD = 0.25; // of the time shown that may pass without a step before the 
 function stackedTokens(step) { return STACK.reduce((sum, name) => sum + step[name], 0); }
 
 function describeStep(step, { about }) {
-  const used = step.decode + step.prefill, total = step.schedule_us + step.execute_us + step.update_us;
+  const budget = step.budget || about.budget, used = step.decode + step.prefill, total = step.schedule_us + step.execute_us + step.update_us;
   return [
     `step ${count(step.step)}, ${duration(total)}`,
     `${count(step.decode)} decode + ${count(step.prefill)} prefill tokens, ${count(step.cached)} cached`,
-    `${percent(used / about.budget)} % of the budget of ${count(about.budget)}`,
+    `${percent(used / budget)} % of the budget of ${count(budget)}`,
     `${count(step.sequences)} sequences; then ${count(step.running)} running, ${count(step.waiting)} waiting`,
     `${count(step.used_blocks)} of ${count(about.num_blocks)} blocks`, ...(step.groups ? [step.groups] : []),
     `schedule ${duration(step.schedule_us)}, execute ${duration(step.execute_us)}, update ${duration(step.update_us)}`,
+    ...(step.predicted_us === null ? [] : [`predicted ${duration(step.predicted_us)}`]),
     ...(step.ttfts_us.length ? ["first tokens after " + step.ttfts_us.slice(0, 4).map(duration).join(", ")
                                 + (step.ttfts_us.length > 4 ? ` and ${step.ttfts_us.length - 4} more` : "")] : []),
   ].join("\n");
@@ -128,6 +129,10 @@ class StepsChart {
       context.fillRect(left - 1, 0, Math.max(4, size + 2), 3);
     }
     stackBar(context, left, size, bottom, toHeight, STACK.map((name) => [step[name], colors[name]]));
+    if (step.predicted_us !== null) { // the budget that keeps the goal
+      context.fillStyle = colors.limit;
+      context.fillRect(left, bottom - toHeight(step.budget), size, 1);
+    }
     if (stackedTokens(step) > scale.most) {
       context.fillStyle = colors.panel;
       context.fillRect(left, bottom - toHeight(scale.most) + 3, size, 2);

@@ -177,6 +177,10 @@ class RunChart {
       this.eachStep(stackedTokens, (left, right, step) => {
         const seam = right - left > 5 ? 1 : 0;
         stackBar(context, left, right - left - seam, bottom, toHeight, STACK.map((name) => [step[COLUMN[name]], colors[name]]));
+        if (step[COLUMN.goal_us]) { // the budget that keeps the goal
+          context.fillStyle = colors.limit;
+          context.fillRect(left, bottom - toHeight(step[COLUMN.budget]), right - left - seam, 1);
+        }
         if (stackedTokens(step) > scale.most) {
           context.fillStyle = colors.panel;
           context.fillRect(left, bottom - toHeight(scale.most) + 3, right - left - seam, 2);
@@ -277,5 +281,6 @@ function describeStep(step, run) {
     `${value("sequences")} sequences; then ${value("running")} running, ${value("waiting")} waiting`,
     `${value("used_blocks")} of ${value("blocks")} blocks`, ...(run.groups?.[step[COLUMN.step]] ? [run.groups[step[COLUMN.step]]] : []),
     `schedule ${value("schedule_us")} µs, execute ${value("execute_us")} µs, update ${value("update_us")} µs`,
+    ...(step[COLUMN.goal_us] ? [`predicted ${milliseconds(step[COLUMN.predicted_us])}, ITL goal ${milliseconds(step[COLUMN.goal_us])}`] : []),
   ].join("\n");
 }

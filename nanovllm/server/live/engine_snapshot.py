@@ -34,9 +34,11 @@ MAX_POSITIONS = 256  # questions of pages with a reported queue position
 # Columns of the feed's rows, in order. Times are microseconds, for steps since the feed's zero.
 STEP_VALUES = (
     "step", "time", "start", "sequences", "decode", "prefill", "cached", "running", "waiting", "used_blocks",
-    "schedule_us", "execute_us", "update_us", "ttfts_us", "groups",
+    "schedule_us", "execute_us", "update_us", "ttfts_us", "groups", "budget", "predicted_us",
 )  # fmt: skip
-REQUEST_VALUES = ("id", "sample", "state", "computed", "known", "prompt", "cached", "limit", "age_us", "preemptions")
+REQUEST_VALUES = (
+    "id", "sample", "state", "computed", "known", "prompt", "cached", "limit", "age_us", "preemptions", "client",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class EngineSnapshot:
     seconds: time that the engine thread spent on the snapshot.
     machine: "device" and "dtype" of the weights; with replicas, only if set as options.
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
-    budget: tokens and error of `BudgetStats`, with an itl_goal.
+    budget: tokens, error and goal of `BudgetStats`, with an itl_goal.
     """
 
     time: float
@@ -66,7 +68,7 @@ class EngineSnapshot:
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
     queue_positions: dict[str, int] = field(default_factory=dict)
-    budget: tuple[int, float | None] | None = None
+    budget: tuple[int, float | None, float] | None = None
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -129,8 +131,8 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
     )
 
 
-def _budget(stats: BudgetStats) -> tuple[int, float | None]:
-    return stats.num_tokens, stats.error
+def _budget(stats: BudgetStats) -> tuple[int, float | None, float]:
+    return stats.num_tokens, stats.error, stats.itl_goal
 
 
 def _machine(engine: Engine) -> dict[str, str]:
@@ -188,6 +190,7 @@ def _pool_rows(request: PoolRequest, now: float, longest: int) -> Iterator[tuple
                 limit,
                 round(1e6 * (now - request.new.arrival_time)),
                 metrics.num_preemptions,
+                request.new.client[:MAX_ID_CHARS],
             )
 
 
@@ -208,6 +211,7 @@ def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
         sequence.max_num_tokens,
         round(1e6 * (now - sequence.arrival_time)),
         sequence.num_preemptions,
+        sequence.client[:MAX_ID_CHARS],
     )
 
 
@@ -227,6 +231,8 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
         record.group_usage,
+        record.budget,
+        None if record.predicted_time is None else round(1e6 * record.predicted_time),
     )
 
 

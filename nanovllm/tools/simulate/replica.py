@@ -98,6 +98,7 @@ class Replica:
             config = resolve_goal(config, costs.forecast([], 0)(config.block_size))
             budget = StepBudget(config, costs, lambda: self.now)
             self.observers.append(costs)
+            self.observers.predict = costs.predicted
         self.config = config
         self.scheduler = Scheduler(config, build_block_manager(config, pools), budget, decode_cost=decode_cost)
         self._cost_model = cost_model
