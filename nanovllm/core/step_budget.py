@@ -46,7 +46,7 @@ class StepCosts(Protocol):
         """Numbers of chunk tokens to choose from, ascending, at most `limit`; on a GPU they fill captured shapes."""
 
     def forecast(self, decodes: SequenceABC[ScheduledSequence], start: int) -> Callable[[int], float]:
-        """Number of tokens of a chunk from `start`, beside these decodes -> seconds of the step; never decreasing."""
+        """Tokens of a chunk from `start`, beside these decodes -> seconds that most steps keep; never decreasing."""
 
 
 class StepBudget:
