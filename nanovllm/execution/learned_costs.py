@@ -30,8 +30,8 @@ NUM_FIRST_SWEEPS = 300
 NUM_ERRORS = 100
 # Of steps with chunks, this share ends within the predicted time times a margin, which is at most so large.
 KEPT_SHARE, MAX_MARGIN = 0.95, 1.5
-# itl_goal="auto": a time at which text still flows, or what so many blocks take.
-DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 4
+# itl_goal="auto": a time at which text still flows, for 5 % of a batch at most, or what so many blocks take.
+DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
 BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
 MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # in prompt tokens; a few steps of a start may be fitted by less or more
 
@@ -134,12 +134,13 @@ class RecursiveFit:
 
 
 def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
-    """Settle `itl_goal` by the seconds of a step of one block.
+    """Settle `itl_goal` by the device's type and the seconds of a step of one block.
 
     Raises ValueError for less than half of them; for a goal between, a warning says that steps will exceed it.
     """
     if config.itl_goal == AUTO_GOAL:
-        return replace(config, itl_goal=max(DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS * block_seconds))
+        least = GPU_GOAL_S if config.device.startswith("cuda") else DEFAULT_GOAL_S
+        return replace(config, itl_goal=max(least, DEFAULT_GOAL_BLOCKS * block_seconds))
     assert config.itl_goal is not None
     if config.itl_goal < block_seconds / BUSY:
         raise ValueError(

@@ -49,14 +49,16 @@ def learned_budget(
             seconds.append(clock() - begin)
         return costs.work(batch), max(min(seconds), 1e-9)
 
-    costs = LearnedCosts(config, () if pools.is_one_full else pools.groups)
+    # Not "auto": on a GPU the rows of a step are padded.
+    costs = LearnedCosts(replace(config, device=binding.device.type), () if pools.is_one_full else pools.groups)
     longest = min(config.max_model_len - 1, config.max_num_batched_tokens)
     block = min(config.block_size, longest)
     samples = [timed([(0, block)], 0), timed([(block - 1, 1)], 1)]
     give_up = clock() + PATIENCE_S
     while config.itl_goal != AUTO_GOAL and samples[0][1] > config.itl_goal and clock() < give_up:
         samples[0] = min(samples[0], timed([(0, block)], 0), key=itemgetter(1))
-    config = resolve_goal(config, samples[0][1])
+    settled = resolve_goal(replace(config, device=binding.device.type), samples[0][1])
+    config = replace(config, itl_goal=settled.itl_goal)
     if samples[0][1] <= LONG_STEP:
         samples += [timed([(0, size)], 0) for size in (block // 4, min(4 * block, longest)) if size > 1]
         samples.append(timed([(block - 1, 1)] * min(8, config.max_num_seqs), min(8, config.max_num_seqs)))

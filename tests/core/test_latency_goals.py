@@ -10,10 +10,11 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
 from nanovllm.core.client_queue import DECODE_COST
+from nanovllm.execution import start_costs
 from nanovllm.execution.learned_costs import relative_decode_cost
 from nanovllm.execution.start_costs import learned_budget
-from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
+from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -64,7 +65,6 @@ def test_the_fit_learns_from_steps_and_the_statistics_tell():
     assert stats.error >= 0.0
 
 
-def test_a_calibration_begins_the_predictions(tmp_path: Path):
 def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_path: Path):
     records: list[StepRecord] = []
     path = tmp_path / "out.json"
@@ -85,6 +85,7 @@ def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_p
     assert (records[-1].budget, records[-1].predicted_time) == (1024, None)
 
 
+def test_a_calibration_begins_the_predictions(tmp_path: Path):
     CALIBRATION.save(tmp_path / "costs.json")
     with open_llm(itl_goal=60.0, step_costs=str(tmp_path / "costs.json")) as llm:
         costs = llm._engine.scheduler.budget._costs
@@ -118,13 +119,22 @@ def test_goals_are_times_of_at_least_a_millisecond(name, value):
         SamplingParams(**{name: value})
 
 
-def test_a_goal_of_ttft_needs_one_of_itl_and_the_automatic_one_of_a_gpu_is_none():
+def test_a_goal_of_ttft_needs_one_of_itl_which_may_be_automatic():
     with pytest.raises(ValueError, match=r"ttft_goal is 1.0, but no itl_goal is set"):
         EngineConfig(ttft_goal=1.0)
     both = EngineConfig(itl_goal="auto", ttft_goal=1.0)
-    assert both.resolve_limits("cpu", 4096).ttft_goal == 1.0
-    with pytest.raises(ValueError, match=r"itl_goal='auto' sets no goal on a GPU, .* Set itl_goal to a time"):
-        both.resolve_limits("cuda", 4096)
+    assert [both.resolve_limits(device, 4096).ttft_goal for device in ("cpu", "cuda")] == [1.0, 1.0]
+
+
+def test_costs_know_the_device_that_is_chosen_at_load(monkeypatch):
+    devices = []
+    make = start_costs.LearnedCosts
+    monkeypatch.setattr(
+        start_costs, "LearnedCosts", lambda config, *rest: devices.append(config.device) or make(config, *rest)
+    )
+    with open_llm(itl_goal="auto") as llm:
+        assert (devices, llm._engine.config.device) == (["cpu"], "auto")
+        assert llm._engine.config.itl_goal >= 0.1
 
 
 def test_costs_weigh_generated_tokens_where_they_are_known(tmp_path: Path):

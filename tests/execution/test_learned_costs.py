@@ -14,6 +14,7 @@ from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.execution.learned_costs import (
     DEFAULT_GOAL_S,
+    GPU_GOAL_S,
     MAX_MARGIN,
     MAX_MISSES,
     LearnedCosts,
@@ -216,8 +217,9 @@ def test_a_generated_token_costs_its_part_of_a_full_batch_against_one_of_a_full_
     assert relative_decode_cost(DeviceCost(8, per_decode=1.0), limits) == 100.0
 
 
-def test_the_automatic_goal_fits_the_machine_and_a_gpu_has_none():
+def test_the_automatic_goal_fits_the_device_and_its_speed():
     assert resolve_goal(config(itl_goal="auto"), 1e-3).itl_goal == DEFAULT_GOAL_S
     assert resolve_goal(config(itl_goal="auto"), 1.0).itl_goal == 4.0
-    assert EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096).itl_goal is None
+    gpu = replace(EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096), device="cuda:1")
+    assert (resolve_goal(gpu, 1e-3).itl_goal, resolve_goal(gpu, 1.0).itl_goal) == (GPU_GOAL_S, 4.0)
     assert EngineConfig(itl_goal=0.05).resolve_limits("cuda", 4096).itl_goal == 0.05
