@@ -37,6 +37,19 @@ def test_every_name_is_answered_where_the_server_is_told_to():
         )
 
 
+def test_a_request_may_wait_longer_than_the_servers_goals_and_not_less():
+    with serving(itl_goal=60.0, ttft_goal=90.0) as running, running.http() as http:
+        for goals, status in (
+            ({"itl_goal": 70, "ttft_goal": 90.0}, 200),
+            ({"itl_goal": 0.05}, 400),
+            ({"ttft_goal": 1}, 400),
+        ):
+            for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x", "max_tokens": 2})):
+                answer = http.post(f"/v1/{path}", json=body | goals)
+                assert answer.status_code == status, answer.text
+                assert status == 200 or "a request may only wait longer" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("given", "names"), [("x", ("x",)), (["x", "y"], ("x", "y")), (None, ()), ((), ())])
 def test_names_are_one_text_or_several(given, names):
     assert ServerSettings(served_model_name=given).served_model_name == names
