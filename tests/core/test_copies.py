@@ -16,6 +16,8 @@ from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm
 from tests.support.tiny_models import save_tiny
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 SIZE = 16
 PROMPT = list(range(40, 65))  # a full block and a begun one
 PARAMS = SamplingParams(seed=3, logprobs=0)

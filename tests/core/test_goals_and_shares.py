@@ -5,6 +5,7 @@ The goal is one that every step misses, so that each prompt is cut into single b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,8 @@ from tests.support import structured
 from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, open_llm, token_ids
 from tests.support.replicas import REPLICAS, completions, tiny_folder
 from tests.support.tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 ON: dict[str, Any] = {"itl_goal": 1e-3, "ttft_goal": 30.0, "client_weights": {"b": 2.0, "c": 0.5}}
 FEW_SLOTS = {"max_num_seqs": 4, "max_num_batched_tokens": 96}
@@ -135,15 +138,22 @@ CELLS: dict[str, tuple[Answer, dict[str, Any]]] = {
 CLIENTS = ["a", "a", "a", "a", "b", "c", "a", "b", "a"]
 
 
+def open_cell(name: str, **options: Any) -> LLM:
+    return (structured.open_llm if name == "structured output" else open_llm)(**(CELLS[name][1] | options))
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    with open_cell(name) as llm:
+        return CELLS[name][0](llm, [""] * len(PROMPTS))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", CELLS)
 def test_answers_are_those_without_goals_and_shares(name: str, overlap: bool):
-    answer, options = CELLS[name]
-    open_engine = structured.open_llm if name == "structured output" else open_llm
-    with open_engine(**options) as llm:
-        expected = answer(llm, [""] * len(PROMPTS))
-    with open_engine(**(options | ON), overlap=overlap) as llm:
-        assert answer(llm, CLIENTS) == expected
+    right = expected(name)
+    with open_cell(name, **ON, overlap=overlap) as llm:
+        assert CELLS[name][0](llm, CLIENTS) == right
         assert_idle_and_whole(llm)
         assert name != "preemption" or llm.stats().num_preemptions > 0
 

@@ -15,6 +15,8 @@ from nanovllm.sampling.logprobs import StepLogprobs
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 PROMPT = [5, 9, 200, 31]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, structured_output=form("json_schema"))
 

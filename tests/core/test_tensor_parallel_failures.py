@@ -26,6 +26,8 @@ from nanovllm.server.settings import ServerSettings
 from tests.support.async_llms import bounded, collect
 from tests.support.tiny_models import save_tiny, tiny_model
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
+
 EAGER = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 512}
 
 

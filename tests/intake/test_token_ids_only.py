@@ -14,7 +14,7 @@ from nanovllm.server.app import create_app
 from nanovllm.server.settings import ServerSettings
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS = {"attention_backend": "sdpa", "max_model_len": 64, "num_kv_blocks": 20, "block_size": 16}
+OPTIONS = {"enforce_eager": True, "max_model_len": 64, "num_kv_blocks": 20, "block_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 

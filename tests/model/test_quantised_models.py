@@ -126,6 +126,7 @@ def test_what_else_an_engine_does_changes_no_answer(folder, llm):
             assert all(abs(left[token].logprob - right[token].logprob) < 1e-3 for token in left)
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_replicas_answer_as_one_engine_does(folder):
     expected = by_transformers(dequantised(folder, "int8"))
     with LLM(folder, quantization="int8", data_parallel_size=2, **OPTIONS) as replicas:

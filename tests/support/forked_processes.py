@@ -33,8 +33,15 @@ PR_SET_CHILD_SUBREAPER = 36
 HIGH = 512  # above the numbers of files that programs are promised
 # Variables that a fork heeds too. With another difference a program starts by itself: libraries read them at import.
 HEEDED = (
-    "PYTHONPATH", "PYTEST_CURRENT_TEST", "TQDM_DISABLE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PIP_", "NANOVLLM_",
-)  # fmt: skip
+    "PYTHONPATH",
+    "PYTEST_CURRENT_TEST",
+    "TQDM_DISABLE",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "PIP_",
+    "NANOVLLM_",
+)
+OF_TORCH = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUBLAS_", "TRITON_")  # which it sets itself when it compiles
 EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 
@@ -89,7 +96,7 @@ def _can_fork(given: dict[str, Any], environment: dict[str, str]) -> bool:
         and command[:1] == [sys.executable]
         and command[1:2] in (["-c"], ["-m"])
         and not given["shell"]
-        and all(name.startswith(HEEDED) for name in changed)
+        and all(name.startswith(HEEDED + OF_TORCH) for name in changed)
     )
 
 
