@@ -67,7 +67,8 @@ class PoolParts:
 
 def sends_block_events(config: EngineConfig) -> bool:
     """Whether routing depends on the replicas' cached prefixes."""
-    return config.enable_prefix_caching and config.routing in (None, "prefix-aware")
+    is_routed = config.data_parallel_size > 1 and config.routing in (None, "prefix-aware")
+    return is_routed and config.enable_prefix_caching
 
 
 class ReplicaPool:

@@ -25,6 +25,7 @@ from nanovllm.server.answers.template_options import template_variables
 from nanovllm.server.anthropic import messages
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.connections import allow_open_files, protocol_class
+from nanovllm.server.engine_process import front_door
 from nanovllm.server.hosts import HostGate, RootPath, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.live import live_view
@@ -168,7 +169,8 @@ def serve(
         write_json(JsonFormatter())
     allow_open_files(settings.max_connections)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
-    engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
+    open_front = front_door(engine_options, engine_process=settings.engine_process)
+    engine = open_front(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
     if settings.log_format == "json":
         write_json(JsonFormatter())
     app = create_app(engine, settings, model=model)

@@ -168,6 +168,11 @@ class ServerSettings:
         check=partial(integer, low=0),
     )
     store_bytes: int = option(2**28, "size of all kept conversations in bytes, above which the oldest are dropped.")
+    engine_process: bool = option(
+        False,
+        "run the engine in a process of its own: it does not wait for the server's work, and is started again if it "
+        "dies, while its requests go on.",
+    )
     log_prompts: bool = option(False, "log prompts and messages.")
     access_log: bool = option(
         True, "log a line per request: time, client, status, duration, the key's name, x-request-id."

@@ -74,6 +74,7 @@ def serving(
     model: Any = None,
     tokenizer: Any = None,
     send_buffer: int | None = None,
+    front_door: type[AsyncLLM] = AsyncLLM,
     **options: Any,
 ) -> Iterator[Serving]:
     """A server of a tiny model, stopped at the end of the block.
@@ -82,7 +83,7 @@ def serving(
         send_buffer: bytes that the system keeps of what a client has not read.
     """
     model = tiny_model() if model is None else model
-    engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
+    engine = front_door(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own)
     server = build_server(app, engine, own)

@@ -1,0 +1,35 @@
+"""`--engine-process`: the server's one engine in a process of its own, as a pool of one replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.streaming.engines import EngineInterface
+
+
+class EngineProcessLLM(AsyncLLM):
+    """`AsyncLLM` whose engine does not share the interpreter with the event loop, and is started again if it dies."""
+
+    @staticmethod
+    def _open(
+        model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], *, trace: Any = None, **of_replicas: bool
+    ) -> EngineInterface:
+        from nanovllm.replicas.opening import open_pool  # with msgspec
+
+        return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
+
+
+def front_door(options: dict[str, Any], *, engine_process: bool) -> type[AsyncLLM]:
+    """Class of the server's front door; raises ValueError for engine options that an engine process does not support.
+
+    Args:
+        options: the given engine options.
+    """
+    device = str(options.get("device", "auto"))
+    if engine_process and device.startswith("cuda:"):
+        raise ValueError(
+            f"device is {device!r}, which --engine-process does not support: its process sees one GPU alone. Leave "
+            f"device at 'auto', and set CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}."
+        )
+    return EngineProcessLLM if engine_process else AsyncLLM

@@ -1,0 +1,85 @@
+"""`--engine-process`: an engine in another process answers as one in the server's, and is started again if it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.server import app
+from nanovllm.server.engine_process import EngineProcessLLM, front_door
+from nanovllm.server.settings import ServerSettings
+from tests.support.replicas import OPTIONS, one_engine, tiny_folder
+from tests.support.serving import Serving, comes_true, serving
+from tests.support.tiny_models import random_prompts
+
+PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)
+BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving(model=tiny_folder(), front_door=EngineProcessLLM, **OPTIONS) as running:
+        yield running
+
+
+def expected(prompt: list[int], params: SamplingParams = PARAMS) -> str:
+    return one_engine().generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+
+def streamed(running: Serving, prompt: list[int]) -> Iterator[str]:
+    for chunk in running.client().completions.create(prompt=prompt, stream=True, **BODY):
+        yield chunk.choices[0].text
+
+
+def test_answers_and_streams_are_those_of_an_engine_in_the_servers_process(running):
+    (replica,) = running.engine.replicas()
+    assert replica.process_id not in (None, os.getpid())
+    prompts = random_prompts(4, seed=41)
+    answer = running.client().completions.create(prompt=prompts, **BODY)
+    assert [choice.text for choice in answer.choices] == [expected(prompt) for prompt in prompts]
+    assert "".join(streamed(running, prompts[0])) == expected(prompts[0])
+    with running.http() as http:
+        cached = http.post("/v1/completions", json={"prompt": prompts[0] * 4, "max_tokens": 1}).json()
+        cached = http.post("/v1/completions", json={"prompt": prompts[0] * 4, "max_tokens": 1}).json()
+        assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile(running):
+    prompt = random_prompts(1, low=30, high=30, seed=42)[0]
+    texts: list[str] = []
+    with running.http() as http:
+        for text in streamed(running, prompt):
+            texts.append(text)
+            if len(texts) == 20:
+                (dead,) = running.engine.replicas()
+                os.kill(dead.process_id, signal.SIGKILL)
+                comes_true(lambda: http.get("/health").status_code == 503)
+        assert "".join(texts) == expected(prompt)
+        comes_true(lambda: http.get("/health").status_code == 200)
+        (now,) = http.get("/health").json()["replicas"]
+    assert (now["state"], now["restarts"]) == ("up", 1)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_option_chooses_the_front_door(monkeypatch, given):
+    opened: list[Any] = []
+
+    def open_front(self: AsyncLLM, *_: Any, **__: Any) -> None:
+        opened.append(type(self))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AsyncLLM, "__init__", open_front)
+    with pytest.raises(KeyboardInterrupt):
+        app.serve("folder", None, ServerSettings(engine_process=given), {}, ())
+    assert opened == [EngineProcessLLM if given else AsyncLLM]
+
+
+def test_a_gpu_by_its_number_is_refused_with_the_remedy():
+    assert front_door({"device": "cuda:1"}, engine_process=False) is AsyncLLM
+    with pytest.raises(ValueError, match=r"'cuda:1', which --engine-process does not support.*CUDA_VISIBLE_DEVICES=1"):
+        front_door({"device": "cuda:1"}, engine_process=True)
