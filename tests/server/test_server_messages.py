@@ -10,6 +10,9 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from nanovllm.server.answers.template_options import takes_late_system
+from nanovllm.server.anthropic.protocol import MessagesRequest
+from nanovllm.server.anthropic.translation import TemplateTraits, as_chat
 from tests.support.scripted import END, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import tiny_tokenizer
@@ -121,7 +124,7 @@ def test_an_agent_makes_twenty_calls_without_a_malformed_event(running, client, 
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": f"{number}"}]}
         content = [block.model_dump(exclude_none=True) for block in answer.content]
         messages = [messages[0], {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
-    # The conversation is the last one again, but for the result.
+    # The last conversation again, except the result.
     assert answer.usage.cache_read_input_tokens > 0
     assert answer.usage.cache_read_input_tokens + answer.usage.input_tokens == count(
         client, messages[:1] + messages[1:]
@@ -154,6 +157,46 @@ def test_a_conversation_reaches_the_template(running, client, monkeypatch):
     ]
     counted = client.messages.count_tokens(model=MODEL, messages=messages, system=system, thinking={"type": "disabled"})
     assert counted.input_tokens == len(tiny_tokenizer()(prompts[0])["input_ids"])
+
+
+def test_a_system_message_within_a_conversation_stays_at_its_place(running, client, monkeypatch):
+    says(running, monkeypatch, "Fine")
+    prompts = prompt_of(running, monkeypatch)
+    late = {"role": "system", "content": [{"type": "text", "text": "In git."}]}
+    given = [*ASK, late, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Now"}]
+    body = {"model": MODEL, "max_tokens": 9, "messages": given, "thinking": {"type": "disabled"}}
+    with running.http() as http:
+        assert http.post("/v1/messages", json=body).status_code == 200
+    assert prompts[0].startswith(f"<|user|>Hello{END}<|system|>In git.{END}<|assistant|>Yes?{END}<|user|>Now{END}")
+
+
+@pytest.mark.parametrize(("template", "roles"), [
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ["user", "system", "assistant", "system"]),
+    ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+     "{{ m.role }}: {{ m.content }}\n{% endfor %}", ["user", "assistant", "user"]),
+    ("{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+     ["user", "assistant", "user"]),
+], ids=["shows", "refuses", "drops"])  # fmt: skip
+def test_a_template_without_late_system_messages_gets_their_text_from_the_user(template, roles):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    late = {"role": "system", "content": "In git."}
+    given = [{"role": "user", "content": "Hello"}, late, {"role": "assistant", "content": "Yes?"}, late]
+    body = MessagesRequest.model_validate({"model": MODEL, "max_tokens": 9, "messages": given})
+    chat = as_chat(body, TemplateTraits(takes_late_system=takes_late_system(tokenizer)))
+    assert [message.role for message in chat.messages] == roles
+    assert "".join(message.content for message in chat.messages).count("In git.") == 2
+
+
+@pytest.mark.parametrize(("kind", "takes_effort", "effort"), [
+    ("adaptive", False, None), ("adaptive", True, "high"), (None, False, "high"),
+])  # fmt: skip
+def test_adaptive_thinking_leaves_an_effort_out_that_the_template_lacks(kind, takes_effort, effort):
+    """Claude Code sends both with every request, to any model."""
+    thinking = {"thinking": {"type": kind}} if kind else {}
+    given = {"model": MODEL, "max_tokens": 9, "messages": ASK, "output_config": {"effort": "high"}} | thinking
+    chat = as_chat(MessagesRequest.model_validate(given), TemplateTraits(takes_effort=takes_effort))
+    assert chat.reasoning_effort == effort
 
 
 def test_an_answer_that_is_begun_goes_on(running, client, monkeypatch):

@@ -28,6 +28,16 @@ def template_variables(template: str) -> frozenset[str] | None:
     return frozenset(meta.find_undeclared_variables(parsed))
 
 
+def takes_late_system(tokenizer: Any) -> bool:
+    """Whether the chat template shows a system message that is not the first; others refuse it or leave it out."""
+    text = "late instructions"
+    messages = [{"role": "user", "content": "a question"}, {"role": "system", "content": text}]
+    try:
+        return text in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template raises errors of its own kinds
+        return False
+
+
 def check_variables(options: dict[str, Any], variables: Collection[str] | None, hidden: Collection[str]) -> None:
     """Raise ValueError for an option that the template does not read.
 
@@ -42,6 +52,11 @@ def check_variables(options: dict[str, Any], variables: Collection[str] | None, 
             near = difflib.get_close_matches(name, shown, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else ", and ignores it. Leave it out."
             raise ValueError(f"chat_template_kwargs.{name}: the model's chat template has no such variable{hint}")
+
+
+def has_effort(variables: Collection[str] | None) -> bool:
+    """Whether a template has a variable for the reasoning effort."""
+    return any(name in (variables or ()) for name in ("reasoning_effort", *_SWITCHES))
 
 
 def effort_options(effort: str, variables: Collection[str] | None, *, can_think: bool) -> dict[str, Any]:

@@ -69,7 +69,14 @@ class AssistantMessage(Strict):
     content: str | Each[AssistantBlock]
 
 
-Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
+class SystemMessage(Strict):
+    """Instructions within a conversation, such as Claude Code's."""
+
+    role: Literal["system"]
+    content: str | Each[Annotated[TextBlock, text_alone("text")]]
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Tool(Block):
@@ -139,7 +146,11 @@ class ConversationFields(Strict):
     @model_validator(mode="before")
     @classmethod
     def _name_unsupported_parts(cls, given: Any) -> Any:
-        """Refuse tools that run on the server, and blocks other than text, by name."""
+        """Refuse tools that run on the server, and a conversation that begins with a system message, by name."""
+        messages = given.get("messages") if isinstance(given, dict) else None
+        first = messages[0] if isinstance(messages, list) and messages else None
+        if isinstance(first, dict) and first.get("role") == "system":
+            raise ValueError("messages[0].role: 'system' may follow a message, not begin a conversation. Use system.")
         tools = given.get("tools") if isinstance(given, dict) else None
         for number, tool in enumerate(tools if isinstance(tools, list) else ()):
             kind = tool.get("type") if isinstance(tool, dict) else None

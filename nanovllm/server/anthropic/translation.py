@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.outputs import CompletionOutput
+from nanovllm.server.answers.template_options import has_effort
 from nanovllm.server.anthropic import protocol
 from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.state import ServerState
 
 # Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
@@ -25,9 +28,28 @@ def renamed(body: protocol.ConversationFields) -> dict[str, str]:
     return RENAMED | {"reasoning_effort": "thinking.type"} if is_off else RENAMED
 
 
-def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """Features of a model's chat template.
+
+    takes_late_system: see `template_options.takes_late_system`.
+    takes_effort: whether it has a variable for the reasoning effort.
+    """
+
+    takes_late_system: bool = True
+    takes_effort: bool = True
+
+
+ANY_TEMPLATE = TemplateTraits()
+
+
+def traits_of(state: ServerState) -> TemplateTraits:
+    return TemplateTraits(state.takes_late_system, has_effort(state.template_variables))
+
+
+def as_chat(body: protocol.MessagesRequest, traits: TemplateTraits = ANY_TEMPLATE) -> ChatRequest:
     """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request."""
-    given = conversation_fields(body) | {
+    given = conversation_fields(body, traits) | {
         "max_tokens": body.max_tokens,
         "stream": bool(body.stream),
         "temperature": body.temperature,
@@ -38,11 +60,23 @@ def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
     return ChatRequest.model_validate(given)
 
 
-def conversation_fields(body: protocol.ConversationFields) -> dict[str, Any]:
-    """Fields of a chat request that determine its prompt and constrain its answer."""
+def conversation_fields(body: protocol.ConversationFields, traits: TemplateTraits) -> dict[str, Any]:
+    """Fields of a chat request that determine its prompt and constrain its answer.
+
+    The text of a system message within the conversation is the user's where the template takes none there.
+    """
     messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for message in body.messages:
-        messages += _assistant(message) if isinstance(message, protocol.AssistantMessage) else _user(message)
+        if isinstance(message, protocol.AssistantMessage):
+            messages += _assistant(message)
+        elif isinstance(message, protocol.UserMessage):
+            messages += _user(message)
+        elif traits.takes_late_system:
+            messages.append({"role": "system", "content": _text(message.content)})
+        elif messages[-1]["role"] == "user":  # one turn, since roles must alternate in some templates
+            messages[-1]["content"] += "\n" + _text(message.content)
+        else:
+            messages.append({"role": "user", "content": _text(message.content)})
     given: dict[str, Any] = {"model": body.model, "messages": messages}
     if isinstance(body.messages[-1], protocol.AssistantMessage):
         if "tool_calls" in messages[-1] or not messages[-1]["content"]:
@@ -52,7 +86,7 @@ def conversation_fields(body: protocol.ConversationFields) -> dict[str, Any]:
         given["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         given |= _tool_choice(body.tool_choice)
-    return given | _thinking(body)
+    return given | _thinking(body, traits)
 
 
 def _user(message: protocol.UserMessage) -> list[dict[str, Any]]:
@@ -113,10 +147,11 @@ def _tool_choice(choice: protocol.ToolChoice) -> dict[str, Any]:
     return given
 
 
-def _thinking(body: protocol.ConversationFields) -> dict[str, Any]:
+def _thinking(body: protocol.ConversationFields, traits: TemplateTraits) -> dict[str, Any]:
     given: dict[str, Any] = {}
     config = body.output_config
-    if config is not None and config.effort is not None:
+    is_adaptive = body.thinking is not None and body.thinking.type == "adaptive"  # leaves thought to the template
+    if config is not None and config.effort is not None and (traits.takes_effort or not is_adaptive):
         given["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema_}
