@@ -128,6 +128,16 @@ def test_results_find_their_calls_by_name_or_order():
     assert json.loads(answer.tool_calls[0].function.arguments) == {"days": 1} and answer.reasoning_content == "hm"
 
 
+def test_calls_come_back_as_open_webui_sends_them():
+    """0.12: the index and the id beside the function, the result by the call's id."""
+    call = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": {"days": 1}}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [call], "content": ""},
+                {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]  # fmt: skip
+    body = {"model": MODEL, "messages": messages, "stream": True, "options": {}, "tools": [TOOL], "keep_alive": "5m"}
+    *_, answer, result = chat_of(ChatBody.model_validate(body)).messages
+    assert answer.tool_calls[0].id == result.tool_call_id == "call_1"
+
+
 def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw(http):
     answer = post(http, "/api/generate", prompt=ASK[0]["content"], options=GREEDY)
     assert answer["response"] == openai_text(http) and answer["done"] is True

@@ -80,6 +80,7 @@ class FunctionCall(Strict):
 class ToolCall(Strict):
     function: FunctionCall
     id: str | None = None
+    index: int | None = None  # in Open WebUI here, not in the function; their order tells
     type: Literal["function"] | None = None
 
 
