@@ -8,6 +8,7 @@ import json
 import re
 from collections import deque
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
 from nanovllm.core.errors import EngineClosedError, EngineDeadError
+from nanovllm.core.outputs import CacheGroupStats
 from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.server.live import live_feed
 from nanovllm.server.live.engine_snapshot import (
@@ -25,6 +27,7 @@ from nanovllm.server.live.engine_snapshot import (
     REQUEST_VALUES,
     STEP_VALUES,
     EngineSnapshot,
+    group_rows,
     pool_map,
     pool_usage,
     take_snapshot,
@@ -158,6 +161,14 @@ async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait():
         for task in tasks:
             task.cancel()
     assert look.queue_positions == {"live-third": 3, "live-last": len(ids) - 1}
+
+
+def test_groups_are_those_of_the_last_step_and_none_if_there_is_one_pool():
+    full = CacheGroupStats(None, None, 40, 7, 9, 0)
+    states = CacheGroupStats(None, None, 8, 2, 3, 0, record_bytes=64)
+    steps = [build_step(1), replace(build_step(2), cache_groups=(full, states))]
+    assert group_rows(steps) == [("full attention", 7, 9, 40), ("recurrent states", 2, 3, 8)]
+    assert group_rows(steps[:1]) == group_rows([replace(steps[1], cache_groups=(full,))]) == group_rows([]) == []
 
 
 def test_positions_follow_the_shares_of_clients():
@@ -426,9 +437,7 @@ def test_a_page_that_is_open_does_not_keep_the_server_from_ending():
 def test_the_page_is_one_file_that_may_reach_nothing_but_its_server():
     whole, policy = live_page()
     assert "/* include" not in whole
-    page = re.sub(
-        r"<script>\s*/\*\*\s+\* marked.*?</script>", "", whole, flags=re.DOTALL
-    )  # of which only the lexer is called
+    page = re.sub(r"<script>\s*/\*\*\s+\* marked.*?</script>", "", whole, flags=re.DOTALL)  # only its lexer is called
     assert len(whole) - len(page) > 50_000
     assert not re.findall(r"\bsrc=|@import|url\(", page)
     assert set(re.findall(r"https?://[^'\"\s]+", page)) == {"http://www.w3.org/2000/svg"}

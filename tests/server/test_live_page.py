@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.support.async_llms import in_engine_steps
 from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
 from tests.support.serving import Serving, comes_true, raw_stream, serving
+from tests.support.tiny_classes import tiny_class_model
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,23 @@ def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_pr
         state(page, "live")
         comes_true(lambda: step(page) > ids[-1])
     comes_true(running.is_idle)
+
+
+def test_a_goal_and_recurrent_states_are_drawn_where_their_figures_are(open_page):
+    options = {"max_model_len": 256, "block_size": 64, "num_kv_blocks": 60, "max_num_seqs": 4, "itl_goal": 5.0}
+    with serving(model=tiny_class_model("FalconH1ForCausalLM"), **options) as running:
+        page = open_page(running.url)
+        state(page, "live")
+        body = {"model": "tiny", "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+        prompts = [[3 + number * 7 % 60 for number in range(length)] for length in (20, 40)]
+        running.client().completions.create(prompt=prompts, **body)
+        expect(page.locator(".tile", has_text="ITL")).to_contain_text(re.compile(r"· goal 5(\.00)? s"))
+        expect(page.locator(".tile", has_text="Budget used")).to_contain_text(re.compile(r"[\d,]+ by the goal"))
+        expect(page.locator(".tile", has_text="Step time")).to_contain_text(re.compile(r"predicted ± [\d.]+ %"))
+        states = page.locator("#pool_groups .group", has_text="recurrent states")
+        expect(states).to_have_text(re.compile(r"\d+ of \d+ in use, \d+ findable"))
+        assert page.locator("#pool_groups .group").count() == 2
+        assert page.evaluate(UNNAMED) == []
 
 
 def test_the_map_the_rows_and_the_bars_have_tooltips(running, open_page):

@@ -67,20 +67,23 @@ const FIGURES = [
   },
   {
     name: "ITL", about: "Inter-token latency: the time between two tokens of a request", color: "decode",
-    read({ steps, index }) {
-      const values = stepItls(steps);
+    read({ steps, index, look }) {
+      const values = stepItls(steps), goal = look?.budget?.[2];
       const all = values.slice(0, index + 1).map((value, place) => [value, value === null ? 0 : steps[place].decode]);
-      return { value: timed(lastValue(values, index)), more: medianAndTail(all), values, text: duration };
+      const more = medianAndTail(all) + (goal ? ` · goal ${duration(goal)}` : "");
+      return { value: timed(lastValue(values, index)), more, values, text: duration };
     },
   },
   {
     name: "Step time", about: "Schedule, execute and update; the host's share is schedule and update", color: "waiting",
-    read({ steps, index }) {
+    read({ steps, index, look }) {
+      const error = look?.budget?.[1];
       const host = (step) => step.schedule_us + step.update_us, values = steps.map((s) => host(s) + s.execute_us);
       const step = steps[index];
       const share = step && values[index] ? ` (${percent(host(step) / values[index])} %)` : "";
-      return { value: timed(step ? values[index] : null), more: step ? `host ${duration(host(step))}${share}` : "none yet",
-               values, text: duration };
+      const predicted = error == null ? "" : ` · predicted ± ${percent(error)} %`;
+      return { value: timed(step ? values[index] : null),
+               more: step ? `host ${duration(host(step))}${share}${predicted}` : "none yet", values, text: duration };
     },
   },
   {
@@ -112,10 +115,12 @@ const FIGURES = [
     },
   },
   {
-    name: "Budget used", about: "Tokens computed in the step, of its budget", color: "prefill",
-    read({ steps, index, about }) {
+    name: "Budget used", about: "Tokens computed in the step, of its budget; an ITL goal may set a smaller one",
+    color: "prefill",
+    read({ steps, index, about, look }) {
       const step = steps[index], used = step ? step.decode + step.prefill : 0, budget = step?.budget || about.budget;
-      return { value: [percent(used / budget), "%"], more: `${count(used)} of ${count(budget)} tokens`,
+      const byGoal = look?.budget?.[0], goal = byGoal === undefined ? "" : ` · ${count(byGoal)} by the goal`;
+      return { value: [percent(used / budget), "%"], more: `${count(used)} of ${count(budget)} tokens${goal}`,
                values: steps.map((s) => s.decode + s.prefill), most: about.budget, text: (value) => count(value) + " tokens" };
     },
   },

@@ -7,7 +7,9 @@ let isDue = false;
 
 const chart = new StepsChart({ canvas: $("steps"), overview: $("overview"), span: $("span"), tip, onPick: show });
 const tiles = new Tiles($("tiles"), tip);
-const poolMap = new PoolMap({ canvas: $("pool"), legend: $("pool_legend"), note: $("pool_note"), tip });
+const poolMap = new PoolMap({
+  canvas: $("pool"), legend: $("pool_legend"), groups: $("pool_groups"), note: $("pool_note"), tip,
+});
 const requestTable = new RequestTable({ body: $("requests"), note: $("requests_note") });
 const store = new ConversationStore();
 const chat = new Chat({
@@ -97,15 +99,7 @@ function drawTotals(newest) {
   const { steps, failed_steps, output_tokens, preemptions, evictions, cache_queries, cache_hits } = newest.counters;
   setText($("totals"), `Since the start: ${count(steps)} steps, ${count(failed_steps)} failed; ${count(output_tokens)} `
     + `tokens generated; ${count(cache_hits)} of ${count(cache_queries)} prompt tokens cached; ${count(evictions)} blocks `
-    + `evicted; ${count(preemptions)} preemptions.` + budgetNote(newest.budget));
-}
-
-/** The budget that keeps the ITL goal, and how well step times are predicted. */
-function budgetNote(budget) {
-  if (!budget) return "";
-  const [tokens, error, goal] = budget;
-  return ` Token budget by the ITL goal of ${duration(1e6 * goal)}: ${count(tokens)}; step times ${error === null ? "not predicted yet"
-    : `predicted within ${percent(error)} %`}.`;
+    + `evicted; ${count(preemptions)} preemptions.`);
 }
 
 function readout(step, isLive, about) {

@@ -5,8 +5,8 @@ const MOST_CELL = 40, MAP_HEIGHT = 200;
 
 /** Map of the block pool: a cell per block, or per several, filled in proportion. */
 class PoolMap {
-  constructor({ canvas, legend, note, tip }) {
-    Object.assign(this, { canvas, note });
+  constructor({ canvas, legend, groups, note, tip }) {
+    Object.assign(this, { canvas, groups, note });
     this.shown = null;
     this.counts = KINDS.map((name) => {
       const item = element("span", name === "free" ? "free" : "", name + " "), number = element("b");
@@ -25,6 +25,7 @@ class PoolMap {
     const pool = look?.pool;
     setText(this.note, this.noteOn(pool, look, about, isLive));
     this.counts.forEach((number, kind) => { setText(number, pool ? count(pool.total[kind]) : "–"); });
+    this.drawGroups(look?.groups ?? []);
     const numCells = pool ? pool.counts.length / 3 : 0, width = this.canvas.clientWidth;
     if (!numCells || !width) {
       fitCanvas(this.canvas, width, this.canvas.clientHeight);
@@ -44,6 +45,24 @@ class PoolMap {
       stackBar(context, left, box, top + box, toHeight,
                [[kinds[2], colors.shared], [kinds[1], colors.blocks], [kinds[0], colors.cached]]);
     }
+  }
+
+  /** A bar per cache group, such as windows and recurrent states; the map has the blocks of the first. */
+  drawGroups(groups) {
+    if (this.groups.children.length !== groups.length) {
+      this.groups.replaceChildren(...groups.map(([name]) => {
+        const row = element("div", "group"), bar = element("meter");
+        bar.setAttribute("aria-label", `${name}: blocks in use`);
+        row.append(element("span", "", name), bar, element("span", "faint"));
+        return row;
+      }));
+    }
+    groups.forEach(([, used, findable, total], index) => {
+      const [, bar, text] = this.groups.children[index].children;
+      bar.max = total;
+      bar.value = used;
+      setText(text, `${count(used)} of ${count(total)} in use, ${count(findable)} findable`);
+    });
   }
 
   /** Largest cell size at which the map fits into the panel. */

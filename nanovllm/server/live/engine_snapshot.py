@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from operator import is_not
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.outputs import BudgetStats
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.outputs import BudgetStats, EngineStats, SchedulerStats
+from nanovllm.core.sequence import Sequence as Sample
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
 
@@ -54,7 +54,7 @@ class EngineSnapshot:
     seconds: time that the engine thread spent on the snapshot.
     machine: "device" and "dtype" of the weights; with replicas, only if set as options.
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
-    budget: tokens, error and goal of `BudgetStats`, with an itl_goal.
+    budget: tokens, error and goal (microseconds) of `BudgetStats`, with an itl_goal.
     """
 
     time: float
@@ -68,7 +68,7 @@ class EngineSnapshot:
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
     queue_positions: dict[str, int] = field(default_factory=dict)
-    budget: tuple[int, float | None, float] | None = None
+    budget: tuple[int, float | None, int] | None = None
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -116,23 +116,34 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         len(scheduler.waiting),
         num_holders,
         findable,
-        {
-            "steps": stats.num_steps,
-            "failed_steps": stats.num_failed_steps,
-            "output_tokens": stats.num_output_tokens,
-            "preemptions": stats.num_preemptions,
-            "evictions": pool.num_evictions,
-            "cache_queries": stats.prefix_cache_queries,
-            "cache_hits": stats.prefix_cache_hits,
-        },
+        _counters(stats, pool.num_evictions),
         time.perf_counter() - began,
         _machine(engine),
         budget=None if scheduler.budget is None else _budget(scheduler.budget.stats()),
     )
 
 
-def _budget(stats: BudgetStats) -> tuple[int, float | None, float]:
-    return stats.num_tokens, stats.error, stats.itl_goal
+def _counters(stats: SchedulerStats | EngineStats, num_evictions: int) -> dict[str, int]:
+    return {
+        "steps": stats.num_steps,
+        "failed_steps": stats.num_failed_steps,
+        "output_tokens": stats.num_output_tokens,
+        "preemptions": stats.num_preemptions,
+        "evictions": num_evictions,
+        "cache_queries": stats.prefix_cache_queries,
+        "cache_hits": stats.prefix_cache_hits,
+    }
+
+
+def _budget(stats: BudgetStats) -> tuple[int, float | None, int]:
+    return stats.num_tokens, stats.error, round(1e6 * stats.itl_goal)
+
+
+def group_rows(steps: Sequence[StepRecord]) -> list[tuple[str, int, int, int]]:
+    """Name, used, findable and all blocks of each cache group after the last step; empty for a single group."""
+    groups = steps[-1].cache_groups if steps else ()
+    rows = [(each.name, each.num_used_blocks, each.num_findable_blocks, each.num_blocks) for each in groups]
+    return rows if len(rows) > 1 else []
 
 
 def _machine(engine: Engine) -> dict[str, str]:
@@ -157,15 +168,7 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
         stats.num_waiting,
         bytes(1) + b"\1" * stats.num_used_blocks + bytes(stats.num_free_blocks),
         bytes(1 + stats.num_used_blocks) + b"\1" * num_cached + bytes(num_others),
-        {
-            "steps": stats.num_steps,
-            "failed_steps": stats.num_failed_steps,
-            "output_tokens": stats.num_output_tokens,
-            "preemptions": stats.num_preemptions,
-            "evictions": stats.prefix_cache_evictions,
-            "cache_queries": stats.prefix_cache_queries,
-            "cache_hits": stats.prefix_cache_hits,
-        },
+        _counters(stats, stats.prefix_cache_evictions),
         time.perf_counter() - began,
         {name: option for name in ("device", "dtype") if (option := getattr(pool.config, name)) != "auto"},
         budget=None if stats.budget is None else _budget(stats.budget),
@@ -194,7 +197,7 @@ def _pool_rows(request: PoolRequest, now: float, longest: int) -> Iterator[tuple
             )
 
 
-def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
+def _request_row(sequence: Sample, now: float) -> tuple[Any, ...]:
     lacking = sequence.num_known_tokens - sequence.num_computed_tokens
     if not sequence.is_running:
         state = "preempted" if sequence.num_preemptions else "waiting"

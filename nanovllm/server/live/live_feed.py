@@ -24,7 +24,14 @@ from typing import Any
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.errors import EngineClosedError, EngineDeadError
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
-from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot, with_queue_positions
+from nanovllm.server.live.engine_snapshot import (
+    EngineSnapshot,
+    group_rows,
+    pool_map,
+    step_row,
+    take_snapshot,
+    with_queue_positions,
+)
 from nanovllm.server.sse import compact, event
 
 INTERVAL_SECONDS = 0.1  # between two snapshots
@@ -76,6 +83,7 @@ class SnapshotMessages:
                 "counters": self.snapshot.counters,
                 "machine": self.snapshot.machine,
                 "budget": self.snapshot.budget,
+                "groups": group_rows(steps),
                 "pool": None if knows_pool else self.pool,
             }
             self._messages[last_step, knows_pool] = named_event("look", data)
