@@ -13,6 +13,7 @@ from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, Structu
 from nanovllm.cli import conversation
 from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
 from nanovllm.model.gguf.architectures import ARCHITECTURES
+from nanovllm.model.sizes import DTYPE_BYTES, QUANTISED_BYTES, kv_layers
 from nanovllm.requests.infill import MARKERS
 from nanovllm.requests.scores import METHODS
 from nanovllm.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
@@ -25,7 +26,7 @@ from tests.support.pages import TEXTS, inline_code, tables
 OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 PARAMETERS = {field.name: field for field in dataclasses.fields(SamplingParams)}
 
-# A page, the head of a table's first column, and what the column lists.
+# A page, the head of a table's first column, and the names in that column.
 CHOICES = [
     ("docs/guide/agents.md", "`--reasoning-format`", {*REASONING_FORMATS} - {"auto"}),
     ("docs/guide/agents.md", "`--tool-format`", {*TOOL_FORMATS} - {"auto"}),
@@ -48,7 +49,7 @@ CHOICES = [
 
 
 def rows(page: str, head: str) -> Iterator[list[str]]:
-    """Rows, without their heads, of the tables of a page whose first column has this head."""
+    """Rows of a page's tables with this head of the first column."""
     for first, *others in tables(TEXTS[page]):
         if first[0] == head:
             yield from others
@@ -140,3 +141,17 @@ def test_every_call_of_the_asynchronous_engine_has_a_row():
     codes = first_codes(rows("docs/guide/async.md", "call"))
     named = [re.match(r"(?:await )?(\w+)", code)[1] for code in codes]
     assert sorted(named) == sorted(name for name in dir(AsyncLLM) if not name.startswith("_"))
+
+
+def test_sizes_of_models_are_those_that_fit_computes():
+    """docs/guide/what_can_i_run.md: every figure follows from parameters, layers, KV heads and head size."""
+    page = TEXTS["docs/guide/what_can_i_run.md"]
+    found = re.findall(r"^\| \S+ \| ([\d.]+) \| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.M)
+    assert len(found) > 5
+    for billions, layers, heads, size, cells in found:
+        config = {"num_hidden_layers": int(layers), "num_attention_heads": int(heads), "head_dim": int(size)}
+        kv_bytes = sum(num_bytes for _, num_bytes in kv_layers(config, DTYPE_BYTES["bfloat16"]))
+        context = 8192 * kv_bytes / 1e9
+        each = (DTYPE_BYTES["bfloat16"], QUANTISED_BYTES["int8"], QUANTISED_BYTES["int4"])
+        sums = [f"{float(billions) * num_bytes + context:.1f} GB" for num_bytes in each]
+        assert [cell.strip() for cell in cells.split("|")] == [f"{kv_bytes:,}", f"{context:.2f} GB", *sums]
