@@ -8,12 +8,13 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.errors import EngineClosedError, QueueFullError
 from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.server import errors
 from nanovllm.server.listening import allow_restart, format_address
@@ -69,6 +70,14 @@ class Admission:
     def queue_full(self) -> errors.ApiError:
         """Build the error (429) for a request beyond the queue."""
         return errors.queue_full(self.retry_after.seconds(self._engine.heartbeat().stats.num_waiting))
+
+    def api_error(self, error: Exception, names: Sequence[str]) -> errors.ApiError:
+        """Convert an engine's error; `names` are the fields that it may name."""
+        if isinstance(error, QueueFullError):
+            return self.queue_full()
+        if self.is_draining and isinstance(error, EngineClosedError):
+            return errors.shutting_down()
+        return errors.from_engine(error, names)
 
     @contextlib.contextmanager
     def open_answer(self) -> Iterator[None]:

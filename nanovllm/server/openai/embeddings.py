@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
-from nanovllm.core.errors import EngineClosedError, QueueFullError
 from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import EmbeddingParams
 from nanovllm.core.validation import MAX_PRIORITY
@@ -186,12 +185,8 @@ class PoolingJob:
             encoded = await until_disconnect(self._request.receive, admitted())
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
-        except QueueFullError as error:
-            raise state.admission.queue_full() from error
         except Exception as error:
-            if state.admission.is_draining and isinstance(error, EngineClosedError):
-                raise errors.shutting_down() from error
-            raise errors.from_engine(error, self._body.names()) from error
+            raise state.admission.api_error(error, self._body.names()) from error
         return Response(encoded, media_type="application/json")
 
     def head(self) -> dict[str, Any]:

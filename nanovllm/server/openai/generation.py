@@ -18,7 +18,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from nanovllm.core.errors import EngineClosedError, QueueFullError
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
@@ -248,12 +247,8 @@ async def queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterato
     except (asyncio.CancelledError, GeneratorExit):
         is_left = True
         raise
-    except QueueFullError as error:
-        raise state.admission.queue_full() from error
     except Exception as error:
-        if state.admission.is_draining and isinstance(error, EngineClosedError):
-            raise errors.shutting_down() from error
-        raise errors.from_engine(error, job.body.names()) from error
+        raise state.admission.api_error(error, job.body.names()) from error
     finally:
         tally.end(is_left=is_left)
         if tally.is_queued:
