@@ -166,7 +166,7 @@ def test_an_editor_may_warm_the_cache(running):
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n": 2}, "n", "one middle"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "mirostat": 2}, "mirostat", "top_p"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_cmpl": 2}, "n_cmpl", "one middle"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["dry"]}, "samplers", "'dry' is no filter"),
+    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["dry"]}, "samplers[0]", "'infill'"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["top_p", "top_k"]}, "samplers", "in the order"),
     ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "t_max_predict_ms": -2}, "t_max_predict_ms", "-1"),
     ({"input_prefix": "x" * 17_000, "input_suffix": SUFFIX}, "input_prefix", "max_prompt_chars"),

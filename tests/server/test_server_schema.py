@@ -45,7 +45,7 @@ OPERATIONS = [
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
 ]
-# Their requests are translated to chats, whose limits their descriptions do not repeat.
+# Their requests are translated to chats; their descriptions do not repeat the limits of chats.
 TRANSLATED = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
 # Refusals that a schema cannot express. Any other valid request must succeed.
 NOT_TOLD = [
@@ -59,6 +59,7 @@ NOT_TOLD = [
     "tool_choice names ",
     "an answer has one constraint",
     "suffix is given with echo",
+    "filters act in the order",
     r"(itl|ttft)_goal of a request is",
     "structured_outputs is empty",
     "reasoning_effort is .* has no variable for it",
@@ -77,7 +78,7 @@ NOT_TOLD = [
     r"tool_calls\[\d+\].function.arguments: the arguments of .* are not valid JSON",
     "half of a surrogate pair",
     "it is nested too deeply",
-    # what only a compiler can tell
+    # known to the compiler alone
     "structured_output",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, field_validator, model_validator
@@ -32,6 +32,7 @@ MAX_FILES = 256
 # min_p for the filter `infill`, whose own rule keeps the second of two likely tokens from half of the first's share on.
 INFILL_MIN_P = 0.5
 FIELDS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "id_slot")
+SAMPLERS = (*FILTERS, "infill")
 Names = Annotated[Each[str], Field(max_length=64)]
 
 
@@ -60,7 +61,7 @@ class InfillRequest(SamplingFields):
     n_predict: Annotated[int, Field(ge=-1)] = -1
     n_indent: Annotated[int, Field(ge=0)] | None = None
     t_max_predict_ms: Annotated[Number, Field(ge=-1)] | None = None
-    samplers: Names | None = None
+    samplers: Annotated[Each[Literal[SAMPLERS]], Field(max_length=len(SAMPLERS))] | None = None  # type: ignore[valid-type]
     response_fields: Names | None = None
     t_max_prompt_ms: Number | None = None
     id_slot: int | None = None
@@ -68,12 +69,8 @@ class InfillRequest(SamplingFields):
     @field_validator("samplers")
     @classmethod
     def _check_samplers(cls, names: list[str] | None) -> list[str] | None:
-        known = (*FILTERS, "infill")
-        for name in names or ():
-            if name not in known:
-                raise ValueError(f"{name!r} is no filter of this server, which has {', '.join(known)}. Leave it out.")
-        if names and sorted(names, key=known.index) != names:
-            raise ValueError(f"filters act in the order {', '.join(known)}. Name them in this order, once each.")
+        if names and sorted(names, key=SAMPLERS.index) != names:
+            raise ValueError(f"filters act in the order {', '.join(SAMPLERS)}. Name them in this order.")
         return names
 
     @model_validator(mode="after")
