@@ -1,4 +1,4 @@
-"""`--engine-process`: the server's one engine in a process of its own, as a pool of one replica."""
+"""`--engine-process`: the server's one engine in another process, as a pool of one replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanovllm.streaming.engines import EngineInterface
 
 
 class EngineProcessLLM(AsyncLLM):
-    """`AsyncLLM` whose engine does not share the interpreter with the event loop, and is started again if it dies."""
+    """`AsyncLLM` with the engine in another interpreter than the event loop; an engine that dies is started again."""
 
     @staticmethod
     def _open(

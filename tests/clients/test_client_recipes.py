@@ -31,7 +31,7 @@ def blocks(section: str, language: str) -> list[str]:
 def run(section: str, address: str) -> Any:
     """The names that a recipe defines."""
     module = types.ModuleType(f"recipe_{section}")
-    sys.modules[module.__name__] = module  # where pydantic looks for what a model's fields name
+    sys.modules[module.__name__] = module  # pydantic resolves the names of a model's fields there
     for block in [*blocks("", "python"), *blocks(section, "python")]:
         exec(compile(block.replace("http://127.0.0.1:8000", address), section, "exec"), module.__dict__)
     return module

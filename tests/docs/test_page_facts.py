@@ -33,7 +33,7 @@ FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 
 
 def is_valid(arguments: list[str]) -> bool:
-    """Whether the command's parser takes the arguments; what it says of others is on standard error."""
+    """Whether the command's parser takes the arguments; its errors are on standard error."""
     try:
         command_line._parser().parse_args(arguments)
     except SystemExit as exit_:
@@ -178,7 +178,7 @@ def test_the_unit_of_the_page_is_the_file():
 
 
 def test_the_container_runs_the_commands_of_the_pages():
-    """No engine of containers is needed: each instruction is read, and what it names is compared with what is there."""
+    """Without a container engine: each instruction is read, and the files and options that it names exist."""
     text = (ROOT / "examples" / "Containerfile").read_text(encoding="utf-8")
     lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").split("\n")
     found = [line.split(maxsplit=1) for line in lines if line.strip()]

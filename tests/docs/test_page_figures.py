@@ -61,7 +61,7 @@ def percent(share: float) -> str:
 
 
 def constants(file: str) -> SimpleNamespace:
-    """The numbers at the top of a file of the package that imports what only an extra brings."""
+    """Numbers at the top of a file that imports packages of an extra."""
     found: dict[str, Any] = {}
     for node in ast.parse((ROOT / "nanovllm" / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):

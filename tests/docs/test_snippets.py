@@ -27,7 +27,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 pytestmark = pytest.mark.usefixtures("small_default_cache")
 SHELL, PYTHON = ("bash", "sh"), ("python",)
 RUN = (*SHELL, *PYTHON)
-# What no test runs here, by its reason in the page, and how many blocks each has. Their flags and names are checked.
+# Blocks that no test runs: reason in the page -> number. Their flags and names are checked.
 NOT_RUN = {
     "Ray, in .ci/ray": 7,
     "a GPU": 1,
@@ -47,7 +47,7 @@ NOT_RUN = {
 HUB_MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "Qwen/Qwen3-Embedding-0.6B": "qwen3",
-    "Qwen/Qwen3-4B-Instruct-2507": DEFAULT_MODEL,  # whose tokenizer has a token for "yes"
+    "Qwen/Qwen3-4B-Instruct-2507": DEFAULT_MODEL,  # its tokenizer has a token for "yes"
 }
 BLOCKS = [snippet for page in PAGES for snippet in snippets(page) if snippet.language in RUN]
 WITH_SLOW = sorted({block.page for block in BLOCKS if block.is_slow})

@@ -38,7 +38,7 @@ PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
 
 
 class Response:
-    """What a call of a handle returns."""
+    """Result of a handle's call."""
 
     def __init__(self, reports: AsyncGenerator[bytes, None]) -> None:
         self._items: asyncio.Queue[Any] = asyncio.Queue()
@@ -146,7 +146,7 @@ def answers(
     kills: Callable[[int, list[int]], bool] = lambda num_reports, token_ids: False,
     **options: Any,
 ) -> tuple[list[httpx.Response], Handle]:
-    """What clients get who ask at the same time."""
+    """Answers of clients that ask at the same time."""
     options = OPTIONS | {"enable_prefix_caching": False, "max_queue": 1024} | options
 
     async def ask() -> tuple[list[httpx.Response], Handle]:
@@ -158,7 +158,7 @@ def answers(
         transport = httpx.ASGITransport(front.__serve_build_asgi_app__())
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS) as client:
             found = await asyncio.gather(*(client.post(path, json=body, timeout=None) for path, body in requests))
-        assert len(front.engine._pool.replicas) <= 3  # those that died left their places
+        assert len(front.engine._pool.replicas) <= 3  # places of the dead
         await front.engine.close()
         handle.stats = await replicas[0].record_routing_stats()
         handle.metadata = await replicas[0].record_replica_metadata()
@@ -171,7 +171,7 @@ def answers(
 
 
 def joined(response: httpx.Response) -> dict[str, Any]:
-    """An answer's choices and usage, the events of a stream joined, without what names the answer."""
+    """Choices and usage of an answer, of a stream its joined events; without ids and times."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
         answer = response.json()
@@ -219,7 +219,7 @@ REQUESTS = {name: ("/v1/completions", body) for name, body in ON_COMPLETIONS.ite
 
 
 def assert_same(found: Any, expected: Any, where: str) -> None:
-    """The same but for the rounding of log-probabilities, which depend on what runs beside a request."""
+    """Equal up to the rounding of log-probabilities, which depends on the batch."""
     if isinstance(expected, float):
         assert found == pytest.approx(expected, abs=1e-4), where
     elif isinstance(expected, dict):
@@ -302,7 +302,7 @@ def test_a_replica_reports_the_blocks_that_the_router_expects_of_a_prompt(folder
 
 
 def generated(folder: str, hash_seed: str | None, sent_at: float) -> list[Report]:
-    """What a replica reports of a request that a front sent at that time of its own clock."""
+    """A replica's report of a request, sent at this time of the front's clock."""
 
     async def generate() -> list[Report]:
         replica = Replica(folder, None, OPTIONS, stall_timeout=60.0)

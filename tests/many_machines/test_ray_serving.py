@@ -43,7 +43,7 @@ class Application:
 
 
 def replicas() -> list[dict[str, Any]]:
-    """What the controller tells the routers of each running replica."""
+    """The controller's report to routers on each running replica."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     details = ray.get(controller.get_serve_instance_details.remote())
     found = details["applications"].get("default", {}).get("deployments", {}).get("Replica", {}).get("replicas", [])

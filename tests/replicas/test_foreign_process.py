@@ -38,7 +38,7 @@ def test_a_zombie_has_ended(child):
 
 
 def test_another_process_of_the_same_number_is_left_alone(child):
-    """The number is asked for once: what gets it later is another process."""
+    """The number is read once: a later process with the same number is another one."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     held = ForeignProcess(ended.pid)

@@ -58,7 +58,7 @@ def favour_the_last(token_ids, logits):
     return logits
 
 
-# What tells that a parameter was not ignored: answers differ from those without it.
+# Proof that a parameter has an effect: answers differ from those without it.
 PARAMS: dict[str, dict[str, Any]] = {
     "n": {"n": 3},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
@@ -87,7 +87,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "itl_goal": {"itl_goal": 70.0},
     "ttft_goal": {"ttft_goal": 95.0},
 }
-# Beside which a parameter shows: few tokens to repeat, or one that is likely.
+# Further options that make an effect visible: few tokens to repeat, or a likely one.
 FEW = {"allowed_token_ids": (3, 300, 400, 500)}
 BASES: dict[str, dict[str, Any]] = {
     "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
@@ -159,7 +159,7 @@ def base_of(name: str) -> dict[str, Any]:
 
 @functools.cache
 def expected_with_and_without(name: str) -> list[list[Any]]:
-    """What one engine answers, for both modes."""
+    """Answers of one engine, for both modes."""
     return [
         one().generate(PROMPTS, SamplingParams(**base_of(name) | given), use_tqdm=False) for given in (PARAMS[name], {})
     ]
@@ -264,7 +264,7 @@ def run_timeout(llm: LLM, steps: list[Any]) -> None:
 
 
 def run_generation_config(llm: LLM, steps: list[Any]) -> None:
-    """What the model's own config says is used without parameters, and what `SamplingParams` say otherwise."""
+    """Without parameters the model's generation config holds, else `SamplingParams`."""
     assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
     prompt = [7] * 236  # leaves 20 tokens of max_model_len
@@ -275,7 +275,7 @@ def run_generation_config(llm: LLM, steps: list[Any]) -> None:
 
 
 def run_options(llm: LLM, steps: list[Any]) -> None:
-    """Each is resolved as set, and what can be seen of it from outside is."""
+    """Each is resolved as set, with its visible effect."""
     assert {name: getattr(llm.config, name) for name in LIMITS} == LIMITS
     places = llm.config.max_num_seqs * (2 if llm.config.data_parallel_size == 2 else 1)
     with pytest.raises(QueueFullError):

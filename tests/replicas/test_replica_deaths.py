@@ -125,7 +125,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
 
 
 def test_exactly_once_in_a_storm_of_aborts_and_a_death(llm):
-    """Streams begun, read, closed and killed at random: each shows the beginning of what one engine gives."""
+    """Streams begun, read, closed and killed at random: each is a prefix of one engine's answer."""
     choice = random.Random(5)
     prompts = random_prompts(4, seed=23)
     params = [PARAMS[0], PARAMS[1], SamplingParams(seed=8, max_tokens=40), PARAMS[3]]
@@ -160,7 +160,7 @@ def test_exactly_once_in_a_storm_of_aborts_and_a_death(llm):
 
 
 def test_sigterm_leaves_a_replica_at_work(llm):
-    """A service manager sends it to every process of a service; the front decides what ends when."""
+    """A service manager signals every process of a service; the front decides when each ends."""
     ids, prompt = process_ids(llm), random_prompts(1, seed=24)[0]
     stream = llm.stream(prompt, PARAMS[0])
     outputs = [next(stream)]
@@ -224,7 +224,7 @@ def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restar
 
 
 def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
-    """Those beside it die with it again and again, before any of them has a token."""
+    """Its neighbours die with it repeatedly, before any has a token."""
     engine, prompts = llm._engine, random_prompts(6, seed=37)
     params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0)
     engine.add(
@@ -375,7 +375,7 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
 
 
 def test_an_error_while_messages_are_taken_ends_the_pool(monkeypatch):
-    """A second Ctrl-C, which comes through at once: what was received is lost in part."""
+    """A second Ctrl-C acts at once: some received reports are lost."""
     monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
     with LLM(tiny_folder(), **OPTIONS) as llm:
         monkeypatch.setattr(pool.ReplicaPool, "_handle_report", interrupt)

@@ -76,7 +76,7 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
         def known() -> set[int]:
             return {as_number(block_hash) for block_hash in llm._engine.replicas[1].prefixes.held}
 
-        while not held:  # a subscription that comes late misses some: what is cached is not told again
+        while not held:  # a late subscription misses some: cached blocks are not reported again
             llm.reset_prefix_cache()
             fill(len(numbers))
             listen()

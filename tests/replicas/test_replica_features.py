@@ -1,4 +1,4 @@
-"""What replicas refuse is refused by name, before anything is loaded."""
+"""Replicas refuse unsupported features by name, before anything is loaded."""
 
 from __future__ import annotations
 

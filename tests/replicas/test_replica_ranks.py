@@ -110,7 +110,7 @@ def test_a_first_rank_killed_while_another_is_stopped_leaves_none(llm):
 
 
 def test_closing_ends_every_rank(llm):
-    """And a process that is about to start, as one is behind the test before."""
+    """Also a process that is about to start, as after the test before."""
     ids = [one for one in (*ranks_of(llm, 0), *ranks_of(llm, 1)) if one is not None]
     assert len(ids) >= 3
     llm.close()

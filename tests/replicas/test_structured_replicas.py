@@ -106,7 +106,7 @@ def test_a_form_that_is_compiled_in_an_engine_process_is_overtaken_and_can_be_ab
         may_go_on.set()
         assert finished.get(timeout=60.0) == "kept"
         intake._forms.shutdown()
-        thread.submit(lambda _: None).result(60.0)  # behind the additions of all forms
+        thread.submit(lambda _: None).result(60.0)  # after the additions of all forms
         assert not reporter.placements and finished.empty()
     finally:
         may_go_on.set()

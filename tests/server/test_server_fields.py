@@ -35,7 +35,7 @@ HARMLESS: dict[str, Any] = {
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"},
     "top_logprobs": 0, "verbosity": "medium", "modalities": ["text"], "prediction": {"type": "content", "content": "x"},
 }  # fmt: skip
-# What LiteLLM looks for in an error's text to tell a prompt that is too long; aider asks LiteLLM.
+# LiteLLM recognises an error for a too long prompt by this text; aider asks LiteLLM.
 LITELLM = "this model's maximum context length is"
 
 
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ru
         assert LITELLM in str(refused.value).lower()
 
 
-# Fields of other servers at values without effect, beside those of neutral.py's tables.
+# Further fields of other servers at values without effect; neutral.py's tables have the rest.
 NEUTRAL = {
     "seed": -1, "best_of": 1, "length_penalty": 1, "request_id": "r1", "min_p": 0, "top_k": -1, "repeat_penalty": 1.0,
     "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "keep_alive": "5m",

@@ -95,7 +95,7 @@ def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
     assert setting.accepts(constraints, plain)
     assert setting.accepts(constraints, CALL[name])
     assert not setting.accepts(constraints, CALL[name].replace("city", "town"))
-    if name != "llama":  # whose calls are whole answers
+    if name != "llama":  # calls are whole answers there
         assert setting.accepts(constraints, before + CALL[name])
         assert not setting.accepts(constraints, before + CALL[name].replace("city", "town"))
 

@@ -71,7 +71,7 @@ def test_streams_refusals_and_clients_that_leave_have_their_line(running, log):
         body = json.dumps(BODY | {"stream": True})
         headers = {"Authorization": "Bearer secret-b", "Content-Type": "application/json"}
         assert http.post("/v1/completions", content=body, headers=headers).text.endswith("[DONE]\n\n")
-        accesses(log, 1)  # a stream's line is written behind its end
+        accesses(log, 1)  # a stream's line is written after its end
         assert http.post("/v1/completions", json=BODY).status_code == 401
         wrong = http.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer x", "x-request-id": "w"})
         assert wrong.status_code == 401 and wrong.headers["x-request-id"] == "w"
@@ -106,7 +106,7 @@ def test_every_line_of_a_server_with_json_logs_is_an_object(tmp_path):
     """Also those before the model is loaded, and the last ones."""
     code = "import sys; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["serve", "--log-format", "json", "--port", "0", "--host", "0.0.0.0", "--model", str(tmp_path)]
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # what is looked at before the first line
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # read before the first line
         (tmp_path / name).write_text("{}")
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     *logged, error = done.stderr.strip().splitlines()

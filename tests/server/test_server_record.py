@@ -133,7 +133,7 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
 
 def test_a_file_has_one_writer_at_a_time(tmp_path):
     path = tmp_path / "r.jsonl"
-    one = Recorder(path, max_bytes=1)  # each line in a file of its own
+    one = Recorder(path, max_bytes=1)  # one line per file
     for _ in range(2):
         one.record(*ended(5))
     comes_true(lambda: one.num_recorded == 2)

@@ -39,7 +39,7 @@ TOOLS: list[Any] = [
 
 
 class Weather(BaseModel):
-    """A document whose length is bounded: the model draws at random."""
+    """A document of bounded length: the model draws at random."""
 
     city: Literal["Paris", "Rome"]
     days: int = Field(ge=0, le=9)

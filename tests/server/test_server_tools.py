@@ -250,7 +250,7 @@ def test_text_that_cannot_become_a_marker_is_shown_at_once():
         ("<|channel|>analysis", "harmony"),
         ({"default": "", "tool_use": "[TOOL_CALLS]"}, "mistral"),
         ('... Environment: ipython ... "parameters": ', "llama"),
-        # Of families whose calls are none of these, though they share a tag.
+        # Other families' calls, which share a tag with these.
         ('<tool_call> <invoke name="..."> arguments', "none"),
         ('within <tool_call></tool_call>: <tool_calls>[{"name": , "arguments": }]', "none"),
         ("<function=name>{...}</function> arguments", "none"),

@@ -34,7 +34,7 @@ def takes_late_system(tokenizer: Any) -> bool:
     messages = [{"role": "user", "content": "a question"}, {"role": "system", "content": text}]
     try:
         return text in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # a template raises errors of its own kinds
+    except Exception:  # templates raise errors of any kind
         return False
 
 

@@ -29,7 +29,7 @@ from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 MAX_FILES = 256
-# min_p for the filter `infill`, whose own rule keeps the second of two likely tokens from half of the first's share on.
+# min_p for llama.cpp's filter `infill`, which keeps the second of two likely tokens from half of the first's share on.
 INFILL_MIN_P = 0.5
 FIELDS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "id_slot")
 SAMPLERS = (*FILTERS, "infill")
@@ -85,7 +85,7 @@ class InfillRequest(SamplingFields):
         return MiddleLimits(milliseconds / 1000 if milliseconds > 0 else None, self.n_indent or 0)
 
     def filters(self, defaults: SamplingParams) -> dict[str, Any]:
-        """Options of the filters; those that `samplers` leaves out are off."""
+        """Options of the filters; filters missing in `samplers` are off."""
         if self.samplers is None:
             return {}
         given = {name: getattr(self, name) for name in FILTERS}

@@ -16,7 +16,7 @@ class MiddleLimits:
 
     def __init__(self, seconds: float | None, indent: int) -> None:
         self._seconds, self._indent = seconds, indent
-        self._width: int | None = None  # of the current line's indentation so far; None behind it
+        self._width: int | None = None  # of the current line's indentation so far; None after it
 
     @property
     def is_set(self) -> bool:
