@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
+from itertools import count, islice
 
 from nanovllm.core import block_hashes
-from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch import Copy, ScheduledSequence
 from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.wanted_blocks import WantedBlocks
@@ -72,8 +72,7 @@ class BlockPool:
             block = self._next_free() if self.wanted else next(iter(self.free_blocks))
             del self.free_blocks[block]
             self.ref_counts[block] = 1
-            if block > self.num_touched_blocks:
-                self.num_touched_blocks = block
+            self.num_touched_blocks = max(self.num_touched_blocks, block)
             if self.entry_of[block] is not None:
                 self.forget_block(block)
                 self.num_evictions += 1
@@ -120,8 +119,7 @@ class BlockPool:
 
     def forget_block(self, block: int) -> None:
         """Make a block unfindable, if it is not. If it is free, it is the next to be taken."""
-        entry = self.entry_of[block]
-        if entry is None:
+        if (entry := self.entry_of[block]) is None:
             return
         self.entry_of[block] = None
         self.num_findable_blocks -= 1
@@ -170,7 +168,8 @@ class BlockManager(BlockPool):
         self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
         self.wanted: WantedBlocks = WantedBlocks()
         self.cuts_chunks = False  # whether `cut` goes by blocks that are wanted
-        self._last_prefix_id = 0
+        self.copies: list[Copy] = []  # of blocks, before the forward pass of the next batch
+        self._prefix_ids = count(1)
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
     @property
@@ -209,10 +208,10 @@ class BlockManager(BlockPool):
     def want(self, sequence: Sequence) -> None:
         """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""
         is_full = not any(self.entry_of[block] is None for block in islice(self.free_blocks, 1))
-        count = sequence.num_findable_blocks(self.block_size) if self.enable_prefix_caching else 0
-        if count > 0 and (is_full or self.cuts_chunks):
-            self._block_hash(sequence, count - 1)
-            self.wanted.add(sequence, sequence.block_hashes[:count])
+        num_blocks = sequence.num_findable_blocks(self.block_size) if self.enable_prefix_caching else 0
+        if num_blocks > 0 and (is_full or self.cuts_chunks):
+            self._block_hash(sequence, num_blocks - 1)
+            self.wanted.add(sequence, sequence.block_hashes[:num_blocks])
 
     def lookup(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
@@ -225,8 +224,7 @@ class BlockManager(BlockPool):
         return self._hits(sequence, len(sequence.block_table), sequence.num_findable_blocks(self.block_size))
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
-        holders = self.holders
-        return [next(iter(holders[entry.prefix_id])) for entry in self._find(sequence, first, end)]
+        return [next(iter(self.holders[entry.prefix_id])) for entry in self._find(sequence, first, end)]
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
@@ -242,10 +240,8 @@ class BlockManager(BlockPool):
             if parent is None:  # a collision or a reset cut the chain: later blocks cannot be found
                 return
             block = sequence.block_table[index]
-            held = self.entry_of[block]
-            if held is None:
-                held = self._add(sequence, index, parent)
-                if held is None:
+            if (held := self.entry_of[block]) is None:
+                if (held := self._add(sequence, index, parent)) is None:
                     return
                 self.hold(block, held)
                 self._uncommitted.setdefault(step_id, []).append((self, block))
@@ -256,9 +252,8 @@ class BlockManager(BlockPool):
         block_hash = self._block_hash(sequence, index)
         entry = self.entries.get(block_hash)
         if entry is None:
-            self._last_prefix_id += 1
             tokens = sequence.block_tokens(index, self.block_size)
-            entry = self.entries[block_hash] = PrefixEntry(self._last_prefix_id, block_hash, parent, tokens)
+            entry = self.entries[block_hash] = PrefixEntry(next(self._prefix_ids), block_hash, parent, tokens)
             if self.observer is not None:
                 self.observer.findable(entry, sequence.block_hashes[index - 1] if index else None)
         elif not self._matches(entry, parent, sequence, index):
@@ -339,6 +334,11 @@ class BlockManager(BlockPool):
         self.unpin(blocks)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
+
+    def take_copies(self, step_id: int) -> tuple[Copy, ...]:
+        """The copies of step `step_id`, which is being scheduled."""
+        copies, self.copies = tuple(self.copies), []
+        return copies
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
         """Step `step_id` of these entries ran: the blocks that it made findable are in the cache."""

@@ -54,7 +54,7 @@ def build_engine(
     """Load, hook and warm up a model; arguments and errors as for `LLM`. `clock`: in seconds, never goes back."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
-    publisher = None
+    publisher = digest = None
     if config.kv_events is not None:
         from nanovllm.observability.kv_events import KvEventPublisher
 
@@ -65,6 +65,7 @@ def build_engine(
     else:
         with collector_paused():
             loaded = loader.load(model, tokenizer, config)
+        digest = _model_digest(loaded, config)  # before weights are packed
         with computing_with(_free_threads(loaded)):
             binding = ModelBinding(loaded.model, is_live=loaded.is_live)
         binding.memory = loaded.memory
@@ -76,13 +77,42 @@ def build_engine(
         trace.begin(model_runner.config)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
-    block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
+    has_tiers = config.prefix_cache_host_bytes is not None or digest is not None
+    block_manager = build_block_manager(
+        model_runner.config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers
+    )
     if publisher is not None:
         publisher.begin(block_manager, observers)
     config = model_runner.config
     input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
     scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
-    return Engine(model_runner, scheduler, input_processor, observers)
+    engine = Engine(model_runner, scheduler, input_processor, observers)
+    if has_tiers:
+        _open_tiers(engine, hash_seed, digest)
+    return engine
+
+
+def _open_tiers(engine: Engine, hash_seed: str, digest: str | None) -> None:
+    from nanovllm.execution.prefix_tiers import open_tiers
+
+    runner = engine.model_runner
+    parts = engine.block_manager, runner.binding, runner.config, runner.pools
+    engine.tiers = open_tiers(*parts, hash_seed, digest, engine.clock)
+    engine.observers.append(engine.tiers)
+
+
+def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | None:
+    """The model's name in files of prefixes; None where there are none."""
+    if config.prefix_cache_dir is None:
+        return None
+    if loaded.is_live:
+        raise ValueError(
+            f"prefix_cache_dir is {config.prefix_cache_dir!r}, but the model is a module, whose weights its owner may "
+            "change. Save it (save_pretrained) and pass the folder, or set prefix_cache_host_bytes."
+        )
+    from nanovllm.model.fingerprint import model_digest
+
+    return model_digest(loaded.model)
 
 
 def _budget(
@@ -170,7 +200,12 @@ def build_rank(
     from nanovllm.rank_runner import RankRunner
 
     binding = ModelBinding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
-    return RankRunner(binding, *resolve_options(binding, loaded, config), workers)
+    runner = RankRunner(binding, *resolve_options(binding, loaded, config), workers)
+    if config.prefix_cache_host_bytes is not None:
+        from nanovllm.execution.prefix_tiers import host_memory
+
+        host_memory(binding, runner.config, runner.pools)
+    return runner
 
 
 def run_worker(orders: int, lifeline: int) -> None:

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedList
 
@@ -31,6 +32,9 @@ from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
 from nanovllm.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from nanovllm.execution.prefix_tiers import PrefixTiers
+
 
 class Engine:
     """One model, one KV cache, many requests. Not thread-safe: one thread adds, steps and aborts.
@@ -46,6 +50,7 @@ class Engine:
     """
 
     wake, statuses = None, ()  # of a pool of replicas
+    tiers: PrefixTiers | None = None  # of the prefix cache
 
     def __init__(
         self,
@@ -268,9 +273,15 @@ class Engine:
             self.block_manager.reset_prefix_cache()
 
     def use_idle_time(self, *, captures: bool) -> bool:
-        """Take some of a CPU's KV memory, or capture one of the usual CUDA graphs; False if there is nothing to do."""
+        """Take some of a CPU's KV memory; False if there is nothing to do.
+
+        With `captures`, for the thread that steps: or store a prefix in a tier, or capture a usual CUDA graph.
+        """
         touches = self.config.kv_cache_touch == "idle" and self.model_runner.binding.caches.take_some_memory()
-        return touches or (captures and self.model_runner.capture_ahead())
+        if touches or not captures:
+            return touches
+        stores = self.tiers is not None and not self._in_flight and self.tiers.save_idle()
+        return stores or self.model_runner.capture_ahead()
 
     def num_output_tokens(self) -> int:
         """Tokens generated since construction."""
@@ -284,6 +295,7 @@ class Engine:
             self.observers.stats(self.scheduler),
             kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
             kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
+            tiers=None if self.tiers is None else self.tiers.stats(),
         )
 
     def check_integrity(self) -> None:

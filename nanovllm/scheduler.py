@@ -110,7 +110,8 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
         if not entries:
             return None
-        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes, budget=budget)
+        copies = self.block_manager.take_copies(self._step_id) if self.block_manager.copies else ()
+        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes, copies, budget)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += budget - step.budget
@@ -163,8 +164,7 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
-            if self.block_manager.wanted:
-                self.block_manager.wanted.remove(sequence)
+            self.block_manager.wanted.remove(sequence)
             self.running.add(sequence)
             sequence.is_running, sequence.num_times_passed = True, 0
 

@@ -8,6 +8,7 @@ import mmap
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,12 @@ from nanovllm.process.device import find_kernel, fresh_pages, to_device, use_hug
 
 # At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20
+
+
+class HostCopies(Protocol):
+    """Executes the copies of a step that cross to or from host memory; see `HostMemory`."""
+
+    def copy(self, copies: Sequence[Copy]) -> list[Copy]: ...
 
 
 class KVCaches:
@@ -49,6 +56,7 @@ class KVCaches:
         self.of_layers: list[LayerCache] = []
         self.of_records: list[list[Tensor]] = []
         self._record_group = 0
+        self.host: HostCopies | None = None  # executes copies from and to host memory
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -147,14 +155,20 @@ class KVCaches:
 
     def copy_blocks(self, copies: Sequence[Copy], block_size: int) -> None:
         """Copy K and V of blocks, as `ScheduledBatch.copies` says, on the current stream."""
+        if self.host is not None:
+            copies = self.host.copy(copies)  # those within the device's memory are left
         for group in {copy.group for copy in copies}:
             blocks = [(source, destination) for of_group, source, destination in copies if of_group == group]
             sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
-            for caches in [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]:
+            for caches in self.blocks_of(group, block_size):
                 caches.index_copy_(1, destinations, caches.index_select(1, sources))
             if group == self._record_group:
                 for state in itertools.chain.from_iterable(self.of_records):
                     state.index_copy_(0, destinations, state.index_select(0, sources))
+
+    def blocks_of(self, group: int, block_size: int) -> list[Tensor]:
+        """The caches of a group as [n, num_blocks, block_size, ...], in an order that is the same in every process."""
+        return [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]
 
     def release(self) -> None:
         if self._first_touch is not None:

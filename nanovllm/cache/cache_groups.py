@@ -264,7 +264,7 @@ class CacheGroups(BlockManager):
                     self._uncommitted.setdefault(step_id, []).append((group.pool, table[index]))
 
     def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
-        if sequence.block_table[index] == NULL_BLOCK:
+        if NULL_BLOCK in sequence.block_table[index : index + 1]:
             return None
         entry = super()._add(sequence, index, parent)
         if entry is not None and entry.prefix_id not in self.by_id:

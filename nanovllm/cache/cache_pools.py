@@ -233,16 +233,23 @@ def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
     )
 
 
-def build_block_manager(config: EngineConfig, pools: CachePools, *, hash_seed: str = "") -> BlockManager:
+def build_block_manager(
+    config: EngineConfig, pools: CachePools, *, hash_seed: str = "", with_tiers: bool = False
+) -> BlockManager:
     """The block manager of an engine: a plain one for full attention alone. The config is fully resolved."""
+    plain, grouped = BlockManager, CacheGroups
+    if with_tiers:
+        from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
+
+        plain, grouped = TieredBlocks, TieredGroups
     if pools.is_one_full:
-        return BlockManager(
+        return plain(
             config.num_kv_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             hash_seed=hash_seed,
         )
-    return CacheGroups(
+    return grouped(
         [group.kind for group in pools.groups],
         pools.num_blocks,
         config.block_size,

@@ -23,7 +23,6 @@ FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
-MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
@@ -31,13 +30,6 @@ NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 def _block_size(name: str, value: Any) -> Any:
     return one_of(name, integer(name, value, 1), BLOCK_SIZES)
-
-
-def _ageing(name: str, value: Any) -> float:
-    ageing = real(name, value, 0.0, math.inf)
-    if 0.0 < ageing < MIN_AGEING_S:
-        raise ValueError(f"{name} is {value}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing.")
-    return ageing
 
 
 def _goal(name: str, value: Any) -> Any:
@@ -101,7 +93,7 @@ class EngineConfig:
     priority_ageing_s: float | None = option(
         None,
         "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
-        check=_ageing,
+        check=validation.ageing,
     )
     client_weights: dict[str, float] | None = option(
         None,
@@ -140,6 +132,20 @@ class EngineConfig:
         check=partial(share, high=0.99),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
+    prefix_cache_host_bytes: int | None = option(
+        None,
+        "host memory for prefixes that leave the KV cache, in bytes; of each rank its share. None: none.",
+        check=validation.memory_bytes,
+    )
+    prefix_cache_dir: str | None = option(
+        None,
+        "folder for prefixes that outlive the process; one process writes there, others read. None: none.",
+        check=validation.cache_folder,
+        refused={TENSOR_PARALLEL: "each rank has its share of K and V. Set prefix_cache_host_bytes."},
+    )
+    prefix_cache_dir_bytes: int = option(
+        8 * 2**30, "limit of the files in prefix_cache_dir, in bytes; those used longest ago go first."
+    )
     max_num_partial_prefills: int = option(
         NOT_SET, "maximum number of partially computed prompts at the end of a step. Default: 4."
     )
@@ -276,6 +282,7 @@ class EngineConfig:
             raise ValueError(
                 f"ttft_goal is {self.ttft_goal!r}, but no itl_goal is set, which it is for. Set itl_goal too."
             )
+        validation.check_tiers(self)
         if self.routing is not None and self.data_parallel_size == 1:
             raise ValueError(
                 f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "

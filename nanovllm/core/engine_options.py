@@ -26,6 +26,9 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_touch: str
     window_pool_share: float | None
     enable_prefix_caching: bool
+    prefix_cache_host_bytes: int | None
+    prefix_cache_dir: str | None
+    prefix_cache_dir_bytes: int
     max_num_partial_prefills: int | None
     max_long_partial_prefills: int | None
     long_prefill_token_threshold: int | None

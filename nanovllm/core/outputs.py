@@ -257,6 +257,32 @@ class BudgetStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """Tiers of the prefix cache: host memory, and files read into it. Blocks count once for each cache group.
+
+    num_stored_blocks, num_loaded_blocks: copied to host memory, and back to the KV cache; num_loaded_tokens: the hits.
+    num_read_blocks, num_failed_reads: from files; failed ones were damaged or removed, and count as misses.
+    num_loads, num_recomputes: prefixes loaded from a tier, and computed since that was predicted to be faster.
+    load_seconds, compute_seconds: estimates of the last such decision; None before anything was measured.
+    """
+
+    host_bytes: int = 0
+    num_host_blocks: int = 0
+    num_host_evictions: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_loaded_tokens: int = 0
+    dir_bytes: int = 0
+    num_written_blocks: int = 0
+    num_read_blocks: int = 0
+    num_failed_reads: int = 0
+    num_loads: int = 0
+    num_recomputes: int = 0
+    load_seconds: float | None = None
+    compute_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Snapshot of queues and block pool, and counters since construction.
 
@@ -274,6 +300,7 @@ class EngineStats:
     client_gap: largest difference between the service of two clients that wait in one priority level, now, over their
         weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
     budget: with an `itl_goal`; of replicas the means and the sum of misses.
+    tiers: with `prefix_cache_host_bytes` or `prefix_cache_dir`; of replicas the sums.
     """
 
     num_running: int
@@ -299,6 +326,7 @@ class EngineStats:
     num_clients: int = 0
     client_gap: float = 0.0
     budget: BudgetStats | None = None
+    tiers: TierStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 MAX_INTEGER = 2**63 - 1
 MIN_WEIGHT = 1e-3
 MIN_GOAL_S = 1e-3  # of latencies: no step is shorter
+MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
 
 Key = TypeVar("Key")
@@ -51,6 +52,13 @@ def real(name: str, value: Any, low: float, high: float) -> float:
         allowed = f"between {low:g} and {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
         raise ValueError(f"{name} is {number}; it must be {allowed}.")
     return number
+
+
+def ageing(name: str, value: Any) -> float:
+    ageing = real(name, value, 0.0, math.inf)
+    if 0.0 < ageing < MIN_AGEING_S:
+        raise ValueError(f"{name} is {value}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing.")
+    return ageing
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -195,6 +203,33 @@ def text_file(name: str, value: Any) -> Any:
     return path
 
 
+def memory_bytes(name: str, value: Any) -> int | None:
+    """A number of bytes, at most the machine's memory; or None."""
+    if value is None:
+        return None
+    number, total = integer(name, value, 1), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if number > total:
+        raise ValueError(f"{name} is {number:,} bytes, but the machine has {total:,} bytes of memory. Set less.")
+    return number
+
+
+def cache_folder(name: str, value: Any) -> Any:
+    """A folder that exists and can be read, or can be made; or None."""
+    if value is None:
+        return None
+    path, remedy = Path(string(name, value)).expanduser(), "Name another folder."
+    if path.exists():
+        if not path.is_dir():
+            raise ValueError(f"{name} is {str(path)!r}, which is a file. {remedy}")
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise ValueError(f"{name} is {str(path)!r}, which this user cannot read. {remedy}")
+        return str(path)
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{name} is {str(path)!r}, which cannot be made: {str(parent)!r} is not writable. {remedy}")
+    return str(path)
+
+
 def packages(feature: str, names: Iterable[str], extra: str) -> None:
     """Raise RuntimeError if a package that a feature needs is missing; nothing but parents of packages is imported."""
     missing = [name for name in names if not _is_installed(name)]
@@ -260,3 +295,13 @@ def check_kv_events(config: Any) -> None:
             f"kv_events is {config.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
             "out."
         )
+
+
+def check_tiers(config: Any) -> None:
+    """Raise ValueError if tiers of a prefix cache are asked for without one."""
+    for name in ("prefix_cache_host_bytes", "prefix_cache_dir"):
+        if getattr(config, name) is not None and not config.enable_prefix_caching:
+            raise ValueError(
+                f"{name} is {getattr(config, name)!r}, but enable_prefix_caching=False caches no prefix. Leave one of "
+                "them out."
+            )

@@ -37,6 +37,7 @@ LIMITS: dict[str, Any] = {
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "skip_tokenizer_init": False,
     "record_itl": True, "seed": 7,
     "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
+    "prefix_cache_host_bytes": 8 << 20, "prefix_cache_dir_bytes": 64 << 20,
     "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
 }  # fmt: skip
 OTHERS: dict[str, Any] = {

@@ -1,0 +1,219 @@
+"""A directory of segments: one process writes, others read; the least recently used segments go first. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cache.tiers.books import StoredBlock, TierBooks
+from nanovllm.cache.tiers.segments import (
+    FILE_MODE,
+    FOLDER_MODE,
+    SEGMENT_BYTES,
+    Place,
+    Record,
+    SegmentWriter,
+    read_header,
+    read_records,
+    segment_numbers,
+    segment_paths,
+)
+from nanovllm.core import block_hashes
+
+logger = logging.getLogger("nanovllm")
+
+LOCK = "lock"
+REFRESH_SECONDS = 1.0  # between looks for what another process has written
+
+
+class CacheDirectory:
+    """The files of one engine.
+
+    Args:
+        header: everything that KV depends on besides tokens and salts; segments with another one are not read.
+        max_bytes: of all segments, whatever model they are of.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], max_bytes: int, books: TierBooks) -> None:
+        self.folder = Path(path).expanduser()
+        self._header, self._books = header, books
+        self.max_bytes, self.segment_bytes = max_bytes, min(SEGMENT_BYTES, max_bytes // 4)
+        self._segments: dict[int, list[tuple[StoredBlock, int]]] = {}  # what each has
+        self._indexed: dict[int, int] = {}  # offset up to which each index is read
+        self._waiting: dict[bytes, list[Record]] = {}  # by hash of the block before, which is not known yet
+        self._by_hash: dict[bytes, StoredBlock] = {}
+        self._used: set[int] = set()  # segments whose time of last use is up to date
+        self._writer: SegmentWriter | None = None
+        self._lock: int | None = None
+        self._next_refresh = 0.0
+        self.num_bytes = self.num_written = 0
+        self.error: str | None = None  # why nothing is written
+        try:
+            self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            self._stop_writing(error)
+        self.refresh()
+
+    @property
+    def is_writer(self) -> bool:
+        return self._lock is not None and self.error is None
+
+    def _take_lock(self) -> None:
+        file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = file
+        except BlockingIOError:  # another process writes
+            os.close(file)
+            logger.info("prefix_cache_dir %s: another process writes there; this one reads", self.folder)
+
+    def _stop_writing(self, error: OSError) -> None:
+        if self.error is None:
+            self.error = str(error)
+            logger.warning(
+                "prefix_cache_dir %s: %s; nothing more is written there, and what it holds is read", self.folder, error
+            )
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.close()
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def refresh(self) -> None:
+        """Learn of segments and records that are new, at most once a second."""
+        now = time.monotonic()
+        if now < self._next_refresh or (self.is_writer and self._segments):
+            return
+        self._next_refresh = now + REFRESH_SECONDS
+        with suppress(OSError):
+            for number in segment_numbers(self.folder):
+                self._read_index(number)
+            self.num_bytes = sum(path.stat().st_size for path in self.folder.glob("*.kv"))
+
+    def _read_index(self, number: int) -> None:
+        segment, index = segment_paths(self.folder, number)
+        known = self._indexed.get(number, 0)
+        if known < 0 or index.stat().st_size == known:  # of another model
+            return
+        data = index.read_bytes()
+        header, begin = read_header(data)
+        with segment.open("rb") as file:
+            own, _ = read_header(file.read(begin))
+        if header != self._header or own != self._header:
+            self._indexed[number] = -1
+            return
+        self._segments.setdefault(number, [])
+        self._indexed[number] = known or begin
+        for record, offset in read_records(data, known or begin, number):
+            self._indexed[number] = offset
+            self._learn(record)
+
+    def _learn(self, record: Record) -> None:
+        """Put a record into the tree, once the block before it is there."""
+        pending = [record]
+        while pending:
+            new = pending.pop()
+            parent = self._books.root(new.parent) if new.is_first else self._by_hash.get(new.parent)
+            if parent is None:
+                self._waiting.setdefault(new.parent, []).append(new)
+                continue
+            if block_hashes.digest(new.parent + new.tokens) != new.block_hash:
+                continue
+            if new.group >= len(self._books.block_bytes) or new.place.length != self._books.block_bytes[new.group]:
+                continue
+            self._note(parent.child(new.tokens), new.group, new.place)
+            pending += self._waiting.pop(new.block_hash, ())
+
+    def _note(self, node: StoredBlock, group: int, place: Place) -> None:
+        node.places[group] = place
+        self._by_hash[node.hash] = node
+        self._segments.setdefault(place.segment, []).append((node, group))
+
+    def open(self, place: Place) -> int:
+        """A file to read a place from; the segment counts as used now."""
+        path, _ = segment_paths(self.folder, place.segment)
+        if place.segment not in self._used:
+            self._used.add(place.segment)
+            with suppress(OSError):
+                os.utime(path)
+        return os.open(path, os.O_RDONLY)
+
+    def damaged(self, node: StoredBlock, group: int) -> None:
+        """Forget a place that does not hold what it should."""
+        node.places.pop(group, None)
+        if not node.places:
+            self._by_hash.pop(node.hash, None)
+        self._books.prune(node)
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def append(self, node: StoredBlock, group: int, content: Any) -> bool:
+        """Write the content of a block; False if this process does not write, or no longer can."""
+        if not self.is_writer or group in node.places:
+            return False
+        try:
+            if self._writer is None or self._writer.num_bytes >= self.segment_bytes:
+                self._begin_segment()
+            assert self._writer is not None and node.parent is not None
+            before = node.parent
+            place = self._writer.append(node.hash, before.hash, before.parent is None, group, node.key, content)
+        except OSError as error:
+            self._stop_writing(error)
+            return False
+        self.num_bytes += place.length
+        self.num_written += 1
+        self._note(node, group, place)
+        return True
+
+    def _begin_segment(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        self.drop_oldest(self.segment_bytes)
+        number = max([*segment_numbers(self.folder), *self._segments, 0]) + 1
+        self._writer = SegmentWriter(self.folder, number, self._header)
+        self._segments.setdefault(number, [])
+
+    def drop_oldest(self, num_new: int) -> None:
+        """Remove the segments used longest ago until there is room for `num_new` bytes."""
+        by_use = []
+        for number in segment_numbers(self.folder):
+            stat = segment_paths(self.folder, number)[0].stat()
+            by_use.append((stat.st_mtime, number, stat.st_size))
+        self.num_bytes = sum(size for _, _, size in by_use)
+        for _, number, size in sorted(by_use):
+            if self.num_bytes + num_new <= self.max_bytes:
+                return
+            remove_segment(self.folder, number)
+            self.num_bytes -= size
+            for node, group in self._segments.pop(number, ()):
+                place = node.places.get(group)
+                if place is not None and place.segment == number:
+                    self.damaged(node, group)
+
+    def close(self) -> None:
+        """Make everything durable and let another process write."""
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except OSError as error:
+            self._stop_writing(error)
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                os.close(lock)
+
+
+def remove_segment(folder: Path, number: int) -> None:
+    """Remove a segment, its index first."""
+    segment, index = segment_paths(folder, number)
+    index.unlink(missing_ok=True)
+    segment.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""Block managers that know the tokens before each block, and store idle ones in a tier. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from nanovllm.block_manager import BlockManager, BlockPool
+from nanovllm.cache.tiers.books import StoredBlock, TierBooks
+from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledSequence
+from nanovllm.core.block_hashes import root_hash
+from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.core.sequence import Sequence
+
+MAX_EXAMINED = 256  # queued blocks examined in one step
+
+
+class Load(NamedTuple):
+    """A copy from host memory that no batch has taken yet."""
+
+    slot: int
+    node: StoredBlock
+    entry: PrefixEntry
+
+
+class StoringBlocks(BlockManager):
+    """The part of `TieredBlocks` that stores.
+
+    Attributes:
+        books: of the tiers.
+        queue: (group, block) -> entry of idle blocks that no tier has, the newest last.
+    """
+
+    books: TierBooks
+    root_seed: str
+    stores_all: bool
+    max_step_blocks: int
+    num_stored_blocks = 0
+
+    def _begin_storing(self) -> None:
+        self.queue: dict[tuple[int, int], PrefixEntry] = {}
+        self._nodes: dict[int, StoredBlock] = {}  # by prefix id
+        self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
+        self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
+        self._stored_in: dict[int, list[tuple[StoredBlock, int]]] = {}  # step id -> what it stores
+
+    # ---------------------------------------------------------------------------------------- the tree of tokens
+
+    def root_of(self, cache_salt: str) -> StoredBlock:
+        return self.books.root(root_hash(self.root_seed, cache_salt))
+
+    def _node_before(self, parent: int | str) -> StoredBlock:
+        return self.root_of(parent) if isinstance(parent, str) else self._nodes[parent]
+
+    def _add(self, sequence: Sequence, index: int, parent: int | str) -> PrefixEntry | None:
+        entry = super()._add(sequence, index, parent)
+        if entry is not None and entry.prefix_id not in self._nodes:
+            node = self._nodes[entry.prefix_id] = self._node_before(parent).child(entry.tokens)
+            node.entry = entry
+        return entry
+
+    def _on_lost(self, entry: PrefixEntry) -> None:
+        super()._on_lost(entry)
+        node = self._nodes.pop(entry.prefix_id)
+        node.entry = None
+        self.books.prune(node)
+
+    def _path(self, node: StoredBlock, sequence: Sequence, first: int, end: int) -> list[StoredBlock]:
+        return self.books.path(node, (sequence.block_tokens(index, self.block_size) for index in range(first, end)))
+
+    @staticmethod
+    def _holder(pool: BlockPool, node: StoredBlock) -> int:
+        holders = None if node.entry is None else pool.holders.get(node.entry.prefix_id)
+        return next(iter(holders)) if holders else NULL_BLOCK
+
+    # ------------------------------------------------------------------------------------------------- the stores
+
+    def _on_idle(self, group: int, block: int, entry: PrefixEntry) -> None:
+        node = self._nodes.get(entry.prefix_id)
+        if node is not None and group not in node.slots and group not in node.places:
+            self.queue.pop((group, block), None)
+            self.queue[group, block] = entry
+
+    def is_worth(self, node: StoredBlock) -> bool:
+        """Whether a content is likely to be asked for: it was before, or a waiting request wants it."""
+        is_wanted = node.entry is not None and node.entry.block_hash in self.wanted
+        return node.num_hits > 0 or len(node.children) > 1 or is_wanted
+
+    def settled_block(self, group: int, node: StoredBlock) -> int:
+        """A block with this content that a read step computed; the null block if there is none."""
+        pool = self.pools[group]
+        block = self._holder(pool, node)
+        is_unread = any((pool, block) in of_step for of_step in self._uncommitted.values())
+        return NULL_BLOCK if is_unread or (group, block) in self._loads else block
+
+    def _evicts_soon(self) -> bool:
+        """Whether the step that is being scheduled may evict content."""
+        return any(
+            pool.entry_of[block] is not None
+            for pool in self.pools
+            for block in islice(pool.free_blocks, self.max_step_blocks)
+        )
+
+    def idle_blocks(self, count: int = MAX_EXAMINED) -> list[tuple[int, int, StoredBlock]]:
+        """(group, block, node) of queued blocks that still have their committed content, in no tier yet."""
+        found = []
+        unread = {pair for of_step in self._uncommitted.values() for pair in of_step}
+        for (group, block), entry in [*islice(self.queue.items(), count)]:
+            pool = self.pools[group]
+            if pool.entry_of[block] is not entry:
+                del self.queue[group, block]
+            elif (pool, block) not in unread and (group, block) not in self._loads:
+                node = self._nodes[entry.prefix_id]
+                if group in node.slots or group in node.places:
+                    del self.queue[group, block]
+                else:
+                    found.append((group, block, node))
+        return found
+
+    def stores(self, max_bytes: int) -> list[Copy]:
+        """Copies of idle blocks to host memory, for the next batch or for an engine without steps in flight."""
+        copies: list[Copy] = []
+        num_bytes = 0
+        for group, block, node in self.idle_blocks():
+            if not (self.stores_all or self.is_worth(node)):
+                continue
+            num_bytes += self.books.block_bytes[group]
+            slot = self.books.take_slot(group) if num_bytes <= max_bytes else None
+            if slot is None:
+                break
+            del self.queue[group, block]
+            self.books.hold(node, group, slot)
+            self.books.pin(node, group)
+            self._storing.append((node, group))
+            copies.append(Copy(group, block, ~slot))
+        self.num_stored_blocks += len(copies)
+        return copies
+
+    def stores_now(self) -> list[Copy]:
+        """Copies of an idle block, for the caller to execute at once; with no step in flight."""
+        copies = self.stores(max(self.books.block_bytes))
+        self._take_storing()
+        return copies
+
+    def _take_storing(self) -> list[tuple[StoredBlock, int]]:
+        storing, self._storing = self._storing, []
+        for node, group in storing:
+            self.books.unpin(node, group)
+        return storing
+
+    def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
+        super().commit(step_id, entries)
+        self._stored_in.pop(step_id, None)
+
+    def withdraw(self, step_id: int) -> None:
+        super().withdraw(step_id)
+        for node, group in self._stored_in.pop(step_id, ()):
+            self.books.drop(node, group)

@@ -1,0 +1,50 @@
+"""Any order of calls with tiers: every block that a step reads has the KV of its tokens, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from nanovllm.cache.kinds import FULL, StateKind
+from tests.support.scheduler_fuzz import walk_at_random
+from tests.support.tiers import TieredLoop, make_tiered_scheduler
+
+NUM_WALKS = 30
+KINDS = {
+    "full attention": [FULL],
+    "windows": [FULL, StateKind(window=5)],
+    "chunks": [FULL, StateKind(chunk=8)],
+    "windows alone": [StateKind(window=7), StateKind(window=3)],
+}
+
+
+def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
+    rng = random.Random(seed)
+    max_model_len, block_size = rng.randint(12, 28), rng.choice((1, 2, 3, 4))
+    longest = -(-max_model_len // block_size)
+    max_num_seqs = rng.randint(1, 5)
+    scheduler = make_tiered_scheduler(
+        kinds,
+        [1 + longest + rng.randint(0, 4) for _ in kinds],
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_seqs + block_size + rng.randint(0, 16),
+        max_num_seqs=max_num_seqs,
+        long_prefill_token_threshold=rng.randint(1, 4) * block_size,
+    )
+    loop = TieredLoop(scheduler, rng, num_slots=rng.randint(2, 30), has_files=rng.random() < 0.8)
+    walk_at_random(loop, rng, num_calls)
+    return loop
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
+    loops = [walk(seed, kinds) for seed in range(NUM_WALKS)]
+    seen = sum((loop.seen for loop in loops), Counter())
+    for situation in ("loads", "stores", "written", "read late", "read too late", "non-finite"):
+        assert seen[situation] > 0, situation
+    assert sum(loop.books.num_evictions for loop in loops) > 50
+    reads = [loop.reads for loop in loops if loop.reads is not None]
+    assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) > 10

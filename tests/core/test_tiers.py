@@ -1,0 +1,362 @@
+"""Prefixes in host memory and in files: the tokens stay the same, with any damage to the files, in any process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cache.tiers import segments
+from nanovllm.cache.tiers.directory import CacheDirectory
+from tests.support.layer_kinds import model
+from tests.support.llms import OPTIONS, generate, open_llm, token_ids
+from tests.support.tiny_classes import tiny_class_model
+from tests.support.tiny_models import save_tiny
+
+SHARED = list(range(40, 104))  # four blocks of 16
+PROMPTS = [[*SHARED, *range(5, 16)], [*SHARED, *range(20, 29)]]
+OTHERS = [list(range(first, first + 110)) for first in range(3, 120, 9)]  # enough to evict all else
+HOST = {"prefix_cache_host_bytes": 2**26}
+
+
+def cached(outputs: list[Any]) -> list[int]:
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[list[int]]:
+    with LLM(folder, **OPTIONS) as llm:
+        return token_ids(generate(llm, PROMPTS))
+
+
+@pytest.fixture
+def kept(folder: str, tmp_path: Path) -> Path:
+    """A directory with the prefixes of an engine that has ended."""
+    run_in(folder, tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def run_in(
+    folder: str, directory: Path, prompts: Any = PROMPTS, **options: Any
+) -> tuple[list[list[int]], list[int], Any]:
+    """Tokens and numbers of cached tokens of a new engine, and its statistics of tiers."""
+    with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options)) as llm:
+        outputs = generate(llm, prompts, priority=[*range(len(prompts))])
+        llm._engine.check_integrity()
+        llm._engine.tiers.books.check()
+        return token_ids(outputs), cached(outputs), llm.stats().tiers
+
+
+# -------------------------------------------------------------------------------------------------------- host memory
+
+
+@pytest.mark.parametrize("family", [None, "Gemma3Text", "Gemma4Text", "DeepseekV2", "Llama4Text"])
+def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family):
+    of_family = None if family is None else model(family)
+    options = {"max_model_len": 160, "num_kv_blocks": 25}
+    with open_llm(of_family, **options) as llm:
+        expected = token_ids(generate(llm, PROMPTS))
+    with open_llm(of_family, **options, **HOST) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        generate(llm, OTHERS)
+        again = generate(llm, PROMPTS)
+        stats = llm.stats().tiers
+        llm._engine.check_integrity()
+        llm._engine.tiers.books.check()
+    assert token_ids(again) == expected
+    assert min(cached(again)) >= 64 and stats.num_loaded_blocks > 0 and stats.host_bytes > 0
+
+
+def test_every_loaded_block_has_the_bytes_that_were_stored():
+    with open_llm(num_kv_blocks=40, **HOST) as llm:
+        tiers = llm._engine.tiers
+        generate(llm, PROMPTS)
+        manager, memory = tiers.manager, tiers.memory
+
+        def contents() -> dict[bytes, bytes]:
+            entries = manager.entries.values()
+            return {
+                e.block_hash: memory.read_block(0, next(iter(manager.holders[e.prefix_id]))).tobytes() for e in entries
+            }
+
+        before = contents()
+        generate(llm, OTHERS)
+        generate(llm, PROMPTS)
+        after = contents()
+        common = before.keys() & after.keys()
+        assert len(common) >= 4 and all(before[name] == after[name] for name in common)
+        for root in tiers.books.roots.values():
+            for node in root.below():
+                if node.slots and node.hash in after:
+                    assert bytes(memory.view(0, node.slots[0])) == after[node.hash]
+
+
+def test_ranks_store_their_parts_each(folder, expected):
+    with LLM(folder, **(OPTIONS | HOST | {"tensor_parallel_size": 2, "num_kv_blocks": 40})) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        generate(llm, OTHERS)
+        again = generate(llm, PROMPTS)
+        assert token_ids(again) == expected
+        assert llm.stats().tiers.num_loaded_blocks > 0 and min(cached(again)) >= 64
+
+
+def test_without_tiers_the_block_manager_knows_none():
+    with open_llm() as llm:
+        assert type(llm._engine.block_manager).__name__ == "BlockManager"
+        assert llm._engine.tiers is None and llm._engine.model_runner.binding.caches.host is None
+        assert llm.stats().tiers is None
+
+
+def test_a_reset_and_changed_weights_make_stored_prefixes_unreachable():
+    with open_llm(num_kv_blocks=40, **HOST) as llm:
+        for forget in (llm.reset_prefix_cache, llm.weights_changed):
+            generate(llm, PROMPTS[0])
+            generate(llm, OTHERS)
+            forget()
+            assert llm.stats().tiers.host_bytes == 0
+            assert cached(generate(llm, PROMPTS[0])) == [0]
+
+
+def test_loads_that_are_slower_than_computing_do_not_happen():
+    with open_llm(num_kv_blocks=40, **HOST) as llm:
+        costs = llm._engine.tiers.costs
+        generate(llm, PROMPTS)
+        generate(llm, OTHERS)
+        costs.rates["host"], costs.compute = 1e3, lambda start, count: 1e-3
+        assert cached(generate(llm, PROMPTS[0])) == [0]
+        assert costs.num_loads == 0 and costs.num_recomputes > 0
+        stats = llm.stats().tiers
+        assert stats.load_seconds > stats.compute_seconds == 1e-3
+        costs.compute = lambda start, count: 1e6
+        assert cached(generate(llm, PROMPTS[1])) == [64]
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected, tmp_path):
+    program = (
+        "import sys\nfrom nanovllm import LLM, SamplingParams\n"
+        f"llm = LLM({folder!r}, prefix_cache_dir=sys.argv[1], **{OPTIONS!r})\n"
+        f"outputs = llm.generate({PROMPTS!r}, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)\n"
+        "print([o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs])\n"
+    )  # nobody closes it: the prefixes are saved as the process ends
+
+    def run() -> str:
+        command = [sys.executable, "-c", program, str(tmp_path / "kept")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert run() == f"{expected} [0, 64]"
+    assert run() == f"{expected} [64, 64]"
+
+
+def test_files_are_their_owners_alone(kept):
+    assert oct(kept.stat().st_mode)[-3:] == "700"
+    assert {oct(path.stat().st_mode)[-3:] for path in kept.iterdir()} == {"600"}
+
+
+def test_a_salted_prefix_is_found_with_its_salt_alone(folder, tmp_path):
+    for salt in ("a", "b", "a", ""):
+        with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as llm:
+            found = cached(generate(llm, PROMPTS[0], cache_salt=salt))
+            assert found == [64 if salt == "a" and llm.stats().tiers.num_read_blocks else 0]
+            if salt == "":
+                assert found == [0]
+    assert b"salt" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+
+def flipped_bits(data: bytes) -> list[int]:
+    """Bits of a file, each of the first bytes and some of all others: K and V take most of it."""
+    num_bits = 8 * len(data)
+    return [*range(min(num_bits, 4096)), *range(4096, num_bits, 7919)]
+
+
+@pytest.mark.parametrize("suffix", ["kv", "index"])
+def test_a_flipped_bit_is_a_miss_and_never_wrong(suffix, folder, kept):
+    """Read as an engine reads: header, records and blocks."""
+    from nanovllm.cache.tiers.books import TierBooks
+
+    path = next(kept.glob(f"*.{suffix}"))
+    right, segment = path.read_bytes(), next(kept.glob("*.kv"))
+    header, begin = segments.read_header(segment.read_bytes())
+    index = next(kept.glob("*.index")).read_bytes()
+    records = [record for record, _ in segments.read_records(index, begin, 1)]
+    sizes = [records[0].place.length]
+    content = {record.block_hash: right_content(segment, record.place) for record in records}
+    tokens = {record.block_hash: record.tokens for record in records}
+
+    def found() -> dict[bytes, bytes]:
+        books = TierBooks(sizes, 2**26)
+        directory = CacheDirectory(kept, header, 2**30, books)
+        directory.close()
+        nodes = [node for root in books.roots.values() for node in root.below() if node.places]
+        assert all(tokens[node.hash] == node.key for node in nodes)
+        read = {node.hash: (right_content(segment, node.places[0]), node.places[0].checksum) for node in nodes}
+        return {name: data for name, (data, expected) in read.items() if segments.checksum(data) == expected}
+
+    assert found() == content
+    num_misses = 0
+    for bit in flipped_bits(right):
+        damaged = bytearray(right)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        after = found()
+        assert all(content[name] == data for name, data in after.items())
+        num_misses += len(after) < len(content)
+    path.write_bytes(right)
+    assert num_misses == len(flipped_bits(right))
+
+
+def right_content(segment: Path, place: segments.Place) -> bytes:
+    with segment.open("rb") as file:
+        file.seek(place.offset)
+        return file.read(place.length)
+
+
+def test_engines_answer_the_same_from_files_with_damaged_blocks(folder, expected, kept):
+    segment, index = next(kept.glob("*.kv")), next(kept.glob("*.index")).read_bytes()
+    right = segment.read_bytes()
+    _, begin = segments.read_header(index)
+    shared = array("i", SHARED)
+    places = {r.tokens: r.place for r, _ in segments.read_records(index, begin, 1)}
+    for number in range(4):
+        damaged = bytearray(right)
+        damaged[places[shared[16 * number :][:16].tobytes()].offset + 99] ^= 4
+        segment.write_bytes(damaged)
+        tokens, _, stats = run_in(folder, kept)
+        assert tokens == expected and stats.num_failed_reads == 1
+        segment.write_bytes(right)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("suffix", ["kv", "index"])
+def test_a_kill_at_any_byte_loses_the_rest_of_the_segment_at_most(suffix, share, folder, expected, kept):
+    for path in kept.glob(f"*.{suffix}"):
+        data = path.read_bytes()
+        path.write_bytes(data[: int(share * len(data))])
+    tokens, found, _ = run_in(folder, kept)
+    assert tokens == expected and found[0] <= 64
+    assert run_in(folder, kept)[:2] == (expected, [64, 64])  # a new segment has what was lost
+
+
+def test_a_directory_of_another_model_is_a_miss(folder, kept, tmp_path):
+    other = str(save_tiny(tmp_path / "other", "qwen3"))
+    with LLM(other, **OPTIONS) as llm:
+        expected = token_ids(generate(llm, PROMPTS))
+    for found in ([0, 64], [64, 64]):  # then it finds its own there
+        assert run_in(other, kept)[:2] == (expected, found)
+    assert run_in(folder, kept)[1] == [64, 64]
+
+
+def test_other_weights_of_the_same_config_are_another_model(folder, kept, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert run_in(str(copy), kept)[1] == [64, 64]
+    weights = load_file(copy / "model.safetensors")
+    name = next(name for name in sorted(weights) if "k_proj" in name)
+    weights[name] *= 1.01
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert run_in(str(copy), kept)[1] == [0, 64]
+
+
+def test_a_full_disk_stops_the_writing_and_nothing_else(folder, expected, tmp_path, monkeypatch, caplog):
+    write, left = os.write, [20_000]
+
+    def fill(file: int, data: Any) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(segments.os, "write", fill)
+    assert run_in(folder, tmp_path)[0] == expected
+    monkeypatch.setattr(segments.os, "write", write)
+    assert "No space left on device" in caplog.text
+    tokens, found, _ = run_in(folder, tmp_path)
+    assert tokens == expected and found[0] < 64
+    assert run_in(folder, tmp_path)[:2] == (expected, [64, 64])
+
+
+def test_a_read_only_directory_is_read_with_a_warning(folder, expected, kept, monkeypatch, caplog):
+    open_file, before = os.open, sorted(path.name for path in kept.iterdir())
+
+    def read_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY) and str(path).startswith(str(kept)):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr("nanovllm.cache.tiers.directory.os.open", read_only)
+    assert run_in(folder, kept)[:2] == (expected, [64, 64])
+    assert "Read-only file system" in caplog.text
+    assert sorted(path.name for path in kept.iterdir()) == before
+
+
+def test_one_process_writes_while_others_read(folder, expected, tmp_path):
+    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as first:
+        generate(first, PROMPTS)
+        with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as second:
+            assert first._engine.tiers.directory.is_writer and not second._engine.tiers.directory.is_writer
+            while first._engine.tiers.save_idle():  # as a server does when no request runs
+                pass
+            second._engine.tiers.directory._next_refresh = 0.0
+            outputs = generate(second, PROMPTS)
+            assert token_ids(outputs) == expected and cached(outputs) == [64, 64]
+
+
+def test_the_oldest_segments_make_room_for_new_ones(folder, tmp_path):
+    limit = 1_600_000
+    for first in range(0, 120, 15):
+        prompts = [list(range(first + i, first + i + 80)) for i in range(4)]
+        run_in(folder, tmp_path, prompts, prefix_cache_dir_bytes=limit)
+        size = sum(path.stat().st_size for path in tmp_path.glob("*.kv"))
+        assert size <= limit
+        assert {path.stem for path in tmp_path.glob("*.kv")} == {path.stem for path in tmp_path.glob("*.index")}
+    assert run_in(folder, tmp_path, prompts)[1] == [64] * 4
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"prefix_cache_host_bytes": 2**60}, r"_bytes is 1,152,921,504,606,846,976 bytes, but the machine"),
+    ({"prefix_cache_dir": __file__ + "/in"}, r"test_tiers.py/in', which cannot be made: '.*test_tiers.py' is not"),
+    ({"prefix_cache_dir": __file__}, r"which is a file"),
+    ({"prefix_cache_dir": "/tmp", "tensor_parallel_size": 2}, r"prefix_cache_dir does not work with tensor_parallel"),
+    ({"prefix_cache_host_bytes": 2**20, "enable_prefix_caching": False}, r"enable_prefix_caching=False caches no"),
+], ids=["more than memory", "not to be made", "a file", "ranks", "no cache"])  # fmt: skip
+def test_bad_input_is_refused_before_the_model_is_loaded(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM("/no/such/model", **options)
+
+
+def test_a_module_of_another_owner_has_no_files(tmp_path):
+    with pytest.raises(ValueError, match="a module, whose weights its owner may change"):
+        open_llm(prefix_cache_dir=str(tmp_path))
+
+
+def test_models_with_recurrent_states_are_refused_by_name():
+    with pytest.raises(ValueError, match="has layers with recurrent states, which no tier keeps"):
+        open_llm(tiny_class_model("Mamba2ForCausalLM"), **HOST)
+
+
+def test_sampled_tokens_are_the_same_too(folder, kept):
+    params = SamplingParams(seed=3, max_tokens=12)
+    with LLM(folder, **OPTIONS) as llm:
+        expected = token_ids(generate(llm, PROMPTS, params))
+    with LLM(folder, prefix_cache_dir=str(kept), **OPTIONS) as llm:
+        assert token_ids(generate(llm, PROMPTS, params)) == expected
