@@ -25,6 +25,7 @@ COMMANDS = {
     "models": "models",
     "pull": "pull",
     "rm": "pull",
+    "cache": "cache",
     "fit": "fit",
     "ps": "servers",
     "stop": "servers",

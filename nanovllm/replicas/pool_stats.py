@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats
+from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats, TierStats
 
 # Statistics that only grow; sums include dead processes.
 COUNTERS = (
     "prefix_cache_queries", "prefix_cache_hits", "prefix_cache_evictions", "num_preemptions", "num_steps",
     "num_failed_steps", "num_scheduled_tokens", "num_output_tokens",
 )  # fmt: skip
+_TIER_COUNTS = tuple(
+    field.name for field in fields(TierStats) if field.name.startswith("num_") or field.name == "host_bytes"
+)
 BLOCKS = (
     "num_blocks", "num_used_blocks", "num_free_blocks", "num_findable_blocks", "kv_touched_bytes", "kv_findable_bytes",
 )  # fmt: skip
@@ -47,6 +50,7 @@ class PoolStats:
                 map(_sum, zip(*(stats.cache_groups for stats in each if stats.cache_groups), strict=True))
             ),
             budget=_budget([stats.budget for stats in each if stats.budget is not None]),
+            tiers=_tiers([stats.tiers for stats in each if stats.tiers is not None]),
             **sums,
         )
 
@@ -67,6 +71,15 @@ def _budget(budgets: Sequence[BudgetStats]) -> BudgetStats | None:
         error=_mean([budget.error for budget in budgets]),
         num_misses=sum(budget.num_misses for budget in budgets),
     )
+
+
+def _tiers(tiers: Sequence[TierStats]) -> TierStats | None:
+    """Sums over replicas; their files are shared."""
+    if not tiers:
+        return None
+    counts = {name: sum(getattr(each, name) for each in tiers) for name in _TIER_COUNTS}
+    last = next((each for each in tiers if each.load_seconds is not None), tiers[0])
+    return replace(last, **counts, dir_bytes=max(each.dir_bytes for each in tiers))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -23,6 +23,7 @@ from nanovllm.core.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.server.request_facts import RequestFacts
+from nanovllm.server.tier_metrics import tier_counters, tier_gauges
 from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
@@ -58,7 +59,7 @@ class EngineFigures(Collector):
             "kv_cache_touched_bytes": ("Memory that the KV cache takes.", stats.kv_touched_bytes),
             "kv_cache_findable_bytes": ("KV memory of findable prefixes.", stats.kv_findable_bytes),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1; of the fullest pool.", usage),
-        }
+        } | tier_gauges(stats.tiers)
         if stats.budget is not None:
             error = math.nan if stats.budget.error is None else stats.budget.error
             gauges |= {
@@ -83,7 +84,7 @@ class EngineFigures(Collector):
             "generation_tokens": ("Generated tokens.", stats.num_output_tokens),
             "steps": ("Steps.", stats.num_steps),
             "failed_steps": ("Steps that failed and were undone.", stats.num_failed_steps),
-        }
+        } | tier_counters(stats.tiers)
         if stats.budget is not None:
             text = "Steps of twice or half of their predicted time."
             counters["step_cost_misses"] = (text, stats.budget.num_misses)

@@ -16,6 +16,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.directory import CacheDirectory
+from nanovllm.cli.main import main
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
 from tests.support.tiny_classes import tiny_class_model
@@ -327,6 +328,29 @@ def test_the_oldest_segments_make_room_for_new_ones(folder, tmp_path):
         assert size <= limit
         assert {path.stem for path in tmp_path.glob("*.kv")} == {path.stem for path in tmp_path.glob("*.index")}
     assert run_in(folder, tmp_path, prompts)[1] == [64] * 4
+
+
+def test_the_command_lists_verifies_and_clears(kept, capsys):
+    assert main(["cache", "list", str(kept)]) == 0
+    out = capsys.readouterr().out
+    assert "SEGMENT" in out and len(out.splitlines()) == 2
+    assert main(["cache", "verify", str(kept)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "0"
+    segment = next(kept.glob("*.kv"))
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 1
+    segment.write_bytes(data)
+    assert main(["cache", "verify", str(kept)]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "1"
+    assert main(["cache", "clear", str(kept)]) == 0
+    assert [path.name for path in kept.iterdir()] == ["lock"]
+    assert main(["cache", "list", str(kept / "nowhere")]) == 2
+
+
+def test_a_folder_is_not_cleared_under_an_engine_that_writes(folder, tmp_path, capsys):
+    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS):
+        assert main(["cache", "clear", str(tmp_path)]) == 2
+    assert "End it first" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

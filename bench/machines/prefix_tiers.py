@@ -1,0 +1,124 @@
+"""What tiers of the prefix cache and beam search bring on this machine; figures of docs/results/cpu.md.
+
+python bench/machines/prefix_tiers.py start       # first token of a new process, with and without a directory
+python bench/machines/prefix_tiers.py overhead    # W and P with and without tiers, in turn
+python bench/machines/prefix_tiers.py beams       # beams of 4 over 16 prompts, against transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.tools.workloads.workloads import WORKLOADS
+
+SYSTEM = [100 + 7919 * number % 40_000 for number in range(2000)]
+QUESTION = [5, 6, 7, 8, 9] * 4
+
+
+def first_token(options: dict[str, Any]) -> dict[str, float]:
+    """TTFT in seconds from the call of `generate`, with the model loaded."""
+    with LLM(max_model_len=4096, **options) as llm:
+        llm.generate([[9, 8, 7]], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+        begin = time.perf_counter()
+        output = llm.generate([SYSTEM + QUESTION], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)[0]
+        return {"seconds": time.perf_counter() - begin, "cached": output.num_cached_tokens}
+
+
+def in_a_new_process(options: dict[str, Any]) -> dict[str, float]:
+    command = [sys.executable, __file__, "first", "--options", json.dumps(options)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def start(repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        warm = {"prefix_cache_dir": folder}
+        in_a_new_process(warm)
+        pairs = [(in_a_new_process({}), in_a_new_process(warm)) for _ in range(repeats)]
+    cold_s, warm_s = (statistics.median(pair[n]["seconds"] for pair in pairs) for n in (0, 1))
+    print(f"cold {cold_s:.3f} s, warm {warm_s:.3f} s, ratio {warm_s / cold_s:.3f}; cached {pairs[-1][1]['cached']}")
+
+
+def overhead(repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"without": {}, "host": {"prefix_cache_host_bytes": 2**30}, "dir": {"prefix_cache_dir": folder}}
+        llms = {name: LLM(max_model_len=1024, **options) for name, options in settings.items()}
+        for workload in ("W", "P"):
+            requests = WORKLOADS[workload]().requests
+            prompts = [request.prompt_token_ids for request in requests]
+            params = [
+                SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
+                for request in requests
+            ]
+            seconds: dict[str, list[float]] = {name: [] for name in llms}
+            for repeat in range(repeats + 1):
+                for name, llm in llms.items():
+                    # Other prompts in each run, so that no cache has them.
+                    own = [[1 + repeat, *prompt[1:]] for prompt in prompts]
+                    begin = time.perf_counter()
+                    llm.generate(own, params, use_tqdm=False)
+                    if repeat:
+                        seconds[name].append(time.perf_counter() - begin)
+            ratios = {
+                name: statistics.median(a / b for a, b in zip(of, seconds["without"], strict=True))
+                for name, of in seconds.items()
+            }
+            print(workload, {name: round(statistics.median(of), 3) for name, of in seconds.items()}, ratios)
+        for llm in llms.values():
+            llm.close()
+
+
+def beams(repeats: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nanovllm import BeamSearchParams
+    from nanovllm.model.default_model import default_folder
+
+    requests = WORKLOADS["W"]().requests[:16]
+    prompts = [request.prompt_token_ids[:96] for request in requests]
+    width, length = 4, 32
+    reference = AutoModelForCausalLM.from_pretrained(default_folder())
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ours, theirs = [], []
+    with LLM(max_model_len=1024) as llm:
+        params = BeamSearchParams(beam_width=width, max_tokens=length, ignore_eos=True)
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            llm.beam_search(prompts, params)
+            ours.append(time.perf_counter() - begin)
+            llm.reset_prefix_cache()
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                reference.generate(
+                    padded, attention_mask=mask, num_beams=width, do_sample=False, max_new_tokens=length,
+                    min_new_tokens=length, pad_token_id=0,
+                )  # fmt: skip
+            theirs.append(time.perf_counter() - begin)
+    print(f"beams: {statistics.median(ours):.2f} s, transformers {statistics.median(theirs):.2f} s")
+    print(f"ratio {statistics.median(b / a for a, b in zip(ours, theirs, strict=True)):.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("start", "overhead", "beams", "first"))
+    parser.add_argument("--options", default="{}")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if options.what == "first":
+        print(json.dumps(first_token(json.loads(options.options))))
+    else:
+        {"start": start, "overhead": overhead, "beams": beams}[options.what](options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Reports of a directory of prefixes, for its owner. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.cache.tiers.directory import LOCK, remove_segment
+from nanovllm.cache.tiers.segments import checksum, read_header, read_records, segment_numbers, segment_paths
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """A segment: its model's digest, blocks and their tokens, bytes, and time of last use in seconds since 1970.
+
+    model: None for a damaged header. num_damaged: blocks whose checksum is wrong, once they were verified.
+    """
+
+    number: int
+    model: str | None
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    used: float
+    num_damaged: int = 0
+
+
+def segments_of(folder: str, *, verifies: bool = False) -> Iterator[SegmentReport]:
+    """Report each segment of a folder; `verifies` reads all blocks.
+
+    Raises ValueError for a folder that is not there.
+    """
+    path = _existing(folder)
+    for number in segment_numbers(path):
+        segment, index = segment_paths(path, number)
+        data, stat = index.read_bytes(), segment.stat()
+        header, begin = read_header(data)
+        records = [] if header is None else [record for record, _ in read_records(data, begin, number)]
+        damaged = 0
+        if verifies:
+            with segment.open("rb") as file:
+                own, _ = read_header(file.read(begin))
+                damaged += header is None or own != header
+                for record in records:
+                    file.seek(record.place.offset)
+                    damaged += checksum(file.read(record.place.length)) != record.place.checksum
+        yield SegmentReport(
+            number, None if header is None else str(header.get("model")), len(records),
+            sum(len(record.tokens) // 4 for record in records if record.group == 0),
+            stat.st_size + len(data), stat.st_mtime, damaged,
+        )  # fmt: skip
+
+
+def clear(folder: str) -> int:
+    """Remove all segments; returns how many. Raises ValueError while an engine writes to the folder."""
+    path = _existing(folder)
+    numbers = segment_numbers(path)
+    if (path / LOCK).exists():
+        file = os.open(path / LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"an engine writes to {folder!r}. End it first.") from None
+        finally:
+            os.close(file)
+    for number in numbers:
+        remove_segment(path, number)
+    return len(numbers)
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {folder!r}. Name that of prefix_cache_dir.")
+    return path
