@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +99,7 @@ def _open_tiers(engine: Engine, hash_seed: str, digest: str | None) -> None:
     runner = engine.model_runner
     parts = engine.block_manager, runner.binding, runner.config, runner.pools
     engine.tiers = open_tiers(*parts, hash_seed, digest, engine.clock)
+    engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
     engine.observers.append(engine.tiers)
 
 

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.cache.cache_groups import group_stats
+from nanovllm.cache.tiers.costs import Decision
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.outputs import CacheGroupStats, EngineStats
 from nanovllm.core.sequence import Sequence
@@ -98,6 +99,9 @@ class Observer:
 
     def request_ended(self, sequence: Sequence, time: float) -> None:
         """A sample of a request ended, for any reason; `time` on the engine's clock."""
+
+    def prefix_decided(self, decision: Decision) -> None:
+        """A prefix that a tier has is loaded, or computed since that is predicted to be faster."""
 
     def engine_closed(self) -> None:
         """The engine was closed."""

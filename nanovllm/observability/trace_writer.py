@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cache.tiers.costs import Decision
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
@@ -135,6 +136,12 @@ class TraceWriter(Observer):
             if self._now - self._last_flush > _FLUSH_SECONDS or len(self._items) > _FLUSH_ITEMS:
                 self._last_flush = self._now
                 self._flush()
+
+    def prefix_decided(self, decision: Decision) -> None:
+        with self._lock:
+            if not self._file.closed:
+                event = {"name": "prefix", "ph": "i", "s": "p", "pid": ENGINE, "ts": _microseconds(self._now)}
+                self._write(event | {"args": decision._asdict()})
 
     def request_ended(self, sequence: Sequence, time: float) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cli.main import main
@@ -143,6 +144,18 @@ def test_loads_that_are_slower_than_computing_do_not_happen():
         assert stats.load_seconds > stats.compute_seconds == 1e-3
         costs.compute = lambda start, count: 1e6
         assert cached(generate(llm, PROMPTS[1])) == [64]
+
+
+def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
+    path = tmp_path / "trace.json"
+    with TraceWriter(path) as trace, open_llm(num_kv_blocks=40, trace=trace, **HOST) as llm:
+        generate(llm, PROMPTS)
+        generate(llm, OTHERS)
+        llm._engine.tiers.costs.rates["host"] = 1e9
+        generate(llm, PROMPTS[0])
+    (event,) = [event for event in json.loads(path.read_text()) if event.get("name") == "prefix"]
+    assert event["args"]["medium"] == "host" and event["args"]["num_tokens"] == 64 and event["args"]["loads"]
+    assert event["args"]["load_seconds"] > 0.0 and "compute_seconds" in event["args"]
 
 
 # -------------------------------------------------------------------------------------------------------------- files
