@@ -28,6 +28,8 @@ _HOMES = {
     "OutputKind": "nanovllm.core.outputs",
     "StepRecord": "nanovllm.observability.step_records",
     "TraceWriter": "nanovllm.observability.trace_writer",
+    "Drafter": "nanovllm.speculation.drafter",
+    "DraftRequest": "nanovllm.speculation.drafter",
     "ModelLoadError": "nanovllm.core.errors",
     "UnsupportedModelError": "nanovllm.core.errors",
     "StepError": "nanovllm.core.errors",
@@ -39,6 +41,8 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "DraftRequest",
+    "Drafter",
     "EmbeddingOutput",
     "EmbeddingParams",
     "EngineConfig",
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.speculation.drafter import Drafter, DraftRequest
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nanovllm.model.ranks import Ranks
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.rank_runner import RankRunner
+    from nanovllm.speculation.drafter import Drafter
 
 logger = logging.getLogger("nanovllm")
 
@@ -87,6 +88,8 @@ def build_engine(
     config = model_runner.config
     input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
     scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
+    if config.speculation is not None:
+        _add_drafts(scheduler, model_runner, input_processor, observers)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest)
@@ -115,6 +118,50 @@ def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | Non
     from nanovllm.model.fingerprint import model_digest
 
     return model_digest(loaded.model)
+
+
+def _add_drafts(
+    scheduler: Scheduler, model_runner: ModelRunner, input_processor: InputProcessor, observers: StepObservers
+) -> None:
+    """Give the scheduler its drafts; raises ValueError for a model or a draft model that they do not work with."""
+    from nanovllm.speculation import build, costs
+
+    binding, config = model_runner.binding, scheduler.config
+
+    def execute(batch: ScheduledBatch) -> object:
+        return model_runner.execute(batch).result()
+
+    build.check_model(binding, input_processor.limits)
+    drafter = _draft_model(config, input_processor) if config.draft_model is not None else None
+    drafting = build.build_speculation(config, scheduler.block_manager, input_processor.limits, drafter)
+    clock = input_processor.clock
+    if (learned := costs.draft_costs(config, binding, model_runner.pools, execute, clock)) is not None:
+        drafting.lengths.costs = learned
+        observers.append(learned)
+    observers.append(drafting)
+    scheduler.drafting = drafting
+
+
+def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter:
+    """The drafter of `config.draft_model`, with a cache of its own that holds as many tokens as the engine's."""
+    from nanovllm.speculation.build import check_draft_model
+    from nanovllm.speculation.model_drafter import ModelDrafter
+
+    own = EngineConfig(
+        device=config.device, block_size=config.block_size, num_kv_blocks=config.num_kv_blocks,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, overlap=False,
+        enable_prefix_caching=False, enforce_eager=config.enforce_eager, trust_remote_code=config.trust_remote_code,
+        skip_tokenizer_init=input_processor.tokenizer is None, kv_cache_touch="none",
+    )  # fmt: skip
+    with collector_paused():
+        loaded = loader.load(str(config.draft_model), None, own)
+    own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
+    binding = ModelBinding(loaded.model, is_live=False)
+    binding.memory = loaded.memory
+    check_draft_model(config, binding, (loaded.tokenizer, input_processor.tokenizer), input_processor.limits)
+    runner = ModelRunner(binding, *resolve_options(binding, loaded, own))
+    binding.memory = None
+    return ModelDrafter(runner.config, build_block_manager(runner.config, runner.pools), runner)
 
 
 def _budget(

@@ -224,8 +224,10 @@ class Engine:
             for entry in step.batch.entries:
                 self._failed_steps.pop(entry.sequence, None)
         now = step.times.delivered_time = self.clock()
-        for sequence, reason in output_processor.advance(self.requests, advanced, now, step.times.tokens):
+        runs = {entry.sequence: entry.start + 1 for entry in step.batch.drafted} if step.batch.drafts else {}
+        for sequence, reason in output_processor.advance(self.requests, advanced, now, step.times.tokens, runs):
             self.scheduler.finish(sequence, reason)
+        self.scheduler.stats.num_output_tokens -= step.times.tokens.num_cut
         outputs = output_processor.outputs(self.requests, advanced, now)
         self.outputs.extend(outputs)
         for output in outputs:

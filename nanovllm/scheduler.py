@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable
 from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.admission import Admission, OpenStep
-from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
+from nanovllm.core.admission import Admission, Drafting, OpenStep, SlotExchange
+from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import FinishReason, SchedulerStats
@@ -48,6 +48,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.admission = Admission(config, block_manager)
+        self.drafting: Drafting | None = None  # with speculation
         self.stats = SchedulerStats()
         self.waiting = ClientQueue(config.client_weights, prefill_cost, decode_cost)
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
@@ -81,7 +82,7 @@ class Scheduler:
         """The next step's batch; None if all work is in flight."""
         self._step_id += 1
         self.block_manager.begin_step()
-        taken = self._free_slot() if self.waiting.is_shared else None
+        exchange = self._exchange_slot() if self.waiting.is_shared else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
@@ -99,10 +100,10 @@ class Scheduler:
                 self._schedule_next_chunk(step, sequence)
         if has_slot and self.waiting and self.stats.num_preemptions == num_preemptions:
             self._admit(step, prefills)
-        if taken is not None:
-            self.waiting.charge(*taken)
+        if exchange is not None:
+            self.waiting.charge(exchange.successor, exchange.num_lost_tokens)
         self._spend_what_is_left(step, num_decodes)
-
+        drafts = Drafts() if self.drafting is None else self.drafting.place(entries, step)
         for sequence, (before, start) in step.chunks.items():
             end = sequence.num_computed_tokens
             num_samples = int(end == sequence.num_known_tokens)
@@ -111,7 +112,7 @@ class Scheduler:
         if not entries:
             return None
         copies = self.block_manager.take_copies(self._step_id) if self.block_manager.copies else ()
-        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes, copies, budget)
+        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes - len(drafts), copies, budget, drafts)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += budget - step.budget
@@ -124,7 +125,8 @@ class Scheduler:
         """
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
         prefills: list[Sequence] = []
-        for sequence in list(self.running):
+        drafting = self.drafting
+        for sequence in list(self.running) if drafting is None else drafting.may_run(self.running, self.in_flight):
             start, known = sequence.num_computed_tokens, sequence.num_known_tokens
             if known - start != 1 or not sequence.is_running:
                 if known - start > 1:
@@ -227,19 +229,12 @@ class Scheduler:
                 self._preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
 
-    def _free_slot(self) -> tuple[Sequence, int] | None:
-        """Preempt a sequence to give its slot to another client; returns that one's, and the tokens that it pays for.
-
-        Not while a prefill is in progress: it may take the budget that the other needs to start.
-        """
-        is_full = self.waiting and len(self.running) == self.config.max_num_seqs
-        victim = self.waiting.slot_victim(self.running, self.share_bound) if is_full else None
-        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > 1 for s in self.running):
-            return None
-        first = self.waiting.first
-        num_lost = self.admission.num_lost_tokens(victim, first) if victim.account.num_running > 1 else 0
-        self._preempt(victim)
-        return first, num_lost if victim.priority == first.priority else 0
+    def _exchange_slot(self) -> SlotExchange | None:
+        """Preempt a sequence to give its slot to another client, if that one's turn has come."""
+        exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
+        if exchange is not None:
+            self._preempt(exchange.victim)
+        return exchange
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
@@ -272,11 +267,15 @@ class Scheduler:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
         self.in_flight.popleft()
         manager, block_size = self.block_manager, self.block_size
-        manager.commit(batch.step_id, batch.entries)
+        entries = batch.entries
+        drawn: Iterable[tuple[Sequence, int]] = zip(batch.sampling, token_ids, strict=True)
+        if batch.drafts and self.drafting is not None:
+            entries, drawn = self.drafting.accept(batch, token_ids, self._requeue)
+        manager.commit(batch.step_id, entries)
         is_shared = self.waiting.is_shared
         advanced: list[Sequence] = []
         without_token: list[Sequence] = []
-        for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
+        for sequence, token_id in drawn:
             if token_id == NON_FINITE:
                 manager.forget(sequence)  # also when it was preempted or aborted meanwhile
             if token_id < 0 or sequence.is_finished:
@@ -330,6 +329,7 @@ class Scheduler:
         affected: dict[Sequence, None] = {}
         while self.in_flight and self.in_flight[-1].step_id >= batch.step_id:
             undone = self.in_flight.pop()
+            undone.drafts.hide()
             self.stats.num_failed_steps += has_failed
             self.block_manager.withdraw(undone.step_id)
             for entry in undone.prefills:

@@ -27,7 +27,7 @@ cache
 scheduler | attention
 sampling
 model | observability
-execution
+execution < speculation
 model_runner < rank_runner launched_step
 engine
 build

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
+from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import SpeculationStats
 from nanovllm.core.sequence import Sequence
 
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
@@ -20,6 +24,35 @@ class OpenStep:
     budget: int
     threshold: int
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
+
+
+class SlotExchange(NamedTuple):
+    """A running sequence that yields its slot to another client's, and the tokens computed again that this one pays."""
+
+    victim: Sequence
+    successor: Sequence
+    num_lost_tokens: int
+
+
+class Drafting(Protocol):
+    """Speculative decoding, as far as the scheduler asks it; see `speculation.Speculation`."""
+
+    def may_run(self, running: Iterable[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
+        """The running sequences that do not wait for draws of steps in flight."""
+
+    def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
+        """Turn some decodes into entries with drafts, placed last, from leftover budget and free blocks."""
+
+    def accept(
+        self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]
+    ) -> tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]:
+        """The entries as far as they stay computed, and the draws that count, in order; cuts sequences back to them.
+
+        Args:
+            requeue: for a sequence that is to be computed again, without drafts.
+        """
+
+    def stats(self) -> SpeculationStats: ...
 
 
 class Blocks(Protocol):
@@ -100,7 +133,22 @@ class Admission:
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
         return self.blocks.num_blocks_lacking(sequence, tokens, hits)
 
-    def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
+    def slot_exchange(
+        self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
+    ) -> SlotExchange | None:
+        """The exchange of a slot between clients that is due, with all slots taken; `share_bound` as of the scheduler.
+
+        Not while a prefill is in progress: it may take the budget that the successor needs to start.
+        """
+        is_full = waiting and len(running) == self.config.max_num_seqs
+        victim = waiting.slot_victim(running, share_bound) if is_full else None
+        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > 1 for s in running):
+            return None
+        first = waiting.first
+        pays = victim.account.num_running > 1 and victim.priority == first.priority
+        return SlotExchange(victim, first, self._num_lost_tokens(victim, first) if pays else 0)
+
+    def _num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
         """Tokens that a preempted sequence computes again: all, unless its blocks probably stay in the cache."""
         is_kept = self.config.enable_prefix_caching and self.blocks.has_free(self.blocks_lacking(successor))
         return victim.num_known_tokens % self.blocks.block_size if is_kept else victim.num_known_tokens

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nanovllm.core.outputs import ErrorKind
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.structured_output import GrammarError
 
+T = TypeVar("T")
 # The runner's answers in place of a token: a row of the model's logits is not finite, or the request's options forbid
 # every token.
 NON_FINITE = -1
@@ -48,16 +52,59 @@ class Copy(NamedTuple):
     destination: int
 
 
+class Drafts(dict[Sequence, list[int]]):
+    """Draft tokens of a step's sequences: guesses at the tokens after its last known one.
+
+    While a step is launched or drawn (`with drafts:`), token_ids end with the drafts: each row sees those before it.
+
+    num_accepted: of each sequence, once the step is read: drafts that equal the draws.
+    """
+
+    are_shown = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_accepted: dict[Sequence, int] = {}
+
+    def __enter__(self) -> None:
+        self.are_shown = True
+        for sequence, token_ids in self.items():
+            sequence.token_ids.extend(token_ids)
+
+    def __exit__(self, *_: object) -> None:
+        self.hide()
+
+    def around(self, call: Callable[[], T]) -> Callable[[], T]:
+        """The call with the drafts entered."""
+
+        def entered() -> T:
+            with self:
+                return call()
+
+        return entered
+
+    def hide(self) -> None:
+        """Take the drafts off token_ids, if they are there, and back out of matchers; the step must be in flight."""
+        self.are_shown = False
+        for sequence, token_ids in self.items():
+            del sequence.token_ids[sequence.num_known_tokens - len(token_ids) - 1 :]
+            matcher = sequence.matcher
+            if matcher is not None and matcher.num_tokens > sequence.num_output_tokens:
+                with suppress(GrammarError):  # over its limits; it says so again at the next mask
+                    matcher.rollback(matcher.num_tokens - sequence.num_output_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step, decodes first.
+    """The sequences of one step: decodes, then those with drafts, then chunks of prefills.
 
-    num_decodes: entries of sequences that lacked just one token when the step began; each draws one. The others are
-        chunks of prefills.
+    num_decodes: entries of sequences that lacked just one token when the step began; each draws one.
     copies: executed before the forward pass, which may write to their sources. All sources are read before any
         destination is written; no block is a destination twice.
     budget: tokens that the step might have.
-    prefills: these chunks.
+    drafts: of sequences that would decode otherwise. Their entries compute the last known token and the drafts, and
+        draw behind each.
+    prefills: the chunks.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, since their logits take memory.
     draws_runs: whether some sequence draws more than one token.
@@ -68,22 +115,28 @@ class ScheduledBatch:
     num_decodes: int = 0
     copies: tuple[Copy, ...] = ()
     budget: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
     draws_runs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        prefills = self.entries[self.num_decodes :]
+        others = self.entries[self.num_decodes :]
         sampling = [entry.sequence for entry in self.entries[: self.num_decodes]]
-        sampling += [entry.sequence for entry in prefills for _ in range(entry.num_samples)]
-        object.__setattr__(self, "prefills", prefills)
+        sampling += [entry.sequence for entry in others for _ in range(entry.num_samples)]
+        object.__setattr__(self, "prefills", others[len(self.drafts) :])
         object.__setattr__(self, "sampling", sampling)
-        object.__setattr__(self, "draws_runs", any(entry.num_samples > 1 for entry in prefills))
+        object.__setattr__(self, "draws_runs", any(entry.num_samples > 1 for entry in others))
 
     @property
     def draws_late(self) -> bool:
         """Whether a row is drawn only once the host has read a token in flight."""
         return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, _, _ in self.entries if n)
+
+    @property
+    def drafted(self) -> tuple[ScheduledSequence, ...]:
+        """The entries with drafts."""
+        return self.entries[self.num_decodes : self.num_decodes + len(self.drafts)]
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.sampling_params import MODEL_OPTIONS
+from nanovllm.core.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
 from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string, weights
 
 FLASH_BLOCK_SIZE = 128
@@ -246,6 +247,9 @@ class EngineConfig:
         "processes, of one GPU each, that share the model: each holds a part of the weights and of the KV cache. It "
         "must divide the attention heads. On a CPU they share its cores.",
     )
+    speculation: str | Any = SPECULATION
+    draft_model: str | None = DRAFT_MODEL
+    num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -265,6 +269,7 @@ class EngineConfig:
                 check_options(self, mode)
         self._check_together()
         validation.check_kv_events(self)
+        check_speculation(self)
 
     def _check_together(self) -> None:
         """Raise ValueError for options that contradict each other on every model and device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class EngineOptions(TypedDict, total=False):
@@ -52,3 +52,6 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     trust_remote_code: bool
     tensor_parallel_size: int
+    speculation: str | Any | None
+    draft_model: str | None
+    num_speculative_tokens: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -283,6 +283,30 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counters of drafts since construction.
+
+    num_drafts: entries of steps with drafts; each draws one token more than it accepts.
+    num_draft_tokens, num_accepted_tokens: computed, and those that equal the model's draws.
+    accepted_by_depth: the latter, those that were the first draft of their entry first.
+    by_source: tokens drafted and accepted of each source of drafts.
+    num_failures: calls of a drafter that raised or returned no token ids.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_failures: int = 0
+
+    @property
+    def tokens_per_draft(self) -> float | None:
+        """Tokens that an entry with drafts brings; None without any."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Snapshot of queues and block pool, and counters since construction.
 
@@ -301,6 +325,7 @@ class EngineStats:
         weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
     budget: with an `itl_goal`; of replicas the means and the sum of misses.
     tiers: with `prefix_cache_host_bytes` or `prefix_cache_dir`; of replicas the sums.
+    speculation: with drafts.
     """
 
     num_running: int
@@ -327,6 +352,7 @@ class EngineStats:
     client_gap: float = 0.0
     budget: BudgetStats | None = None
     tiers: TierStats | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class Sequence:
     group_tables: GroupTables | None = None  # only with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
 
+    drafting: Any = None  # state of its drafts, which `speculation` sets
     account: Any = field(init=False)  # its client's counter in the queue of clients, which sets it
     is_running: bool = False
     is_finished: bool = False  # if neither, it waits and holds no blocks
@@ -201,6 +202,13 @@ class Sequence:
     def block_tokens(self, index: int, block_size: int) -> bytes:
         """The int32 token ids of block `index`, as bytes; short if the block is not full."""
         return self.token_ids[index * block_size : (index + 1) * block_size].tobytes()
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop what is known beyond `num_tokens` tokens; none is in flight."""
+        del self.token_ids[num_tokens:]
+        self.num_known_tokens = len(self.token_ids)
+        if self.logprobs is not None:
+            del self.logprobs[self.num_output_tokens :]
 
     def __repr__(self) -> str:
         status = "finished" if self.is_finished else "running" if self.is_running else "waiting"

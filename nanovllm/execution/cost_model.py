@@ -48,7 +48,7 @@ class StepWork(NamedTuple):
         """
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         num_single = num_decodes
-        for _, start, size, num_drawn, _, _ in batch.prefills:
+        for _, start, size, num_drawn, _, _ in batch.entries[num_decodes:]:
             num_tokens += size
             num_single += size == 1
             num_pairs += _num_pairs(groups, start, size)

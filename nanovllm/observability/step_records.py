@@ -31,6 +31,7 @@ class StepRecord:
     time, start_time: end of its update and start of its scheduling, in seconds on the engine's clock.
     num_sequences: sequences in the step.
     num_decode_tokens, num_prefill_tokens: computed tokens: one per decode, and those of chunks.
+    num_draft_tokens, num_accepted_tokens: drafts computed too, and those that equal the model's draws.
     num_cached_tokens: tokens found in the prefix cache instead.
     num_running, num_waiting, num_used_blocks: after its update.
     ttfts: seconds from arrival to first token, of sequences that got it from this step.
@@ -63,6 +64,8 @@ class StepRecord:
     cache_groups: tuple[CacheGroupStats, ...] = ()
     budget: int = 0
     predicted_time: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def group_usage(self) -> str:
@@ -154,7 +157,7 @@ class StepObservers:
             time,
             times.start_time,
             len(batch.entries),
-            batch.num_decodes,
+            batch.num_decodes + len(batch.drafts),
             sum([entry.num_new_tokens for entry in prefills]),
             sum([entry.start - entry.num_computed_before for entry in prefills]),
             len(scheduler.running),
@@ -170,6 +173,8 @@ class StepObservers:
             group_stats(manager),
             batch.budget,
             None if self.predict is None else self.predict(batch),
+            sum(map(len, batch.drafts.values())),
+            sum(batch.drafts.num_accepted.values()),
         )
         self.notify("step_ended", record, batch)
         for sequence in advanced:
@@ -208,5 +213,6 @@ class StepObservers:
             client_gap=scheduler.waiting.gap,
             cache_groups=group_stats(manager),
             budget=None if scheduler.budget is None else scheduler.budget.stats(),
+            speculation=None if scheduler.drafting is None else scheduler.drafting.stats(),
             **asdict(scheduler.stats),
         )

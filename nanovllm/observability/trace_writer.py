@@ -215,12 +215,15 @@ class TraceWriter(Observer):
 
     def _step(self, record: StepRecord, batch: ScheduledBatch) -> None:
         begin = max(record.start_time, self._last_end)
-        decoding = [entry[0] for entry in batch.entries[: batch.num_decodes]]
+        decoding = [entry[0] for entry in batch.entries[: batch.num_decodes + len(batch.drafts)]]
         # Fast path, and most steps: the decodes of the previous step again change no state.
         if self._has_chunks or len(decoding) < len(batch.entries) or decoding != self._decoding:
             self._change_states(begin, record.step_id, batch)
         self._decoding = decoding
         self._num_steps += 1
+        for sequence, num_accepted in batch.drafts.num_accepted.items():
+            if (lane := self._lanes.get(sequence)) is not None:
+                lane.num_steps_before -= num_accepted  # so many tokens more than steps
         self._now = self._last_end = record.time
         self._items.append((record, begin))
 
@@ -239,12 +242,12 @@ class TraceWriter(Observer):
                 stalled.add(sequence)
             if state is not lane.state:
                 self._enter(lane, state, begin, {})
-        has_chunks = bool(stalled)
+        has_chunks, num_decoding = bool(stalled), batch.num_decodes + len(batch.drafts)
         for number, (sequence, start, num_tokens, _, _, before) in enumerate(batch.entries):
             lane = lanes.get(sequence)  # None for a sequence that ended while this step was in flight
-            if lane is None or (number < batch.num_decodes and lane.state is DECODE):
+            if lane is None or (number < num_decoding and lane.state is DECODE):
                 continue
-            if number < batch.num_decodes and start >= sequence.num_prompt_tokens:
+            if number < num_decoding and start >= sequence.num_prompt_tokens:
                 self._enter(lane, DECODE, begin, {"step": step_id})
             else:  # includes a single last prompt token after earlier chunks
                 chunk = {"step": step_id, "start": start, "tokens": num_tokens, "cached": start - before}

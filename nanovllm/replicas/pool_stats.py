@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import zip_longest
 
-from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats, TierStats
+from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats, SpeculationStats, TierStats
 
 # Statistics that only grow; sums include dead processes.
 COUNTERS = (
@@ -51,6 +52,7 @@ class PoolStats:
             ),
             budget=_budget([stats.budget for stats in each if stats.budget is not None]),
             tiers=_tiers([stats.tiers for stats in each if stats.tiers is not None]),
+            speculation=_speculation([stats.speculation for stats in each if stats.speculation is not None]),
             **sums,
         )
 
@@ -80,6 +82,21 @@ def _tiers(tiers: Sequence[TierStats]) -> TierStats | None:
     counts = {name: sum(getattr(each, name) for each in tiers) for name in _TIER_COUNTS}
     last = next((each for each in tiers if each.load_seconds is not None), tiers[0])
     return replace(last, **counts, dir_bytes=max(each.dir_bytes for each in tiers))
+
+
+def _speculation(each: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    """Counters of all running replicas."""
+    if not each:
+        return None
+    depths = zip_longest(*(stats.accepted_by_depth for stats in each), fillvalue=0)
+    sources = dict.fromkeys(name for stats in each for name in stats.by_source)
+    pairs = {name: [stats.by_source.get(name, (0, 0)) for stats in each] for name in sources}
+    counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_failures")
+    return SpeculationStats(
+        accepted_by_depth=tuple(map(sum, depths)),
+        by_source={name: (sum(d for d, _ in own), sum(a for _, a in own)) for name, own in pairs.items()},
+        **{name: sum(getattr(stats, name) for stats in each) for name in counters},
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

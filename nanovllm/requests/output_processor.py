@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, FinishReason, OutputKind, RequestMetrics, RequestOutput
@@ -12,6 +13,7 @@ from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.merging import merged, merged_metrics
 from nanovllm.requests.resumption import restore
 
 
@@ -22,11 +24,13 @@ class TokenTimes:
     ttfts: of sequences that got their first token.
     request_ttfts: likewise per request: only its first sample's.
     itls: latency since a sequence's previous token -> number of tokens; sequences that decode together share one.
+    num_cut: drawn tokens that were dropped, after a stop string.
     """
 
     ttfts: list[float] = field(default_factory=list)
     request_ttfts: list[float] = field(default_factory=list)
     itls: defaultdict[float, int] = field(default_factory=lambda: defaultdict(int))
+    num_cut: int = 0
 
 
 class Sample:
@@ -78,8 +82,11 @@ class Sample:
         if self._request.output_kind is OutputKind.DELTA:
             self._num_shown_tokens, self._num_shown_chars = len(token_ids), len(self._text())
 
-    def advance(self, now: float) -> str | None:
-        """Process the sequence's newest token; returns the stop string that it completes, or None."""
+    def advance(self, now: float, num_tokens: int = 0) -> str | None:
+        """Process the sequence's newest token, or the last of the first `num_tokens`.
+
+        Returns the stop string that it completes, or None.
+        """
         if self.last_token_time is None:
             self._first_token_time = now
         else:
@@ -92,7 +99,8 @@ class Sample:
         if self._incremental is None:
             return None
         sequence = self.sequence
-        return self._read(sequence.token_ids[-1], may_stop=sequence.num_output_tokens >= sequence.params.min_tokens)
+        num_output_tokens = (num_tokens or len(sequence.token_ids)) - sequence.num_prompt_tokens
+        return self._read(sequence.token_ids[num_tokens - 1], may_stop=num_output_tokens >= sequence.params.min_tokens)
 
     def _read(self, token_id: int, *, may_stop: bool) -> str | None:
         """Detokenise one token; returns the stop string that it completes, or None; always None unless may_stop."""
@@ -232,7 +240,7 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """The request's metrics so far."""
         each = [sample.metrics() for sample in self.samples]
-        return each[0] if len(each) == 1 else _merged_metrics(each)
+        return each[0] if len(each) == 1 else merged_metrics(each)
 
     def output(self, now: float) -> RequestOutput:
         """The request's output at the time `now`."""
@@ -244,45 +252,15 @@ class Request:
                 sample.fail_text(error)
                 sample.sequence.finish_reason = "error"
                 outputs.append(sample.output(now))
-        return outputs[0] if len(outputs) == 1 else _merged(outputs)
-
-
-def _merged(samples: list[RequestOutput]) -> RequestOutput:
-    """Merge the outputs of a request's samples, in order of their index; fields of the prompt are the first one's."""
-    failed = next((sample for sample in samples if sample.error), samples[0])
-    return replace(
-        samples[0],
-        outputs=[completion for sample in samples for completion in sample.outputs],
-        finished=all(sample.finished for sample in samples),
-        metrics=_merged_metrics([sample.metrics for sample in samples]),
-        error=failed.error,
-        error_kind=failed.error_kind,
-    )
-
-
-def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
-    def known(name: str) -> list[Any]:
-        return [value for value in (getattr(sample, name) for sample in samples) if value is not None]
-
-    num_gaps = [max(0, sample.num_output_tokens - 1) for sample in samples]
-    in_gaps = sum(gaps * (sample.mean_itl or 0.0) for gaps, sample in zip(num_gaps, samples, strict=True))
-    ends, itls = known("finished_time"), known("itls")
-    return replace(
-        samples[0],
-        scheduled_time=min(known("scheduled_time"), default=None),
-        first_token_time=min(known("first_token_time"), default=None),
-        last_token_time=max(known("last_token_time"), default=None),
-        finished_time=max(ends) if len(ends) == len(samples) else None,
-        num_output_tokens=sum(sample.num_output_tokens for sample in samples),
-        num_preemptions=sum(sample.num_preemptions for sample in samples),
-        mean_itl=in_gaps / sum(num_gaps) if any(num_gaps) else None,
-        max_itl=max(known("max_itl"), default=None),
-        itls=[itl for of_sample in itls for itl in of_sample] if len(itls) == len(samples) else None,
-    )
+        return outputs[0] if len(outputs) == 1 else merged(outputs)
 
 
 def advance(
-    requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float, times: TokenTimes
+    requests: Mapping[str, Request],
+    sequences: Iterable[Sequence],
+    now: float,
+    times: TokenTimes,
+    runs: Mapping[Sequence, int] = MappingProxyType({}),
 ) -> list[tuple[Sequence, FinishReason]]:
     """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
 
@@ -290,12 +268,15 @@ def advance(
 
     Args:
         requests: the engine's, by id.
+        runs: sequences that may have several new tokens -> tokens before them.
     """
     ended = []
     for sequence in sequences:
         request = requests[sequence.request_id]
         sample = request.samples[sequence.index]
-        if sequence.finish_reason == "error" or sequence.params.embeds:  # no new token
+        if sequence.finish_reason == "error" and len(sequence.token_ids) == runs.get(sequence, len(sequence.token_ids)):
+            continue  # no new token
+        if sequence.params.embeds:
             continue
         if sample.last_token_time is None:
             times.ttfts.append(now - sequence.arrival_time)
@@ -305,7 +286,7 @@ def advance(
         else:
             times.itls[now - sample.last_token_time] += 1
         try:
-            stop = sample.advance(now)
+            stop = _advance_run(sample, now, times, runs[sequence]) if sequence in runs else sample.advance(now)
         except Exception as error:  # ends only the sample that cannot be decoded
             sample.fail_text(error)
             reason: FinishReason = "error"
@@ -313,11 +294,26 @@ def advance(
             if stop is None:
                 continue
             sequence.stop_reason, reason = stop, "stop"
+            sequence.error = sequence.error_kind = None  # of a row after the stop string
         if sequence.is_finished:  # its last token (by length, or a stop token) completed the stop string
             sequence.finish_reason = reason
         else:
             ended.append((sequence, reason))
     return ended
+
+
+def _advance_run(sample: Sample, now: float, times: TokenTimes, num_before: int) -> str | None:
+    """Process the tokens after the first `num_before`; the sequence ends with the first stop string, if any."""
+    sequence, stop, end = sample.sequence, None, num_before
+    try:
+        while stop is None and end < len(sequence.token_ids):
+            end += 1
+            stop = sample.advance(now, end)
+    finally:
+        times.num_cut += len(sequence.token_ids) - end
+        times.itls[0.0] += end - num_before - 1
+        sequence.cut(end)
+    return stop
 
 
 def outputs(requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:

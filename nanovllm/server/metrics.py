@@ -23,6 +23,7 @@ from nanovllm.core.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.server.request_facts import RequestFacts
+from nanovllm.server.speculation_metrics import speculation_figures
 from nanovllm.server.tier_metrics import tier_counters, tier_gauges
 from nanovllm.streaming.heartbeat import Heartbeat
 
@@ -76,6 +77,7 @@ class EngineFigures(Collector):
         blocks.add_metric([self._model_name, "findable"], stats.num_findable_blocks)
         yield blocks
         yield self._group_blocks(stats.cache_groups)
+        yield from speculation_figures(PREFIX, self._model_name, stats.speculation)
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),

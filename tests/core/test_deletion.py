@@ -43,6 +43,7 @@ ROOMS = {
     "kernels": Room(("kernels",), "LLM('.', attention_backend='cpp')", "the folder `kernels` of this installation"),
     "grammar": Room(("requests.grammar",), f"llm.generate([[5]], {FORM})", "nanovllm.requests.grammar"),
     "gguf": Room(("model.gguf",), "LLM('empty.gguf')", "nanovllm.model.gguf"),
+    "speculation": Room(("speculation",), "LLM('.', speculation='suffix')", "nanovllm.speculation"),
     "replicas": Room(("replicas",), "LLM('.', data_parallel_size=2)", "nanovllm.replicas"),
     "ranks": Room(RANKS, "LLM('.', tensor_parallel_size=2)", "nanovllm.execution.workers"),
     "traces": Room(TRACES, "main(['generate', '--trace', 'trace', 'a'])", "nanovllm.observability.trace_writer"),

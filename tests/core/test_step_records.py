@@ -211,9 +211,9 @@ def test_records_are_plain_data():
     records: list[StepRecord] = []
     with open_llm(records) as llm:
         llm.generate([5], params(2), use_tqdm=False)
-    *numbers, ttfts, request_ttfts, itls, groups, budget, predicted = astuple(records[-1])
+    *numbers, ttfts, request_ttfts, itls, groups, budget, predicted, drafted, accepted = astuple(records[-1])
     (gap,), () = itls, groups
-    assert (budget, predicted) == (records[-1].budget, None)
+    assert (budget, predicted, drafted, accepted) == (records[-1].budget, None, 0, 0)
     assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts, *request_ttfts, *gap])
 
 

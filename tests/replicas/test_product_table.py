@@ -38,7 +38,8 @@ LIMITS: dict[str, Any] = {
     "record_itl": True, "seed": 7,
     "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
     "prefix_cache_host_bytes": 8 << 20, "prefix_cache_dir_bytes": 64 << 20,
-    "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
+    "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE), "speculation": "suffix",
+    "num_speculative_tokens": 5,
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
@@ -391,6 +392,7 @@ ELSEWHERE = {
     REPLICAS: {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
         "structured_output": "test_structured_replicas", "quantization": "test_quantised_models",
+        "draft_model": "test_draft_models",
     } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",

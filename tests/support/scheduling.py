@@ -150,6 +150,7 @@ class MockModel:
         self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
         self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
         self._on_device: dict[str, _OnDevice] = {}
+        self._num_drawn: dict[tuple[int, str], int] = {}  # step and request -> tokens that count
         self._poisons: dict[str, list[Poison]] = {}
 
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
@@ -158,6 +159,10 @@ class MockModel:
             key = batch.step_id, entry.sequence.request_id
             self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
         self._check_batch(batch)
+        for sequence, drafts in batch.drafts.items():
+            state = self._on_device[sequence.request_id]
+            check(state.token_ids == sequence.token_ids.tolist(), f"{sequence} has drafts and tokens in flight")
+            self._learn(state, drafts, state.prefixes[-1])
         written_by: dict[tuple[int, int], str] = {}
         for entry in batch.entries:
             self._write(batch, entry, written_by)
@@ -173,13 +178,25 @@ class MockModel:
             self._write_states(batch, entry, poisoned)
             if entry.num_samples:
                 check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
-                token_id = NON_FINITE if poisoned else state.prefixes[-1] % VOCAB_SIZE
-                state.token_ids.append(token_id)
-                state.prefixes.append(extend_prefix(state.prefixes[-1], token_id))
-                sampled.append(token_id)
+                drawn = [
+                    NON_FINITE if poisoned else prefix % VOCAB_SIZE for prefix in state.prefixes[-entry.num_samples :]
+                ]
+                self._num_drawn[batch.step_id, request_id] = self._take(state, drawn)
+                sampled += drawn
             else:
                 check(end < len(state.token_ids), f"{request_id} computed its last known token and does not sample")
         return sampled
+
+    def _take(self, state: _OnDevice, drawn: list[int]) -> int:
+        """Go on by the draws that equal the drafts, and the next one; returns their number. By none of NaN behind."""
+        drafts = state.token_ids[len(state.token_ids) - len(drawn) + 1 :]
+        if drafts:
+            del state.token_ids[-len(drafts) :], state.prefixes[-len(drafts) :]
+            if NON_FINITE in drawn:
+                return 0
+        num_equal = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+        self._learn(state, drawn[: num_equal + 1], state.prefixes[-1])
+        return num_equal + 1
 
     def fail(self, batch: ScheduledBatch) -> None:
         """Undo a failed batch: its slots are undefined, its tokens are gone. Call for the newest batch first."""
@@ -188,9 +205,8 @@ class MockModel:
             for position in range(entry.start, entry.start + entry.num_new_tokens):
                 for number, slot in self._slots(batch, entry, position):
                     self.slots[number][slot] = UNWRITTEN
-            if entry.num_samples:
-                state.token_ids.pop()
-                state.prefixes.pop()
+            if num_drawn := self._num_drawn.pop((batch.step_id, entry.sequence.request_id), 0):
+                del state.token_ids[-num_drawn:], state.prefixes[-num_drawn:]
         for states in self.states:
             states.fail(batch)
 
@@ -396,18 +412,22 @@ class Loop:
             now = [self._at_launch(*blocks) for blocks in zip(entry.block_table, table, strict=False)]
             check(tuple(now) == table, "a launched batch's block table changed")
         advanced, dropped = [], []
-        for sequence in launched.batch.sampling:
-            (dropped if sequence.is_finished else advanced).append(sequence)
+        drafted = launched.batch.drafts
+        again = {s for s, t in zip(launched.batch.sampling, launched.sampled, strict=True) if t < 0 and s in drafted}
+        for sequence in dict.fromkeys(launched.batch.sampling):
+            if sequence not in again or sequence.is_finished:
+                (dropped if sequence.is_finished else advanced).append(sequence)
             self.seen["preempted in flight"] += not sequence.is_running and not sequence.is_finished
         num_findable = self.manager.num_findable_blocks
         returned = self.scheduler.update(launched.batch, launched.sampled)
         check(returned == advanced, "update returns other sequences than those that advanced")
         self.seen["late registrations"] += max(0, self.manager.num_findable_blocks - num_findable)
         self.seen["dropped in flight"] += len(dropped)
+        self.seen["drafted again"] += len(again)
         for sequence, token_id in zip(launched.batch.sampling, launched.sampled, strict=True):
             if token_id == NON_FINITE:
                 self.model.report_non_finite(sequence, self.scheduler.running)
-                if sequence in advanced:
+                if sequence in advanced and sequence not in drafted:
                     check(sequence.error is not None and sequence.is_finished, f"{sequence} should end with an error")
                     self.seen["non-finite"] += 1
         self.check()

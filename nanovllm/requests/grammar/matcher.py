@@ -109,6 +109,14 @@ class Matcher:
         self._check()
         self.num_tokens -= num_tokens
 
+    def accepted(self, token_ids: list[int]) -> int:
+        """The number of these tokens, from the first on, that the grammar allows after those consumed."""
+        return int(self._state.validate_tokens(token_ids))
+
+    def forced(self) -> list[int]:
+        """Tokens that spell the only text with which the output can go on; empty if there are several."""
+        return list(self._state.compute_ff_tokens())
+
     def is_complete(self) -> bool:
         """Whether the output may end here."""
         return bool(self._state.is_accepting())

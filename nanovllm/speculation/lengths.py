@@ -1,0 +1,137 @@
+"""How many drafts pay: as many as raise the expected tokens per second of a step, by the cost model of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.execution.cost_model import StepWork
+
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # of acceptance, in trials, before any draft of a sequence was verified
+DECAY = 0.85  # of a sequence's trials with each verified draft
+RECOVERY = 0.97  # of its trials with each step in which drafts did not pay, so that they are tried again
+ENGINE_DECAY = 0.998
+LEAST_GAIN = 1.02  # in tokens per second, of a step with drafts over one without
+
+
+class StepCosts(Protocol):
+    """Predicts seconds of steps; see `LearnedCosts`."""
+
+    def seconds(self, work: StepWork) -> float: ...
+    def work(self, batch: ScheduledBatch) -> StepWork: ...
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Decaying numbers of trials: a draft is one if those before it were accepted."""
+
+    num_accepted: float = 0.0
+    num_rejected: float = 0.0
+
+    def rate(self, prior: float) -> float:
+        trials = self.num_accepted + self.num_rejected + PRIOR_WEIGHT
+        return (self.num_accepted + PRIOR_WEIGHT * prior) / trials
+
+    def note(self, num_accepted: int, num_rejected: int, decay: float) -> None:
+        self.num_accepted = decay * self.num_accepted + num_accepted
+        self.num_rejected = decay * self.num_rejected + num_rejected
+
+
+@dataclass(slots=True)
+class DraftLengths:
+    """Chooses numbers of drafts, by acceptance so far and the seconds of steps.
+
+    Args:
+        costs: None proposes every draft.
+        max_drafts: per sequence and step.
+    """
+
+    costs: StepCosts | None
+    max_drafts: int
+    _by_depth: list[Acceptance] = field(init=False)
+    _pays: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by number of decodes
+
+    def __post_init__(self) -> None:
+        self._by_depth = [Acceptance() for _ in range(self.max_drafts)]
+
+    def note(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
+        """Note the outcome of a sequence's drafts."""
+        num_rejected = int(num_accepted < num_drafted)
+        acceptance.note(num_accepted, num_rejected, DECAY)
+        for depth in range(num_accepted + num_rejected):
+            self._by_depth[depth].note(depth < num_accepted, depth >= num_accepted, ENGINE_DECAY)
+
+    def may_pay(self, entries: Sequence[ScheduledSequence]) -> bool:
+        """Whether drafts beside these decodes would pay if all were accepted; asked anew every 32 steps."""
+        if self.costs is None or not entries:
+            return True
+        count = len(entries)
+        age, pays = self._pays.get(count, (0, False))
+        if age == 0:
+            pays = self._best(entries, [(1.0, index) for index in range(count) for _ in range(self.max_drafts)]) > 0
+        self._pays[count] = (age - 1) % 32, pays
+        return pays
+
+    def choose(
+        self, entries: Sequence[ScheduledSequence], proposed: Sequence[tuple[Acceptance, int]], room: int
+    ) -> list[int]:
+        """Numbers of drafts that pay, at most `room` in all.
+
+        Args:
+            entries: the decodes of the step.
+            proposed: acceptance and number of drafts of each sequence that has any.
+        """
+        if self.costs is None:
+            counts = []
+            for _, count in proposed:
+                counts.append(min(count, room))
+                room -= counts[-1]
+            return counts
+        gains = []
+        for index, (acceptance, count) in enumerate(proposed):
+            probability = 1.0
+            for depth in range(count):
+                probability *= acceptance.rate(self._by_depth[depth].rate(PRIOR_RATE))
+                gains.append((probability, index))
+        gains.sort(key=lambda gain: -gain[0])
+        counts = [0] * len(proposed)
+        for _, index in gains[: self._best(entries, gains[:room])]:
+            counts[index] += 1
+        for (acceptance, _), count in zip(proposed, counts, strict=True):
+            if count == 0:
+                acceptance.note(0, 0, RECOVERY)
+        return counts
+
+    def _best(self, entries: Sequence[ScheduledSequence], gains: list[tuple[float, int]]) -> int:
+        """How many of the gains, the largest first, bring most tokens per second."""
+        costs = self.costs
+        assert costs is not None
+        batch = ScheduledBatch(0, tuple(entries), len(entries))
+        decodes = costs.work(batch)
+        context = decodes.num_context_tokens // max(1, len(entries))
+        best, most = 0, LEAST_GAIN * len(entries) / max(costs.seconds(decodes), 1e-9)
+        tokens, num_drafted = float(len(entries)), 0
+        drafted: set[int] = set()
+        for number, (probability, index) in enumerate(gains, 1):
+            tokens += probability
+            drafted.add(index)
+            num_drafted = len(drafted)
+            work = _with_drafts(decodes, number, num_drafted, context)
+            if (per_second := tokens / max(costs.seconds(work), 1e-9)) > most:
+                best, most = number, per_second
+        return best
+
+
+def _with_drafts(decodes: StepWork, num_drafts: int, num_drafted: int, context: int) -> StepWork:
+    """The work of decodes of which `num_drafted` verify `num_drafts` in all, as chunks behind so much context."""
+    rows = num_drafts + num_drafted
+    return decodes._replace(
+        num_tokens=decodes.num_tokens + num_drafts,
+        num_decodes=decodes.num_decodes - num_drafted,
+        num_chunks=decodes.num_chunks + num_drafted,
+        num_context_tokens=decodes.num_context_tokens - context * num_drafted,
+        num_chunk_pairs=decodes.num_chunk_pairs + context * rows,
+        num_samples=decodes.num_samples + num_drafts,
+    )

@@ -1,0 +1,173 @@
+"""Drafts copied from text that repeats: a request's own tokens, and finished outputs of the same prefix root.
+
+An index maps the last tokens of a text to the places where they were seen before; the longest match there is copied on.
+Agents, editors and extractors repeat their input or earlier answers for long stretches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.speculation.drafter import DraftRequest
+
+LEAST_MATCH = 3  # tokens; shorter matches are mostly chance
+LONGEST_MATCH = 32  # compared at most
+MAX_PLACES = 4  # kept for each key, the newest
+SLICE = 256  # tokens indexed per step, so that no step waits for a long prompt
+ROOT_TOKENS = 16  # of the prompt, which texts that share drafts begin with
+BYTES_PER_TOKEN = 300  # of the index, measured
+MAX_UNREAD = 64  # finished outputs that wait to be indexed
+TOKEN_BITS = 20
+
+
+class SuffixIndex:
+    """Places of every LEAST_MATCH tokens in texts that grow at their end; O(1) a token.
+
+    Texts are array("i") of token ids, by a number.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[int, array[int]] = {}
+        self._places: dict[int, list[tuple[int, int]]] = {}  # key -> (text, position after it), the newest last
+
+    def add(self, number: int, position: int) -> None:
+        """Index the tokens of a text that end at `position`, the position after the last of them."""
+        if position < LEAST_MATCH:
+            return
+        places = self._places.setdefault(self._key(self.texts[number], position), [])
+        places.append((number, position))
+        if len(places) > MAX_PLACES:
+            del places[0]
+
+    def forget(self, number: int) -> None:
+        """Drop a text."""
+        text = self.texts.pop(number)
+        for position in range(LEAST_MATCH, len(text) + 1):
+            key = self._key(text, position)
+            if (places := self._places.get(key)) is not None:
+                places[:] = [place for place in places if place[0] != number]
+                if not places:
+                    del self._places[key]
+
+    @staticmethod
+    def _key(text: array[int], position: int) -> int:
+        key = 0
+        for token_id in text[position - LEAST_MATCH : position]:
+            key = key << TOKEN_BITS | token_id
+        return key
+
+    def continuations(self, text: array[int], count: int) -> Iterator[tuple[int, list[int]]]:
+        """(length of the match, what followed it: at most `count` tokens) of each place that matches the text's end."""
+        end = len(text)
+        for number, position in self._places.get(self._key(text, end), ()) if end >= LEAST_MATCH else ():
+            other = self.texts[number]
+            if position == len(other):  # the end itself
+                continue
+            length, most = LEAST_MATCH, min(LONGEST_MATCH, position, end)
+            while length < most and other[position - length - 1] == text[end - length - 1]:
+                length += 1
+            yield length, other[position : position + count].tolist()
+
+
+class SuffixDrafter:
+    """Proposes what followed the longest earlier match of a request's last tokens.
+
+    Matches of one length vote for the first token, the newest deciding a tie. A draft is at most as long as its match.
+    Outputs are shared by requests of one cache salt whose prompts begin alike, and forgotten in their order.
+
+    Args:
+        max_bytes: of all that is indexed; a running request's tokens beyond it are not.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._own: dict[Sequence, tuple[SuffixIndex, list[int]]] = {}  # with the number of its tokens indexed
+        self._shared: dict[tuple[object, ...], SuffixIndex] = {}  # by root
+        self._outputs: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # number -> root, the oldest first
+        self._unread: deque[tuple[tuple[object, ...], array[int]]] = deque(maxlen=MAX_UNREAD)  # outputs
+        self._next_number = 1
+
+    def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
+        left = self._index_outputs(SLICE)
+        drafts = []
+        for request in requests:
+            left = self._index_own(request.sequence, left)
+            drafts.append(self._draft(request))
+        return drafts
+
+    def _draft(self, request: DraftRequest) -> list[int]:
+        sequence = request.sequence
+        text, (own, indexed) = sequence.token_ids, self._own[sequence]
+        found: list[tuple[int, list[int]]] = []
+        if (shared := self._shared.get(_root(sequence))) is not None:
+            found += shared.continuations(text, request.max_tokens)
+        if indexed[0] == len(text):
+            found += own.continuations(text, request.max_tokens)
+        if not found:
+            return []
+        longest = max(length for length, _ in found)
+        best = [tokens for length, tokens in found if length == longest]
+        votes = Counter(tokens[0] for tokens in reversed(best))  # of equal counts the first seen comes first
+        first = votes.most_common(1)[0][0]
+        return next(tokens for tokens in reversed(best) if tokens[0] == first)[:longest]
+
+    def _index_own(self, sequence: Sequence, left: int) -> int:
+        """Index up to `left` more tokens of a request's text; returns what is left of them."""
+        if sequence not in self._own:
+            self._own[sequence] = SuffixIndex(), [0]
+            self._own[sequence][0].texts[0] = sequence.token_ids
+        index, indexed = self._own[sequence]
+        begin = indexed[0]
+        # The newest tokens of a text that is read to its end are few, and always indexed.
+        end = min(len(sequence.token_ids), begin + max(left, LONGEST_MATCH))
+        if BYTES_PER_TOKEN * (end - begin) > self._max_bytes - self.num_bytes and not self._make_room(end - begin):
+            return left
+        self.num_bytes += BYTES_PER_TOKEN * (end - begin)
+        for position in range(begin + 1, end + 1):
+            index.add(0, position)
+        indexed[0] = end
+        return max(0, left - (end - begin))
+
+    def _index_outputs(self, left: int) -> int:
+        """Index finished outputs of up to about `left` tokens; returns what is left of them."""
+        while self._unread and left > 0:
+            root, text = self._unread.popleft()
+            index = self._shared.setdefault(root, SuffixIndex())
+            number, self._next_number = self._next_number, self._next_number + 1
+            index.texts[number] = text
+            for position in range(LEAST_MATCH, len(text) + 1):
+                index.add(number, position)
+            self._outputs[number] = root
+            self.num_bytes += BYTES_PER_TOKEN * len(text)
+            left -= len(text)
+            self._make_room(0)
+        return max(0, left)
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Forget the oldest outputs until so many tokens more can be indexed; False if that does not suffice."""
+        limit = self._max_bytes - BYTES_PER_TOKEN * num_tokens
+        while self.num_bytes > limit and self._outputs:
+            number, root = self._outputs.popitem(last=False)
+            index = self._shared[root]
+            self.num_bytes -= BYTES_PER_TOKEN * len(index.texts[number])
+            index.forget(number)
+            if not index.texts:
+                del self._shared[root]
+        return self.num_bytes <= limit
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence ended: its index goes, and its output will be drafted from."""
+        if (own := self._own.pop(sequence, None)) is not None:
+            self.num_bytes -= BYTES_PER_TOKEN * own[1][0]
+        text = sequence.token_ids[max(0, sequence.num_prompt_tokens - LEAST_MATCH) :]
+        if BYTES_PER_TOKEN * len(text) <= self._max_bytes and len(text) > LEAST_MATCH:
+            self._unread.append((_root(sequence), text))
+
+
+def _root(sequence: Sequence) -> tuple[object, ...]:
+    return (sequence.cache_salt, *sequence.token_ids[: min(ROOT_TOKENS, sequence.num_prompt_tokens)])

@@ -1,0 +1,84 @@
+"""Any order of calls with drafts of any quality: every request ends with the tokens that it has without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.scheduler import Scheduler
+from tests.support.mock_drafts import GuessingDrafter, with_drafts
+from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random
+from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
+
+WINDOWS = [[FULL, StateKind(window=5)], [StateKind(window=3), StateKind(window=8)], [FULL, StateKind(chunk=6)]]
+
+
+def make_drafted_loop(rng: random.Random) -> Loop:
+    """A tiny pool and budget, and drafts that are right as often as not."""
+    max_model_len, block_size = rng.randint(8, 28), rng.choice((1, 2, 3, 4))
+    max_num_seqs = rng.randint(2, 8)
+    num_blocks = 1 + -(-max_model_len // block_size) + rng.randint(0, 6)
+    limits = {
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_num_seqs + block_size + rng.randint(0, 16),
+        "max_num_seqs": max_num_seqs,
+        "long_prefill_token_threshold": rng.randint(1, 6) * block_size,
+        "max_num_partial_prefills": rng.randint(1, 3),
+        "max_long_partial_prefills": 1,
+        "priority_ageing_s": rng.choice(AGEING),
+        "client_weights": rng.choice(WEIGHTS),
+    }
+    scheduler: Scheduler
+    if kinds := rng.choice((None, None, *WINDOWS)):
+        scheduler = make_group_scheduler(kinds, [num_blocks] * len(kinds), block_size=block_size, **limits)
+    else:
+        caches = rng.random() < 0.9
+        scheduler = make_scheduler(
+            block_size=block_size, num_kv_blocks=num_blocks, enable_prefix_caching=caches, **limits
+        )
+    drafter = GuessingDrafter(rng, share_right=rng.choice((0.0, 0.5, 0.9, 1.0)), share_of_steps=rng.choice((0.5, 1.0)))
+    return Loop(with_drafts(scheduler, drafter, max_drafts=rng.randint(1, 7)))
+
+
+class DraftMachine(SchedulerRules):
+    @initialize(seed=st.integers(0, 2**32))
+    def start(self, seed: int) -> None:
+        self.loop = make_drafted_loop(random.Random(seed))
+        self.max_model_len = self.loop.scheduler.config.max_model_len
+
+
+TestAnyOrderOfCallsWithDrafts = DraftMachine.TestCase
+TestAnyOrderOfCallsWithDrafts.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def walks() -> list[Loop]:
+    return [walk_at_random(make_drafted_loop(rng), rng, 200) for rng in map(random.Random, range(60))]
+
+
+def test_thousands_of_random_steps_end_every_request_with_its_tokens(walks: list[Loop]):
+    assert sum(loop.scheduler.stats.num_steps for loop in walks) > 3000
+    reasons = Counter(sequence.finish_reason for loop in walks for sequence in loop.sequences)
+    assert set(reasons) == {"stop", "length", "abort", "error"}
+
+
+def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
+    met: Counter[str] = Counter()
+    for loop in walks:
+        stats, counts = loop.scheduler.stats, loop.scheduler.drafting.counts
+        met.update(loop.seen)
+        met["drafted"] += sum(counts.drafted)
+        met["accepted"] += sum(counts.accepted)
+        met["preemptions"] += stats.num_preemptions
+        met["failed steps"] += stats.num_failed_steps
+    assert met["drafted"] - met["accepted"] > 500
+    for situation in ("accepted", "preemptions", "failed steps", "preempted in flight", "drafted again"):
+        assert met[situation] > 8, situation

@@ -1,0 +1,204 @@
+"""Outputs with drafts are those without, token for token, whatever the drafts are and whatever a request asks for."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.speculation.drafter import DraftRequest
+from tests.support import layer_kinds
+from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.llms import OPTIONS, assert_idle_and_whole
+from tests.support.mock_drafts import KnownAnswers
+from tests.support.overlap import requests
+from tests.support.structured import EOS, FORMS, form
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+
+PROMPTS = random_prompts(5, low=5, high=70, seed=1)
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "T = 0.7": {"temperature": 0.7},
+    "T = 1.0, top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k, min-p": {"temperature": 0.9, "top_k": 20, "min_p": 0.05},
+    "cold": {"temperature": 1e-4},
+    "penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.6,
+        "presence_penalty": 0.4,
+        "logit_bias": {7: 3.0, 9: -4.0},
+    },
+    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
+    "logprobs, penalties": {"temperature": 0.0, "logprobs": 0, "frequency_penalty": 0.5},
+    "bad words": {"temperature": 0.0, "bad_words": ["the cat", "e", "a"]},
+    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": tuple(range(3, 40))},
+    "stop tokens": {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
+    "min_tokens": {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 9},
+    "stop strings": {"temperature": 1.0, "stop": ("e", "at", "o")},
+    "kept stop strings": {
+        "temperature": 1.0,
+        "stop": ("th", "in"),
+        "min_tokens": 5,
+        "include_stop_str_in_output": True,
+    },
+    "n": {"temperature": 1.0, "n": 3},
+    "end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}},
+    "no end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}, "ignore_eos": True},
+}  # fmt: skip
+RNG = random.Random(0)
+
+
+def _noisy(request: DraftRequest, drafts: list[int]) -> list[int]:
+    return [token_id if RNG.random() < 0.8 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
+
+
+def _with_a_stop_inside(request: DraftRequest, drafts: list[int]) -> list[int]:
+    stops = sorted(request.sequence.stop_token_ids) or [EOS]
+    place = RNG.randint(0, len(drafts))
+    return [*drafts[:place], RNG.choice(stops), *drafts[place:]]
+
+
+CHANGES: dict[str, Callable[[DraftRequest, list[int]], list[int]]] = {
+    "right": lambda _, drafts: drafts,
+    "random": lambda request, _: [RNG.randrange(VOCAB_SIZE) for _ in range(request.max_tokens)],
+    "always wrong": lambda _, drafts: [(token_id + 1) % VOCAB_SIZE for token_id in drafts],
+    "mostly right": _noisy,
+    "past the end": lambda _, drafts: drafts + [RNG.randrange(VOCAB_SIZE) for _ in range(40)],
+    "with a stop token inside": _with_a_stop_inside,
+    "one": lambda _, drafts: drafts[:1],
+}
+
+
+@functools.cache
+def ending_model() -> Any:
+    return tiny_model(eos_token_id=EOS)
+
+
+def open_llm(module: Any = None, **options: Any) -> LLM:
+    return LLM(module or ending_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+def described(outputs: list[Any]) -> list[Any]:
+    """All that a request is told, but its times; log-probabilities by their tokens."""
+    return [
+        (
+            [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and list(map(list, c.logprobs)))],
+            output.error,
+            output.prompt_logprobs and [entry and list(entry) for entry in output.prompt_logprobs],
+            output.metrics.num_output_tokens,
+        )
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[Any]:
+    outputs = llm.generate(batch, params, use_tqdm=False)
+    assert_idle_and_whole(llm)
+    return outputs
+
+
+def answers_of(batch: list[list[int]], outputs: list[Any]) -> dict[tuple[int, ...], list[list[int]]]:
+    return {tuple(p): [c.token_ids for c in o.outputs] for p, o in zip(batch, outputs, strict=True)}
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(**{"seed": 5, "max_tokens": 30} | PARAMS[name])
+
+
+@functools.cache
+def expected(name: str) -> list[Any]:
+    with open_llm() as llm:
+        return generate(llm, PROMPTS, params_of(name))
+
+
+# Each kind of request with drafts of which some are right, and some kinds with all others; the rest are slow ones.
+EVERY_CHANGE = ("greedy", "T = 1.0, top-p", "min_tokens", "stop strings", "end of sequence")
+CELLS = [
+    pytest.param(name, change, marks=[] if change == "mostly right" or name in EVERY_CHANGE else pytest.mark.slow)
+    for name in PARAMS
+    for change in CHANGES
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CELLS)
+def test_outputs_with_drafts_are_those_without(name, change):
+    wanted = expected(name)
+    with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
+        assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted)
+        counts = llm._engine.scheduler.drafting.counts
+        assert sum(counts.drafted) > 0 or change == "with a stop token inside"
+        assert llm.stats().num_output_tokens == sum(len(c.token_ids) for o in wanted for c in o.outputs)
+        if change == "right" and name != "stop tokens":
+            assert llm.stats().num_steps < max(len(c.token_ids) for o in wanted for c in o.outputs) * 0.6 + 4
+        assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted), "with a warm cache"
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("change", ["right", "mostly right", "random", "past the end"])
+def test_structured_outputs_with_drafts_are_those_without(kind, change):
+    params = [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
+    with open_llm() as llm:
+        wanted = generate(llm, PROMPTS, params)
+    with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
+        assert described(generate(llm, PROMPTS, params)) == described(wanted)
+        counts = llm._engine.scheduler.drafting.counts
+        assert sum(counts.drafted) > 0 or change == "random"
+        assert counts.accepted == counts.drafted or change != "right"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
+    wanted = [reference(model(family), prompt) for prompt in prompts()]
+    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), wanted, strict=True)}
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+    with open_llm(model(family), speculation=KnownAnswers(answers, _noisy)) as llm:
+        assert [output.outputs[0].token_ids for output in generate(llm, prompts(), params)] == wanted
+        accepted = llm._engine.scheduler.drafting.counts.accepted
+        assert len(accepted) == 7 and accepted[-1] > 5
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "smallest budget": {"max_num_batched_tokens": 80, "max_num_seqs": 8},
+    "preemption": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "overlap": {"overlap": True},
+    "overlap, preemption": {"overlap": True, "num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+    "C++ kernels": {"attention_backend": "cpp", "enforce_eager": False},
+    "one draft": {"num_speculative_tokens": 1},
+    "blocks of 32": {"block_size": 32},
+}
+
+
+@pytest.mark.parametrize("change", ["right", "mostly right", "always wrong"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change):
+    batch, params = requests()
+    with open_llm() as llm:
+        wanted = generate(llm, batch, params)
+    drafter = KnownAnswers(answers_of(batch, wanted), CHANGES[change])
+    with open_llm(speculation=drafter, **SETTINGS[name]) as llm:
+        for _ in "cold", "warm":
+            assert described(generate(llm, batch, params)) == described(wanted)
+        counts, stats = llm._engine.scheduler.drafting.counts, llm.stats()
+        assert sum(counts.drafted) > 50
+        assert stats.prefix_cache_hits > 0 or name == "no prefix cache"
+        assert stats.num_preemptions > 0 or "preemption" not in name or change == "right"
+
+
+@pytest.mark.parametrize("family", ["Gemma3Text", "Mistral", "GptOss", "Llama4Text"])
+def test_models_with_windows_and_chunks_have_the_outputs_of_transformers(family):
+    """A rejected draft must free no block that a window still needs, and read none that was freed."""
+    batch, wanted = layer_kinds.prompts(), layer_kinds.expected(family, 40)
+    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(batch, wanted, strict=True)}
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    for change in (CHANGES["right"], _noisy):
+        drafter = KnownAnswers(answers, change)
+        with LLM(layer_kinds.model(family), **(OPTIONS | {"speculation": drafter, "max_model_len": 256})) as llm:
+            assert [output.outputs[0].token_ids for output in generate(llm, batch, params)] == wanted
+            assert llm._engine.scheduler.drafting.counts.accepted[-1] > 5

@@ -1,0 +1,123 @@
+"""Drafts from repeated text: matches, votes, salts, slices and the bound on memory."""
+
+from __future__ import annotations
+
+import random
+
+from nanovllm import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.speculation.drafter import DraftRequest
+from nanovllm.speculation.suffix import BYTES_PER_TOKEN, SLICE, SuffixDrafter
+from tests.support.llms import generate, open_llm, token_ids
+from tests.support.tiny_models import random_prompts
+
+ROOM = 1 << 20
+
+
+def request(prompt: list[int], output: tuple[int, ...] = (), *, salt: str = "", max_tokens: int = 7) -> DraftRequest:
+    new = NewRequest("id", prompt, SamplingParams(), cache_salt=salt)
+    sequence = Sequence(new, arrival=0, max_model_len=100_000)
+    sequence.token_ids.extend(output)
+    return DraftRequest(sequence, max_tokens)
+
+
+def proposed(drafter: SuffixDrafter, one: DraftRequest) -> list[int]:
+    (drafts,) = drafter.propose([one])
+    return drafts
+
+
+def finish(drafter: SuffixDrafter, one: DraftRequest) -> None:
+    drafter.propose([one])
+    drafter.end(one.sequence)
+
+
+def test_what_followed_the_same_tokens_is_proposed():
+    assert proposed(SuffixDrafter(ROOM), request([1, 2, 3, 4, 5, 6, 7, 8, 9], (1, 2, 3, 4))) == [5, 6, 7, 8]
+
+
+def test_a_draft_is_no_longer_than_its_match_and_than_it_may_be():
+    assert proposed(SuffixDrafter(ROOM), request([1, 2, 3, 4, 5, 6, 7, 8, 9], (1, 2, 3))) == [4, 5, 6]
+    assert proposed(SuffixDrafter(ROOM), request([*range(20)], tuple(range(10)), max_tokens=2)) == [10, 11]
+
+
+def test_two_equal_tokens_are_no_match():
+    assert proposed(SuffixDrafter(ROOM), request([1, 2, 3, 4, 5], (9, 2, 3))) == []
+    assert proposed(SuffixDrafter(ROOM), request([1, 2])) == []
+
+
+def test_the_longest_match_decides():
+    prompt = [7, 1, 2, 3, 50, 8, 1, 2, 3, 60, 9, 1, 2, 3, 70]
+    assert proposed(SuffixDrafter(ROOM), request(prompt, (8, 1, 2, 3)))[0] == 60
+
+
+def test_of_matches_of_one_length_most_decide_and_the_newest_among_equals():
+    one, two = [1, 2, 3, 50, 0, 0], [1, 2, 3, 60, 0, 0]
+    assert proposed(SuffixDrafter(ROOM), request([*one, *two], (1, 2, 3)))[0] == 60
+    assert proposed(SuffixDrafter(ROOM), request([*one, 9, *one, 8, *two], (7, 1, 2, 3)))[0] == 50
+
+
+def test_a_text_that_repeats_itself_goes_on():
+    assert proposed(SuffixDrafter(ROOM), request([5, 6, 7] * 5)) == [5, 6, 7][:3]
+
+
+def test_finished_outputs_serve_requests_that_begin_alike_with_the_same_salt():
+    drafter, prompt = SuffixDrafter(ROOM), [*range(100, 120)]
+    finish(drafter, request(prompt, (1, 2, 3, 4, 5, 6)))
+    assert proposed(drafter, request(prompt, (1, 2, 3))) == [4, 5, 6]
+    assert proposed(drafter, request([*prompt, 7, 8], (1, 2, 3))) == [4, 5, 6]
+    assert proposed(drafter, request(prompt, (1, 2, 3), salt="other")) == []
+    assert proposed(drafter, request([99, *prompt], (1, 2, 3))) == []
+
+
+def test_long_prompts_are_indexed_a_slice_per_step():
+    prompt = random.Random(1).choices(range(1000), k=4 * SLICE)
+    drafter, one = SuffixDrafter(ROOM), request([*prompt, *prompt[100:110]])
+    answers = [proposed(drafter, one) for _ in range(6)]
+    assert answers[:4] == [[]] * 4 and answers[4] == prompt[110:117]
+
+
+def test_memory_is_bounded_and_the_oldest_outputs_go_first():
+    drafter, prompt, choice = SuffixDrafter(1000 * BYTES_PER_TOKEN), [*range(100, 120)], random.Random(2)
+    outputs = [tuple(choice.choices(range(1000), k=100)) for _ in range(30)]
+    for output in outputs:
+        one = request(prompt, output)
+        for _ in range(2):
+            drafter.propose([one])
+        drafter.end(one.sequence)
+        assert drafter.num_bytes <= 1000 * BYTES_PER_TOKEN
+    drafter.propose([request([1])])
+    assert proposed(drafter, request(prompt, outputs[-1][:10])) == list(outputs[-1][10:17])
+    assert proposed(drafter, request(prompt, outputs[0][:10])) == []
+
+
+def test_a_request_that_memory_does_not_hold_has_no_drafts():
+    drafter = SuffixDrafter(50 * BYTES_PER_TOKEN)
+    one = request([1, 2, 3, 4] * 50)
+    assert [proposed(drafter, one) for _ in range(4)] == [[]] * 4
+    drafter.end(one.sequence)
+    assert drafter.num_bytes == 0
+
+
+def test_nothing_is_left_of_requests_that_ended():
+    prompts = random_prompts(6, low=20, high=60, seed=3)
+    with open_llm(speculation="suffix") as llm:
+        params = [SamplingParams(temperature=0.0, max_tokens=number) for number in range(5, 11)]
+        generate(llm, prompts, params)
+        drafter = llm._engine.scheduler.drafting.drafter
+        assert not drafter._own
+
+
+def test_outputs_are_those_without_drafts_and_a_second_request_is_drafted_from_the_first():
+    prompts = random_prompts(5, low=20, high=60, seed=4)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=40)
+    with open_llm() as llm:
+        wanted = token_ids(generate(llm, prompts, params))
+    with open_llm(speculation="suffix") as llm:
+        assert token_ids(generate(llm, prompts, params)) == wanted
+        before = llm.stats()
+        assert token_ids(generate(llm, prompts, params)) == wanted
+        after = llm.stats()
+    assert after.num_steps - before.num_steps < 20
+    drafted, accepted = after.speculation.by_source["suffix"]
+    assert accepted == after.speculation.num_accepted_tokens > 100 and drafted >= accepted
+    assert after.speculation.tokens_per_draft > 2.0

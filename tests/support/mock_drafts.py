@@ -1,0 +1,67 @@
+"""Drafters with known answers, and schedulers and engines with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+
+from nanovllm.scheduler import Scheduler
+from nanovllm.speculation.drafter import Drafter, DraftRequest
+from nanovllm.speculation.lengths import DraftLengths
+from nanovllm.speculation.speculation import Speculation
+from tests.support.mock_states import empty_prefix, extend_prefix
+from tests.support.scheduling import VOCAB_SIZE
+
+
+def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) -> Scheduler:
+    scheduler.drafting = Speculation(
+        scheduler.config, scheduler.block_manager, drafter, DraftLengths(None, max_drafts), vocab_size=VOCAB_SIZE
+    )
+    return scheduler
+
+
+class GuessingDrafter:
+    """Drafts that the mock model draws next, each with the given probability, and in that share of the steps."""
+
+    def __init__(self, rng: random.Random, *, share_right: float, share_of_steps: float = 1.0) -> None:
+        self._rng, self._share_right, self._share_of_steps = rng, share_right, share_of_steps
+
+    def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
+        return [self._drafts(request) for request in requests]
+
+    def _drafts(self, request: DraftRequest) -> list[int]:
+        if self._rng.random() >= self._share_of_steps:
+            return []
+        prefix = empty_prefix(request.cache_salt)
+        for token_id in request.token_ids:
+            prefix = extend_prefix(prefix, token_id)
+        drafts = []
+        for _ in range(self._rng.randint(1, request.max_tokens + 2)):  # too many at times
+            drafts.append(prefix % VOCAB_SIZE)
+            prefix = extend_prefix(prefix, drafts[-1])
+        return [d if self._rng.random() < self._share_right else self._rng.randrange(VOCAB_SIZE) for d in drafts]
+
+
+class KnownAnswers:
+    """Drafts from the outputs that requests are known to have, each changed as a test wants it.
+
+    Args:
+        answers: prompt -> output tokens, of each sample.
+        change: of the drafts that continue a request's tokens.
+    """
+
+    def __init__(
+        self,
+        answers: Mapping[tuple[int, ...], SequenceABC[SequenceABC[int]]],
+        change: Callable[[DraftRequest, list[int]], Iterable[int]] = lambda _, drafts: drafts,
+    ) -> None:
+        self._answers, self._change = answers, change
+
+    def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
+        return [list(self._change(request, self._continuation(request))) for request in requests]
+
+    def _continuation(self, request: DraftRequest) -> list[int]:
+        answer = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])][request.index]
+        start = request.num_tokens - request.num_prompt_tokens
+        return list(answer[start : start + request.max_tokens])
