@@ -25,7 +25,6 @@ from nanovllm.core.batch import NON_FINITE, Drafts, ScheduledBatch, ScheduledSeq
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import SpeculationStats
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.structured_output import GrammarError
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
@@ -214,7 +213,7 @@ class Speculation(Observer):
             if forced and usable[: len(forced)] != forced:
                 sequence.drafting.source, usable = GRAMMAR, forced
             del usable[matcher.accepted(usable) :]
-        except GrammarError:  # its next mask says so to the request
+        except Exception:  # over its limits, as its next mask will say, or of ids beyond its vocabulary
             return []
         return usable
 

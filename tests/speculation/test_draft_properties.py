@@ -55,17 +55,17 @@ class DraftMachine(SchedulerRules):
 
 TestAnyOrderOfCallsWithDrafts = DraftMachine.TestCase
 TestAnyOrderOfCallsWithDrafts.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
 @pytest.fixture(scope="module")
 def walks() -> list[Loop]:
-    return [walk_at_random(make_drafted_loop(rng), rng, 200) for rng in map(random.Random, range(60))]
+    return [walk_at_random(make_drafted_loop(rng), rng, 200) for rng in map(random.Random, range(40))]
 
 
 def test_thousands_of_random_steps_end_every_request_with_its_tokens(walks: list[Loop]):
-    assert sum(loop.scheduler.stats.num_steps for loop in walks) > 3000
+    assert sum(loop.scheduler.stats.num_steps for loop in walks) > 2000
     reasons = Counter(sequence.finish_reason for loop in walks for sequence in loop.sequences)
     assert set(reasons) == {"stop", "length", "abort", "error"}
 
@@ -79,6 +79,6 @@ def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
         met["accepted"] += sum(counts.accepted)
         met["preemptions"] += stats.num_preemptions
         met["failed steps"] += stats.num_failed_steps
-    assert met["drafted"] - met["accepted"] > 500
+    assert met["drafted"] - met["accepted"] > 300
     for situation in ("accepted", "preemptions", "failed steps", "preempted in flight", "drafted again"):
-        assert met[situation] > 8, situation
+        assert met[situation] > 5, situation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -118,15 +118,19 @@ def expected(name: str) -> list[Any]:
 
 
 # Each kind of request with drafts of which some are right, and some kinds with all others; the rest are slow ones.
-EVERY_CHANGE = ("greedy", "T = 1.0, top-p", "min_tokens", "stop strings", "end of sequence")
-CELLS = [
-    pytest.param(name, change, marks=[] if change == "mostly right" or name in EVERY_CHANGE else pytest.mark.slow)
-    for name in PARAMS
-    for change in CHANGES
-]
+EVERY_CHANGE = ("T = 1.0, top-p", "stop strings", "end of sequence", "preemption", "overlap", "json_schema")
 
 
-@pytest.mark.parametrize(("name", "change"), CELLS)
+def cells(names: Iterable[str]) -> list[Any]:
+    """Each name with each change of drafts."""
+    return [
+        pytest.param(name, change, marks=[] if change == "mostly right" or name in EVERY_CHANGE else pytest.mark.slow)
+        for name in names
+        for change in CHANGES
+    ]
+
+
+@pytest.mark.parametrize(("name", "change"), cells(PARAMS))
 def test_outputs_with_drafts_are_those_without(name, change):
     wanted = expected(name)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
@@ -139,8 +143,7 @@ def test_outputs_with_drafts_are_those_without(name, change):
         assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted), "with a warm cache"
 
 
-@pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("change", ["right", "mostly right", "random", "past the end"])
+@pytest.mark.parametrize(("kind", "change"), cells(FORMS))
 def test_structured_outputs_with_drafts_are_those_without(kind, change):
     params = [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
     with open_llm() as llm:
@@ -148,7 +151,7 @@ def test_structured_outputs_with_drafts_are_those_without(kind, change):
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
         assert described(generate(llm, PROMPTS, params)) == described(wanted)
         counts = llm._engine.scheduler.drafting.counts
-        assert sum(counts.drafted) > 0 or change == "random"
+        assert sum(counts.drafted) > 0
         assert counts.accepted == counts.drafted or change != "right"
 
 
@@ -175,8 +178,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", ["right", "mostly right", "always wrong"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "change"), cells(SETTINGS))
 def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change):
     batch, params = requests()
     with open_llm() as llm:
@@ -186,9 +188,9 @@ def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change
         for _ in "cold", "warm":
             assert described(generate(llm, batch, params)) == described(wanted)
         counts, stats = llm._engine.scheduler.drafting.counts, llm.stats()
-        assert sum(counts.drafted) > 50
+        assert sum(counts.drafted) > (0 if change == "with a stop token inside" else 40)
         assert stats.prefix_cache_hits > 0 or name == "no prefix cache"
-        assert stats.num_preemptions > 0 or "preemption" not in name or change == "right"
+        assert stats.num_preemptions > 0 or "preemption" not in name or change != "mostly right"
 
 
 @pytest.mark.parametrize("family", ["Gemma3Text", "Mistral", "GptOss", "Llama4Text"])
