@@ -89,7 +89,10 @@ def build_engine(
     input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
     scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
     if config.speculation is not None:
-        _add_drafts(scheduler, model_runner, input_processor, observers)
+        from nanovllm.speculation.build import add_drafts
+
+        drafter = None if config.draft_model is None else _draft_model(config, input_processor)
+        add_drafts(scheduler, model_runner, input_processor, observers, drafter)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest)
@@ -118,28 +121,6 @@ def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | Non
     from nanovllm.model.fingerprint import model_digest
 
     return model_digest(loaded.model)
-
-
-def _add_drafts(
-    scheduler: Scheduler, model_runner: ModelRunner, input_processor: InputProcessor, observers: StepObservers
-) -> None:
-    """Give the scheduler its drafts; raises ValueError for a model or a draft model that they do not work with."""
-    from nanovllm.speculation import build, costs
-
-    binding, config = model_runner.binding, scheduler.config
-
-    def execute(batch: ScheduledBatch) -> object:
-        return model_runner.execute(batch).result()
-
-    build.check_model(binding, input_processor.limits)
-    drafter = _draft_model(config, input_processor) if config.draft_model is not None else None
-    drafting = build.build_speculation(config, scheduler.block_manager, input_processor.limits, drafter)
-    clock = input_processor.clock
-    if (learned := costs.draft_costs(config, binding, model_runner.pools, execute, clock)) is not None:
-        drafting.lengths.costs = learned
-        observers.append(learned)
-    observers.append(drafting)
-    scheduler.drafting = drafting
 
 
 def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter:

@@ -15,7 +15,7 @@ from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import Admission, Drafting, OpenStep, SlotExchange
-from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, Drafts, ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch import EMBEDDED, NO_DRAFTS, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import FinishReason, SchedulerStats
@@ -103,7 +103,7 @@ class Scheduler:
         if exchange is not None:
             self.waiting.charge(exchange.successor, exchange.num_lost_tokens)
         self._spend_what_is_left(step, num_decodes)
-        drafts = Drafts() if self.drafting is None else self.drafting.place(entries, step)
+        drafts = NO_DRAFTS if self.drafting is None else self.drafting.place(entries, step)
         for sequence, (before, start) in step.chunks.items():
             end = sequence.num_computed_tokens
             num_samples = int(end == sequence.num_known_tokens)

@@ -94,6 +94,9 @@ class Drafts(dict[Sequence, list[int]]):
                     matcher.rollback(matcher.num_tokens - sequence.num_output_tokens)
 
 
+NO_DRAFTS = Drafts()
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The sequences of one step: decodes, then those with drafts, then chunks of prefills.
@@ -103,7 +106,7 @@ class ScheduledBatch:
         destination is written; no block is a destination twice.
     budget: tokens that the step might have.
     drafts: of sequences that would decode otherwise. Their entries compute the last known token and the drafts, and
-        draw behind each.
+        draw after each.
     prefills: the chunks.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, since their logits take memory.
@@ -115,7 +118,7 @@ class ScheduledBatch:
     num_decodes: int = 0
     copies: tuple[Copy, ...] = ()
     budget: int = 0
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
     draws_runs: bool = field(init=False)

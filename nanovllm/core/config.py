@@ -269,7 +269,8 @@ class EngineConfig:
                 check_options(self, mode)
         self._check_together()
         validation.check_kv_events(self)
-        check_speculation(self)
+        if self.speculation is not None or self.draft_model is not None:
+            check_speculation(self)
 
     def _check_together(self) -> None:
         """Raise ValueError for options that contradict each other on every model and device."""

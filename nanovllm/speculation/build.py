@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.model.binding import ModelBinding
-from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.observability.step_records import StepObservers
+from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.scheduler import Scheduler
+from nanovllm.speculation import costs
 from nanovllm.speculation.drafter import Drafter
 from nanovllm.speculation.lengths import DraftLengths
 from nanovllm.speculation.speculation import Speculation
@@ -17,23 +21,48 @@ from nanovllm.speculation.suffix import SuffixDrafter
 SUFFIX_BYTES = 64 << 20
 
 
-def build_speculation(
-    config: EngineConfig, block_manager: BlockManager, limits: RequestLimits, drafter: Drafter | None = None
-) -> Speculation:
-    """The speculation of an engine whose options are resolved; it verifies every draft until it has costs.
+class Target(Protocol):
+    """The model that verifies drafts; see `ModelRunner`."""
+
+    binding: ModelBinding
+    pools: CachePools
+
+    def execute(self, batch: ScheduledBatch) -> Any: ...
+
+
+def add_drafts(
+    scheduler: Scheduler,
+    target: Target,
+    input_processor: InputProcessor,
+    observers: StepObservers,
+    drafter: Drafter | None = None,
+) -> None:
+    """Give a scheduler of resolved options its drafts.
 
     Args:
         drafter: of a draft model.
+
+    Raises ValueError for a model that drafts do not work with.
     """
+    config, limits, clock = scheduler.config, input_processor.limits, input_processor.clock
+    check_model(target.binding, limits)
+
+    def execute(batch: ScheduledBatch) -> object:
+        return target.execute(batch).result()
+
+    learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
+    if learned is not None:
+        observers.append(learned)
     source = config.speculation
-    return Speculation(
+    scheduler.drafting = drafting = Speculation(
         config,
-        block_manager,
+        scheduler.block_manager,
         drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
-        DraftLengths(None, config.num_speculative_tokens),
+        DraftLengths(learned, config.num_speculative_tokens),
         vocab_size=min(limits.vocab_size, limits.num_logits),
         source=source if isinstance(source, str) else type(source).__name__,
     )
+    observers.append(drafting)
 
 
 def check_model(binding: ModelBinding, limits: RequestLimits) -> None:

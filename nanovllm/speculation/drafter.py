@@ -37,7 +37,7 @@ class DraftRequest:
 
     @property
     def seed(self) -> int:
-        """Of the sample's noise: a token's noise is a function of (seed, position, token id)."""
+        """Seed of the sample's noise: a token's noise is a function of (seed, position, token id)."""
         return self.sequence.seed
 
     @property
@@ -68,7 +68,7 @@ class Drafter(Protocol):
     """A source of draft tokens for `LLM(..., speculation=drafter)`.
 
     The model verifies every draft, so a bad one costs time and never changes an output. Called in the engine's
-    thread before each step: what it takes, all requests wait for.
+    thread before each step: all requests wait for it.
     """
 
     def propose(self, requests: SequenceABC[DraftRequest]) -> Iterable[SequenceABC[int]]:

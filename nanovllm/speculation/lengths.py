@@ -1,4 +1,4 @@
-"""How many drafts pay: as many as raise the expected tokens per second of a step, by the cost model of its work."""
+"""Lengths of drafts: as many tokens as raise the expected tokens per second of a step, by the cost model of steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DraftLengths:
             self._by_depth[depth].note(depth < num_accepted, depth >= num_accepted, ENGINE_DECAY)
 
     def may_pay(self, entries: Sequence[ScheduledSequence]) -> bool:
-        """Whether drafts beside these decodes would pay if all were accepted; asked anew every 32 steps."""
+        """Whether drafts in a step of these decodes would pay if all were accepted; asked anew every 32 steps."""
         if self.costs is None or not entries:
             return True
         count = len(entries)
@@ -105,7 +105,7 @@ class DraftLengths:
         return counts
 
     def _best(self, entries: Sequence[ScheduledSequence], gains: list[tuple[float, int]]) -> int:
-        """How many of the gains, the largest first, bring most tokens per second."""
+        """Number of gains, the largest first, with the most tokens per second."""
         costs = self.costs
         assert costs is not None
         batch = ScheduledBatch(0, tuple(entries), len(entries))
@@ -125,7 +125,7 @@ class DraftLengths:
 
 
 def _with_drafts(decodes: StepWork, num_drafts: int, num_drafted: int, context: int) -> StepWork:
-    """The work of decodes of which `num_drafted` verify `num_drafts` in all, as chunks behind so much context."""
+    """The work of decodes; `num_drafted` of them verify `num_drafts` in all, as chunks after so much context."""
     rows = num_drafts + num_drafted
     return decodes._replace(
         num_tokens=decodes.num_tokens + num_drafts,

@@ -4,7 +4,7 @@ A token is argmax(logits / temperature + noise(seed, position, token id)). With 
 token where their distributions agree, so a draft is accepted nearly as often as rejection sampling would accept it
 (Daliri et al. 2024, "Coupling without communication").
 
-Each target sequence has a shadow: a sequence of the small model, with blocks in a cache of its own::
+Each target sequence has a shadow: a sequence of the small model, with blocks in the small model's cache::
 
     target    [ known ...................... | accepted | new ]
     shadow    [ computed ................ | drafts before ]       cut to the common prefix, then computed to the end
@@ -41,7 +41,7 @@ class DraftRunner(Protocol):
 
 
 class ModelDrafter:
-    """Proposes what a small model draws; prompts are computed a slice per step before their first draft.
+    """Proposes the draws of a small model; prompts are computed a slice per step before their first draft.
 
     Args:
         config: of the small model, resolved.
@@ -65,7 +65,7 @@ class ModelDrafter:
         self._turn += 1
         try:
             return self._drafts(requests)
-        except BaseException:  # shadows may lack what was placed
+        except BaseException:  # placed tokens of shadows may not be computed
             for target, shadow in list(self._shadows.items()):
                 if shadow.sequence.placed_in_step == self._turn:
                     self.end(target)
@@ -117,7 +117,7 @@ class ModelDrafter:
         return {target: [token_id] for target, token_id in self._run(entries) if token_id >= 0}
 
     def _follow(self, target: Sequence) -> Sequence:
-        """The target's shadow, cut to the tokens that both have, with the target's tokens behind them."""
+        """The target's shadow, cut to the tokens that both have, followed by the target's other tokens."""
         shadow = self._shadows.pop(target, None) or Shadow(_shadow_of(target, self._config))
         self._shadows[target] = shadow  # the one used last
         sequence, known = shadow.sequence, target.token_ids
@@ -165,7 +165,7 @@ class ModelDrafter:
 
 
 def _shadow_of(target: Sequence, config: EngineConfig) -> Sequence:
-    """A sequence that draws as the target does; what a grammar or bad words forbid is sorted out by the target."""
+    """A sequence that draws as the target does, without its grammar."""
     params = target.params
     own = SamplingParams(
         temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,

@@ -3,7 +3,7 @@
 ::
 
     known tokens     t0 t1 t2 | t3            the last one is to be computed, drafts d4 d5 d6 follow it
-    rows of the step            t3 d4 d5 d6   each draws with the noise of its own position: u4 u5 u6 u7
+    rows of the step            t3 d4 d5 d6   each draws with its position's noise: u4 u5 u6 u7
     accepted                    u4 = d4, u5 = d5, u6 != d6: the step brings u4 u5 u6, and the row of d6 is cut
 
 Row i has seen the drafts before it. While these equal the draws, it is the row of a step without speculation, and its
@@ -21,7 +21,7 @@ from operator import eq
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import OpenStep
-from nanovllm.core.batch import NON_FINITE, Drafts, ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import SpeculationStats
 from nanovllm.core.sequence import Sequence
@@ -61,7 +61,7 @@ class DraftState:
     """Drafts of one sequence, kept at `Sequence.drafting`.
 
     is_off: it goes on without drafts.
-    next_try: the number of known tokens from which on it waits for tokens in flight to be drafted behind them.
+    next_try: with so many known tokens it waits for its tokens in flight, to be drafted after them.
     pause: tokens until the next try after a failed one; doubles up to MAX_PAUSE.
     acceptance: of its drafts so far.
     source: of the drafts in flight.
@@ -104,7 +104,7 @@ class Speculation(Observer):
         self.drafter, self.lengths = drafter, lengths
         self._source = source
         self._plans_lengths: bool = getattr(drafter, "plans_lengths", False)  # before it drafts
-        self._is_worth = True  # whether drafts may pay beside the decodes of the last step
+        self._is_worth = True  # whether drafts may pay in a step like the last one
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
         self._manager = block_manager
@@ -132,7 +132,7 @@ class Speculation(Observer):
         room = min(step.budget, self._max_num_seqs - len(entries) - len(step.chunks))
         self._is_worth = room > 0 and self.lengths.may_pay(entries)
         if not self._is_worth:
-            return Drafts()
+            return NO_DRAFTS
         requests = list(self._requests(entries))
         if self._plans_lengths:
             counts = self.lengths.choose(
@@ -198,7 +198,7 @@ class Speculation(Observer):
         return checked
 
     def _usable(self, request: DraftRequest, proposed: SequenceABC[int]) -> list[int]:
-        """The drafts before the first that cannot be drawn or ends the sequence; those that a grammar forces first."""
+        """The drafts before the first that cannot be drawn or ends the sequence; tokens forced by a grammar first."""
         sequence, limit = request.sequence, request.max_tokens
         sequence.drafting.source = self._source
         stops = sequence.stop_token_ids
@@ -275,7 +275,7 @@ class Speculation(Observer):
         kept = drawn[: num_accepted + 1] if is_finite else []
         num_cut = len(drawn) - len(kept)
         sequence.num_known_tokens -= num_cut
-        if kept and kept[-1] >= 0:  # else the error is that of this row, or of none
+        if kept and kept[-1] >= 0:  # else it is the error of this row
             sequence.error = None
         has_blocks = sequence.is_running and sequence.block_table is entry.block_table  # not preempted since
         if not is_finite:

@@ -61,7 +61,7 @@ class SuffixIndex:
         return key
 
     def continuations(self, text: array[int], count: int) -> Iterator[tuple[int, list[int]]]:
-        """(length of the match, what followed it: at most `count` tokens) of each place that matches the text's end."""
+        """(length of the match, at most `count` tokens after it) of each place that matches the text's end."""
         end = len(text)
         for number, position in self._places.get(self._key(text, end), ()) if end >= LEAST_MATCH else ():
             other = self.texts[number]
@@ -74,10 +74,10 @@ class SuffixIndex:
 
 
 class SuffixDrafter:
-    """Proposes what followed the longest earlier match of a request's last tokens.
+    """Proposes the tokens after the longest earlier match of a request's last tokens.
 
     Matches of one length vote for the first token, the newest deciding a tie. A draft is at most as long as its match.
-    Outputs are shared by requests of one cache salt whose prompts begin alike, and forgotten in their order.
+    Outputs serve requests of the same cache salt and first prompt tokens, and are forgotten in their order.
 
     Args:
         max_bytes: of all that is indexed; a running request's tokens beyond it are not.
@@ -117,7 +117,7 @@ class SuffixDrafter:
         return next(tokens for tokens in reversed(best) if tokens[0] == first)[:longest]
 
     def _index_own(self, sequence: Sequence, left: int) -> int:
-        """Index up to `left` more tokens of a request's text; returns what is left of them."""
+        """Index up to `left` more tokens of a request's text; returns the rest of `left`."""
         if sequence not in self._own:
             self._own[sequence] = SuffixIndex(), [0]
             self._own[sequence][0].texts[0] = sequence.token_ids
@@ -134,7 +134,7 @@ class SuffixDrafter:
         return max(0, left - (end - begin))
 
     def _index_outputs(self, left: int) -> int:
-        """Index finished outputs of up to about `left` tokens; returns what is left of them."""
+        """Index finished outputs of up to about `left` tokens; returns the rest of `left`."""
         while self._unread and left > 0:
             root, text = self._unread.popleft()
             index = self._shared.setdefault(root, SuffixIndex())

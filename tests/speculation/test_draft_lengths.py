@@ -6,10 +6,13 @@ import pytest
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.execution.cost_model import DeviceCost, StepWork
+from nanovllm.speculation import costs as costs_of_drafts
+from nanovllm.speculation.costs import draft_costs
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
 from tests.support.llms import open_llm
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.scheduling import make_sequence
+from tests.support.sweeps import CALIBRATION
 
 # Steps are bound by reading the weights up to 16 rows, and by arithmetic above.
 COST = DeviceCost(16, fixed=10.0, per_token_below=0.01, per_token_above=1.0)
@@ -81,3 +84,24 @@ def test_an_engine_drafts_as_its_costs_say(seconds):
         llm._engine.scheduler.drafting.lengths.costs = costs
         assert llm.generate([prompt], use_tqdm=False)[0].outputs[0].token_ids == wanted
         assert (llm.stats().speculation.num_drafts > 0) == (seconds == 0.0)
+
+
+def test_costs_are_measured_at_the_start_and_corrected_by_steps(monkeypatch):
+    monkeypatch.setattr(costs_of_drafts, "draft_costs", draft_costs)
+    with open_llm(speculation="suffix") as llm:
+        costs = llm._engine.scheduler.drafting.lengths.costs
+        few, many = (costs.seconds(StepWork(rows, 0, 1, 0, 100 * rows, 0, rows)) for rows in (2, 64))
+        assert 0.0 < few <= many
+        before = costs.error
+        outputs = llm.generate([[5, 6, 7] * 10], use_tqdm=False)
+        assert len(outputs[0].outputs[0].token_ids) == 16
+        assert before is None and costs.error is not None
+
+
+def test_costs_of_a_calibration_are_taken_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(costs_of_drafts, "draft_costs", draft_costs)
+    CALIBRATION.save(tmp_path / "costs.json")
+    with open_llm(speculation="suffix", step_costs=str(tmp_path / "costs.json")) as llm:
+        work = StepWork(8, 0, 1, 0, 100, 0, 8)
+        expected = CALIBRATION.cost_model.step_cost(overlap=False).seconds(work)
+        assert llm._engine.scheduler.drafting.lengths.costs.seconds(work) == pytest.approx(expected)
