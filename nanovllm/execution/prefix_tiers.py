@@ -216,7 +216,7 @@ def host_memory(binding: ModelBinding, config: EngineConfig, pools: CachePools) 
 
     Raises ValueError for a model with recurrent states.
     """
-    if binding.mixers.layers:
+    if binding.mixers is not None:
         name = "prefix_cache_dir" if config.prefix_cache_host_bytes is None else "prefix_cache_host_bytes"
         raise ValueError(
             f"{name} is {getattr(config, name)!r}, but {type(binding.model).__name__} has layers with recurrent "

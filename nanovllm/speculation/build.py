@@ -53,7 +53,7 @@ def add_drafts(
     learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
     if learned is not None:
         observers.append(learned)
-    source = config.speculation
+    source: Any = config.speculation
     scheduler.drafting = drafting = Speculation(
         config,
         scheduler.block_manager,
