@@ -18,6 +18,9 @@ _HOMES = {
     "EngineConfig": "nanovllm.core.config",
     "RequestOutput": "nanovllm.core.outputs",
     "EmbeddingParams": "nanovllm.core.sampling_params",
+    "BeamSearchParams": "nanovllm.search.beams",
+    "BeamSearchOutput": "nanovllm.search.beams",
+    "BeamSearchSequence": "nanovllm.search.beams",
     "CompletionOutput": "nanovllm.core.outputs",
     "EmbeddingOutput": "nanovllm.core.outputs",
     "ScoreOutput": "nanovllm.core.outputs",
@@ -40,6 +43,9 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "DraftRequest",
     "Drafter",
@@ -84,6 +90,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.search.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.speculation.drafter import Drafter, DraftRequest
 
 

@@ -265,9 +265,17 @@ class Engine:
             self._drop_computed()
 
     def _drop_computed(self) -> None:
+        self._restart_running()
+        self.block_manager.reset_prefix_cache()
+
+    def _restart_running(self) -> None:
         self._drop_in_flight(has_failed=False)
         self.scheduler.preempt_all()
-        self.block_manager.reset_prefix_cache()
+
+    def restart_running(self) -> None:
+        """Requeue all running requests, with no step in flight; their prefixes mostly stay in the cache."""
+        with self._changing():
+            self._restart_running()
 
     def reset_prefix_cache(self) -> None:
         """Make every cached prefix unfindable; running requests keep their blocks."""

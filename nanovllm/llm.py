@@ -29,6 +29,7 @@ from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
+from nanovllm.search.beam_search import BeamSearching
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.idle_thread import take_memory_when_idle
 
@@ -57,7 +58,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Scoring, Resuming):
+class LLM(Scoring, Resuming, BeamSearching):
     """A model with its engine.
 
     Args:

@@ -226,17 +226,17 @@ class Scheduler:
             if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
                 break
             if victim.key > sequence.key and victim.placed_in_step != self._step_id:
-                self._preempt(victim)
+                self.preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
 
     def _exchange_slot(self) -> SlotExchange | None:
         """Preempt a sequence to give its slot to another client, if that one's turn has come."""
         exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
         if exchange is not None:
-            self._preempt(exchange.victim)
+            self.preempt(exchange.victim)
         return exchange
 
-    def _preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
         victim.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -254,7 +254,7 @@ class Scheduler:
         if self.in_flight:
             raise RuntimeError("preempt_all() while a step is in flight")
         for sequence in list(self.running):
-            self._preempt(sequence)
+            self.preempt(sequence)
 
     # --------------------------------------------------------------------------------------------------- outcome
 

@@ -30,6 +30,7 @@ model | observability
 execution < speculation
 model_runner < rank_runner launched_step
 engine
+search
 build
 streaming
 replicas

@@ -332,6 +332,14 @@ def test_one_process_writes_while_others_read(folder, expected, tmp_path):
             assert token_ids(outputs) == expected and cached(outputs) == [64, 64]
 
 
+def test_replicas_share_a_directory(folder, expected, kept):
+    options = {"prefix_cache_dir": str(kept), "data_parallel_size": 2, "routing": "round-robin"}
+    with LLM(folder, **(OPTIONS | options)) as llm:
+        outputs = generate(llm, PROMPTS)
+        assert token_ids(outputs) == expected and cached(outputs) == [64, 64]
+        assert llm.stats().tiers.num_read_blocks == 8  # four by each
+
+
 def test_the_oldest_segments_make_room_for_new_ones(folder, tmp_path):
     limit = 1_600_000
     for first in range(0, 120, 15):

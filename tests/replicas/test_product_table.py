@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
+from nanovllm import LLM, AsyncLLM, BeamSearchParams, QueueFullError, SamplingParams, TraceWriter
 from nanovllm.core.features import REFUSALS, REPLICAS, TENSOR_PARALLEL
 from nanovllm.requests import scores
 from tests.support.async_llms import collect
@@ -232,6 +232,13 @@ def run_resume(llm: LLM, steps: list[Any]) -> None:
         assert completions([last]) == completions(one().generate(PROMPTS[0], LONG, use_tqdm=False))
 
 
+def run_beam_search(llm: LLM, steps: list[Any]) -> None:
+    if llm.config.data_parallel_size == 1:  # replicas refuse it
+        params = BeamSearchParams(beam_width=2, max_tokens=6)
+        own, found = (each.beam_search(PROMPTS, params) for each in (one(), llm))
+        assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in own]
+
+
 def run_priority(llm: LLM, steps: list[Any]) -> None:
     given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
@@ -319,6 +326,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_chat: {"chat", "apply_chat_template"},
     run_stream: {"stream", "record_itl"},
     run_resume: {"resume"},
+    run_beam_search: {"beam_search", "params"},
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
@@ -393,6 +401,7 @@ ELSEWHERE = {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
         "structured_output": "test_structured_replicas", "quantization": "test_quantised_models",
         "draft_model": "test_draft_models",
+        "prefix_cache_dir": "test_tiers",
     } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",

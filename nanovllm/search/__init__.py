@@ -1,0 +1,1 @@
+"""Beam search and forks: sequences that go on from the KV of others."""
