@@ -43,8 +43,7 @@ class Scheduler:
         prefill_cost: float = PREFILL_COST,
         decode_cost: float = DECODE_COST,
     ) -> None:
-        self.config = config
-        self.budget = budget
+        self.config, self.budget = config, budget
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.admission = Admission(config, block_manager)
@@ -166,7 +165,8 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
-            self.block_manager.wanted.remove(sequence)
+            if self.block_manager.wanted:
+                self.block_manager.wanted.remove(sequence)
             self.running.add(sequence)
             sequence.is_running, sequence.num_times_passed = True, 0
 

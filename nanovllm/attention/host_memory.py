@@ -1,4 +1,4 @@
-"""Host memory behind the KV cache: slots of one block each, filled from it and copied back to it.
+"""Host memory of the KV cache: slots of one block each, filled from it and copied back to it.
 
 On a GPU the memory is pinned. A store gathers blocks on the step's stream, so that the step may overwrite them, and
 leaves for the host on a side stream; a load waits for earlier stores::
@@ -49,7 +49,7 @@ class HostMemory:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether copies run beside the steps."""
+        """Whether copies overlap with steps."""
         return self._side is not None
 
     def take_measured(self) -> list[tuple[int, float]]:

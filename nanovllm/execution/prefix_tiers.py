@@ -1,4 +1,4 @@
-"""Tiers of one engine: what is saved in idle time and at its end, what loads cost, and statistics."""
+"""Tiers of one engine: stores in idle time and at its end, costs of loads, statistics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nanovllm.observability.step_records import Observer, StepRecord
 logger = logging.getLogger("nanovllm")
 
 DEFAULT_HOST_BYTES = 2**30  # that files are read into, where no host tier is asked for
-CLOSE_SECONDS = 30.0  # for what is written at the end
+CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
@@ -65,7 +65,7 @@ class PrefixTiers(Observer):
         self.manager, self.memory = manager, memory
         self._fit = LearnedCosts(config, () if pools.is_one_full else pools.groups)
         self._num_chunk_steps = 0
-        self._keeps_all = config.prefix_cache_host_bytes is not None  # else what is likely to be asked for, in files
+        self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
         self._works_idle = config.tensor_parallel_size == 1  # other ranks follow steps alone
         self._lock = threading.Lock()
         self._is_closed = False
@@ -86,7 +86,7 @@ class PrefixTiers(Observer):
             max_step_blocks=config.max_num_batched_tokens // config.block_size + config.max_num_seqs,
         )  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------------- what it costs
+    # ------------------------------------------------------------------------------------------------- costs -------
 
     def _compute_seconds(self, start: int, count: int) -> float | None:
         if self._num_chunk_steps < MIN_CHUNK_STEPS:
@@ -94,7 +94,7 @@ class PrefixTiers(Observer):
         return self._fit.forecast((), start)(count) or None
 
     def _max_load_bytes(self) -> float:
-        """Most bytes of one step: what the latency goal leaves time for."""
+        """Most bytes of one step, by the latency goal."""
         rate = self.costs.rates.get(HOST)
         return STEP_BYTES if self._goal is None or rate is None else rate * self._goal
 
@@ -132,7 +132,7 @@ class PrefixTiers(Observer):
 
     @property
     def _writes_files(self) -> bool:
-        """Whether KV is still that of the model which the files name."""
+        """Whether the files still name the engine's model."""
         return self.reads is not None and self.reads.is_attached
 
     def _first_unsaved(self, node: StoredBlock) -> tuple[StoredBlock, int] | None:
@@ -158,7 +158,7 @@ class PrefixTiers(Observer):
         return self.directory.append(node, group, self.memory.view(group, node.slots[group]))
 
     def engine_closed(self) -> None:
-        """Write what no file has yet, and give the directory back."""
+        """Write blocks that no file has yet, and give the directory back."""
         with self._lock:
             if self._is_closed:
                 return

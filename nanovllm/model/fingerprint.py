@@ -12,7 +12,7 @@ NUM_SAMPLES = 256  # of each tensor, evenly spaced
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest that differs from that of a model with another config or other weights.
+    """A digest of config and weights, different for any other model.
 
     Weights are sampled: a change of a few values of a large tensor alone may go unseen.
     """

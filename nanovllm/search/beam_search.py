@@ -77,7 +77,7 @@ class Beams:
 
 
 class Search:
-    """A beam search over an engine whose steps it watches one by one.
+    """A beam search over an engine, step by step.
 
     Raises ValueError for beams that the KV cache or the slots cannot hold.
     """
@@ -90,7 +90,7 @@ class Search:
         self._active: list[Beams] = []
         self._check(params)
         self._config = engine.config
-        engine.restart_running()  # no step is in flight, and beams start before what ran
+        engine.restart_running()  # no step is in flight, and beams start first
         engine.config = replace(engine.config, overlap=False)
 
     def _check(self, params: BeamSearchParams) -> None:
@@ -126,7 +126,7 @@ class Search:
         return sequence
 
     def advance(self) -> None:
-        """Let each prompt go on whose beams all have a new token."""
+        """Let prompts go on once all their beams have a new token."""
         for beams in list(self._active):
             length = len(beams.request.prompt_token_ids) + len(beams.books.outputs[0])
             if all(len(sequence.token_ids) > length or sequence.error for sequence in beams.sequences):

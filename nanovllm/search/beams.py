@@ -1,6 +1,6 @@
 """The books of a beam search: which continuations of a prompt's beams go on, and which are finished. No torch.
 
-The rule is that of `transformers` (num_beams, early_stopping=False), in float32: of the most probable continuations of
+The rule of `transformers` (num_beams, early_stopping=False), in float32: of the most probable continuations of
 all beams the best that do not end go on; one that ends is a result if it is among the best `beam_width`. A prompt is
 done when no running beam can beat its worst result any longer, by its score at its present length.
 """

@@ -16,7 +16,7 @@ from nanovllm.scheduler import Scheduler
 
 
 def can_fork(manager: BlockManager, source: Sequence, num_tokens: int) -> bool:
-    """Whether a fork behind so many computed tokens of a sequence finds all that it sees, and blocks for its copies."""
+    """Whether a fork after so many computed tokens of a sequence finds all that it sees, and blocks for its copies."""
     num_full, begun = divmod(num_tokens, manager.block_size)
     if not begun:
         num_full -= 1  # the last full block names the prefix

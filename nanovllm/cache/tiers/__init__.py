@@ -1,1 +1,1 @@
-"""Tiers behind the prefix cache: host memory and files that keep evicted prefixes. No torch."""
+"""Tiers of the prefix cache: host memory and files that keep evicted prefixes. No torch."""

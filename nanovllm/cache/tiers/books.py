@@ -178,7 +178,7 @@ class TierBooks:
             self.roots.pop(current.key, None)
 
     def distrust(self, node: StoredBlock) -> None:
-        """Forget a block's content and that of every longer prefix, in memory and in files."""
+        """Forget the content of a block and of every longer prefix, in memory and in files."""
         for block in [*node.below()][::-1]:
             block.places.clear()
             for group in list(block.slots):
@@ -198,7 +198,7 @@ class TierBooks:
         self.generation += 1
 
     def check(self) -> None:
-        """Verify the invariant but for reads in progress; raises RuntimeError. A diagnostic."""
+        """Verify the invariant, except for reads in progress; raises RuntimeError. A diagnostic."""
         for group, used in enumerate(self._used):
             slots = [*self._free[group], *(node.slots[group] for node in used)]
             if len(set(slots)) != len(slots) or not set(slots) <= set(range(self._num_slots[group])):

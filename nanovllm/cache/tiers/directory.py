@@ -28,7 +28,7 @@ from nanovllm.core import block_hashes
 logger = logging.getLogger("nanovllm")
 
 LOCK = "lock"
-REFRESH_SECONDS = 1.0  # between looks for what another process has written
+REFRESH_SECONDS = 1.0  # between looks for new files of another process
 
 
 class CacheDirectory:
@@ -43,11 +43,11 @@ class CacheDirectory:
         self.folder = Path(path).expanduser()
         self._header, self._books = header, books
         self.max_bytes, self.segment_bytes = max_bytes, min(SEGMENT_BYTES, max_bytes // 4)
-        self._segments: dict[int, list[tuple[StoredBlock, int]]] = {}  # what each has
+        self._segments: dict[int, list[tuple[StoredBlock, int]]] = {}  # blocks of each
         self._indexed: dict[int, int] = {}  # offset up to which each index is read
         self._waiting: dict[bytes, list[Record]] = {}  # by hash of the block before, which is not known yet
         self._by_hash: dict[bytes, StoredBlock] = {}
-        self._used: set[int] = set()  # segments whose time of last use is up to date
+        self._used: set[int] = set()  # segments with an up-to-date time of last use
         self._writer: SegmentWriter | None = None
         self._lock: int | None = None
         self._next_refresh = 0.0
@@ -146,7 +146,7 @@ class CacheDirectory:
         return os.open(path, os.O_RDONLY)
 
     def damaged(self, node: StoredBlock, group: int) -> None:
-        """Forget a place that does not hold what it should."""
+        """Forget a place with wrong content."""
         node.places.pop(group, None)
         if not node.places:
             self._by_hash.pop(node.hash, None)

@@ -16,7 +16,7 @@ from nanovllm.cache.tiers.segments import checksum, read_header, read_records, s
 class SegmentReport:
     """A segment: its model's digest, blocks and their tokens, bytes, and time of last use in seconds since 1970.
 
-    model: None for a damaged header. num_damaged: blocks whose checksum is wrong, once they were verified.
+    model: None for a damaged header. num_damaged: blocks with a wrong checksum, once they were verified.
     """
 
     number: int

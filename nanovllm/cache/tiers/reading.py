@@ -30,7 +30,7 @@ class ReadItem(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Blocks read together; `results` has True for each whose checksum is right, once `is_done` is set."""
+    """Blocks read together; `results` has True for each with the right checksum, once `is_done` is set."""
 
     items: list[ReadItem]
     generation: int
@@ -70,7 +70,7 @@ class FileReads:
 
     @property
     def is_attached(self) -> bool:
-        """Whether KV is still that of the directory's model."""
+        """Whether the directory's model is still the engine's."""
         return self._directory is not None
 
     def refresh(self) -> None:
@@ -87,7 +87,7 @@ class FileReads:
                 continue
             place = node.places.get(group)
             slot = None if place is None else self._books.take_slot(group)
-            if slot is None or place is None:  # no room: what lies behind is of no use
+            if slot is None or place is None:  # no room: later blocks are of no use
                 break
             items.append(ReadItem(node, group, slot, place))
         if items:

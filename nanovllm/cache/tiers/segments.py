@@ -1,4 +1,4 @@
-"""Files of a prefix cache: segments of K and V, each with an index that says what they hold. No torch.
+"""Files of a prefix cache: segments of K and V, each with an index of its blocks. No torch.
 
 A segment is two files that only grow; its number is their name::
 

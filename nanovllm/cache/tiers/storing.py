@@ -43,7 +43,7 @@ class StoringBlocks(BlockManager):
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
         self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
-        self._stored_in: dict[int, list[tuple[StoredBlock, int]]] = {}  # step id -> what it stores
+        self._stored_in: dict[int, list[tuple[StoredBlock, int]]] = {}  # step id -> blocks that it stores
 
     # ---------------------------------------------------------------------------------------- the tree of tokens
 

@@ -1,4 +1,4 @@
-"""Block managers whose prefix hits go on into tiers: host memory, and files read into it while the request waits.
+"""Block managers with prefix hits that go on into tiers: host memory, and files read into it while the request waits.
 
 A hit in host memory becomes free blocks that are findable at once, and copies into them, which the next batch executes
 before its forward pass::
@@ -7,7 +7,7 @@ before its forward pass::
     the same   | memory | memory | new  | new  |                copies: host slot -> new block
     step         copies, then the forward pass, which reads them
 
-Stores run the other way: from blocks whose last reference went, before the step that may overwrite them.
+Stores run the other way: from blocks without references, before the step that may overwrite them.
 
 Invariant: every findable block is filled by a copy of a batch no later than the first that reads it, and a slot is a
 hit only with content that a committed step computed.
@@ -158,7 +158,7 @@ class TieredBlocks(StoringBlocks):
         return length
 
     def _needs(self, group: int, index: int, first: int, length: int) -> bool:
-        """Whether a hit of `length` blocks from block `first` on needs that of this index in a group."""
+        """Whether a hit of `length` blocks from block `first` on needs the block of this index in a group."""
         return index >= self.kinds[group].first_block((first + length) * self.block_size, self.block_size) - first
 
     def _load(self, sequence: Sequence, hits: list[int], path: list[StoredBlock]) -> bool:
@@ -198,7 +198,7 @@ class TieredBlocks(StoringBlocks):
         return True
 
     def _has_room(self, sequence: Sequence, hits: list[int], lacking: list[list[int]], held: list[list[int]]) -> bool:
-        """Whether the sequence can start, and the blocks of its path are free besides those that it has."""
+        """Whether the sequence can start, and the blocks of its path are free, except for blocks that it has."""
         if not self.has_free(self.num_blocks_lacking(sequence, sequence.num_known_tokens, hits)):
             return False
         return all(
@@ -207,7 +207,7 @@ class TieredBlocks(StoringBlocks):
         )
 
     def _fill(self, sequence: Sequence, path: list[StoredBlock], lacking: list[list[int]]) -> list[list[int]]:
-        """Blocks for what each group lacks of a path, findable and with a copy each."""
+        """Blocks that each group lacks of a path, findable and with a copy each."""
         first = len(sequence.block_table)
         # All at once: an eviction may remove entries of the path that no block of the first group holds.
         loaded = [pool.pop_free(len(indices)) for pool, indices in zip(self.pools, lacking, strict=True)]
