@@ -27,7 +27,7 @@ CORE = (
     "sampling/sampler.py",
 )  # fmt: skip
 # Rooms within these folders that no request passes unless an option asks for them.
-OPTIONAL = ("cache/tiers/",)
+OPTIONAL = ("cache/tiers/", "cache/state_blocks.py")
 BEYOND_THE_ENGINE = ("server/", "ray/", "tools/", "cli/")
 # Relative clauses and idioms where the field has a noun or a verb.
 DIALECT = re.compile(
@@ -63,7 +63,7 @@ def comments() -> Iterator[str]:
 def figures() -> Iterator[tuple[str, float, float | None]]:
     """(name, figure, limit) of each figure."""
     names = [path for path in ROOT.iterdir() if path.name not in ("__init__.py", "__pycache__")]
-    yield "names at the top of the package", len(names), 27
+    yield "names at the top of the package", len(names), 28
     walked: set[str] = set()
     for name, walk in walks():
         walked |= walk.files
@@ -73,7 +73,7 @@ def figures() -> Iterator[tuple[str, float, float | None]]:
             yield "one token: files", len(walk.files), 30
             yield "one token: functions", len(walk.functions), 129
             yield "one token: changes of room", walk.num_room_changes, 67
-    yield "path, lines: files of construction and of one token", num_lines(*walked), 9_455
+    yield "path, lines: files of construction and of one token", num_lines(*walked), 9_310
     yield "core, lines", num_lines(*CORE), 6_780
     found = [text for text in docstrings() if text]
     words = sum(len(DIALECT.findall(text)) for text in (*found, *comments()))

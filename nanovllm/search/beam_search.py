@@ -95,7 +95,7 @@ class Search:
 
     def _check(self, params: BeamSearchParams) -> None:
         engine, config = self.engine, self.engine.config
-        if engine.model_runner.binding.mixers.layers:
+        if engine.model_runner.binding.mixers is not None:
             raise ValueError("beam_search forks sequences, which recurrent states of this model do not allow.")
         longest = max(len(beams.request.prompt_token_ids) for beams in self._waiting) + params.max_tokens
         if longest > config.max_model_len:
