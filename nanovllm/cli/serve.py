@@ -27,7 +27,7 @@ from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.core.validation import utf8
 from nanovllm.process.numa import place_engine
 from nanovllm.server.preparing import check_packages, prepared
-from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
+from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults
 
 NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that are always set, except --model
 KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -40,7 +40,8 @@ def add_serve_command(commands: Any) -> None:
         usage="nanovllm serve [options] [MODEL]",
         description="Serve a model over HTTP, compatible with OpenAI's API. See docs/guide/server.md.",
         epilog=f"The environment variable {KEY_VARIABLE} sets a further API key. --max-queue defaults to "
-        f"{ENGINE_DEFAULTS['max_queue']} here.",
+        f"{ENGINE_DEFAULTS['max_queue']} here, and --itl-goal to {ENGINE_DEFAULTS['itl_goal']} unless "
+        "--max-num-batched-tokens is set.",
     )  # fmt: skip
     serve.add_argument(
         "--config", metavar="FILE",
@@ -57,7 +58,7 @@ def _serve(options: argparse.Namespace) -> int:
     take_model_argument(options)
     if options.config is not None:
         _read_config(options)
-    engine_given = ENGINE_DEFAULTS | engine_options(options)
+    engine_given = with_defaults(engine_options(options))
     settings = _settings(options)
     check_start(options, engine_given)
     with prepared(settings) as listeners, registered(options.model, settings, listeners):

@@ -21,7 +21,7 @@ from nanovllm.ray.front import Front
 from nanovllm.ray.replica import Replica
 from nanovllm.ray.router import STATS_SECONDS
 from nanovllm.replicas.routing import POLICIES
-from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
+from nanovllm.server.settings import ServerSettings, with_defaults
 
 # Server options that are refused on Ray -> reason.
 NOT_ON_RAY = {
@@ -67,7 +67,8 @@ def app(
         server: options of `ServerSettings` by name, without the listener's, which Serve replaces.
         ray_actor_options: resources of a replica; {"num_gpus": 1} by default if the cluster has GPUs and `device` is
             not "cpu".
-        engine_options: see `AsyncLLM`; max_queue is 1024 by default.
+        engine_options: see `AsyncLLM`; max_queue is 1024 by default, and itl_goal "auto" where no
+            max_num_batched_tokens is set.
 
     Raises TypeError and ValueError for bad options, before anything is started.
     """
@@ -75,7 +76,7 @@ def app(
         raise TypeError(f"model must be a folder or a hub id, which every machine loads itself, not {model!r}.")
     one_of("routing", routing, POLICIES)
     settings = _settings(server or {})
-    options: dict[str, Any] = ENGINE_DEFAULTS | engine_options
+    options: dict[str, Any] = with_defaults(engine_options)
     check_options(EngineConfig.from_options(**options), RAY)
     counts = _replica_counts(num_replicas, autoscaling_config)
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(

@@ -14,11 +14,18 @@ from nanovllm.core.option_fields import documented, option
 from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matching, one_of, real, strings, utf8
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
-# Engine defaults of a server: an unbounded queue would grow with its clients.
-ENGINE_DEFAULTS = {"max_queue": 1024}
+# Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
+ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
+
+
+def with_defaults(engine_options: dict[str, Any]) -> dict[str, Any]:
+    """Engine options of a server; a token budget that is set needs no goal."""
+    has_budget = "max_num_batched_tokens" in engine_options
+    defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name != "itl_goal" or not has_budget}
+    return defaults | engine_options
 
 
 def _name(name: str, value: Any) -> str:

@@ -43,7 +43,7 @@ def test_flags_reach_server_and_engine(served):
     assert main(["serve", "--port", "9", "--api-key", "a", "--api-key", "b", "--no-ui", "--max-queue", "7"]) == 0
     ((_, _, settings, engine, _),) = served
     assert settings == ServerSettings(port=9, api_key=("a", "b"), ui=False)
-    assert engine == {"max_queue": 7}
+    assert engine == {"max_queue": 7, "itl_goal": "auto"}
 
 
 def test_the_help_documents_every_option(capsys):
@@ -64,7 +64,16 @@ def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
     assert main(["serve", "--config", str(file), "--port", "10", "--block-size", "32"]) == 0
     ((model, _, settings, engine, _),) = served
     assert (model, settings) == ("m", ServerSettings(port=10, api_key=("a",), ui=False))
-    assert engine == {"max_queue": 5, "block_size": 32}
+    assert engine == {"max_queue": 5, "block_size": 32, "itl_goal": "auto"}
+
+
+@pytest.mark.parametrize(("arguments", "goal"), [
+    ([], "auto"), (["--itl-goal", "50ms"], 0.05), (["--itl-goal", "none"], None),
+    (["--max-num-batched-tokens", "512"], None), (["--max-num-batched-tokens", "512", "--itl-goal", "auto"], "auto"),
+])  # fmt: skip
+def test_a_server_has_a_goal_unless_that_is_none_or_its_budget_is_set(served, arguments, goal):
+    assert main(["serve", *arguments]) == 0
+    assert served[0][3].get("itl_goal") == goal
 
 
 def test_a_flag_that_names_the_default_model_goes_before_a_file_and_against_an_argument(served, capsys, tmp_path):
