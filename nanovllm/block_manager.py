@@ -337,8 +337,8 @@ class BlockManager(BlockPool):
 
     def take_copies(self, step_id: int) -> tuple[Copy, ...]:
         """The copies of step `step_id`, which is being scheduled."""
-        copies, self.copies = tuple(self.copies), []
-        return copies
+        copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []  # of a block the last
+        return tuple(copies.values())
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
         """Step `step_id` of these entries ran: the blocks that it made findable are in the cache."""

@@ -239,8 +239,12 @@ class Engine:
         if not has_failed:  # else `_undo` has drawn, outside of changes
             self._draw_for_other_ranks()
         self._in_flight.clear()
-        batches = self.scheduler.in_flight
-        return self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
+        batches = [*self.scheduler.in_flight]
+        sequences = self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
+        lost = {(copy.group, copy.destination) for batch in batches for copy in batch.copies}
+        for sequence in [s for s in self.scheduler.running if lost and not lost.isdisjoint(s.held_blocks())]:
+            self.scheduler.preempt(sequence)  # a begun block of a fork was to be copied
+        return sequences
 
     # ---------------------------------------------------------------------------------------------------- state
 

@@ -30,6 +30,7 @@ from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
 from nanovllm.search.beam_search import BeamSearching
+from nanovllm.search.forking import Forking
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.idle_thread import take_memory_when_idle
 
@@ -58,7 +59,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Scoring, Resuming, BeamSearching):
+class LLM(Scoring, Resuming, BeamSearching, Forking):
     """A model with its engine.
 
     Args:
@@ -200,9 +201,16 @@ class LLM(Scoring, Resuming, BeamSearching):
         return self._open_engine().input_processor.chat.apply(messages)
 
     def _run(
-        self, requests: list[NewRequest], interrupts: InterruptsHeld, *, after_step: Callable[[], None] | None = None
+        self,
+        requests: list[NewRequest],
+        interrupts: InterruptsHeld,
+        *,
+        after_step: Callable[[], None] | None = None,
+        add: Callable[..., None] | None = None,
     ) -> Generator[RequestOutput]:
-        """Queue requests and yield their outputs; leaving early, or by an exception, ends them.
+        """Queue requests, by `add` in place of the engine's, and yield their outputs.
+
+        Leaving early, or by an exception, ends them.
 
         The thread that holds the lock steps for all calls, and puts the outputs of the others into their inboxes.
         """
@@ -210,7 +218,7 @@ class LLM(Scoring, Resuming, BeamSearching):
         unfinished = {request.request_id for request in requests}
         try:
             with self._turn() as engine:
-                engine.add(*requests)
+                (add or engine.add)(*requests)
                 self._inboxes |= dict.fromkeys(unfinished, inbox)
             while unfinished:
                 if interrupts.noted:

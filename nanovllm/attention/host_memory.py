@@ -82,16 +82,17 @@ class HostMemory:
 
     # ------------------------------------------------------------------------------------------------------ copies
 
-    def copy(self, copies: Sequence[Copy]) -> list[Copy]:
-        """Execute stores, then loads; returns the copies within the device's memory, which come last."""
-        stores = [copy for copy in copies if copy.destination < 0]
-        loads = [copy for copy in copies if copy.source < 0]
-        with torch.inference_mode():
-            if stores:
+    def store(self, copies: Sequence[Copy]) -> None:
+        """Execute the copies to host memory, before any other of a step."""
+        if stores := [copy for copy in copies if copy.destination < 0]:
+            with torch.inference_mode():
                 self._store(stores)
-            if loads:
+
+    def load(self, copies: Sequence[Copy]) -> None:
+        """Execute the copies from host memory, after all others of a step."""
+        if loads := [copy for copy in copies if copy.source < 0]:
+            with torch.inference_mode():
                 self._load(loads)
-        return [copy for copy in copies if copy.source >= 0 <= copy.destination]
 
     def read_block(self, group: int, block: int) -> NDArray[np.uint8]:
         """The content of a block, [block_bytes], on the host; with no step in flight."""

@@ -28,7 +28,9 @@ SMALL_PAGES_BYTES = 2 * 2**20
 class HostCopies(Protocol):
     """Executes the copies of a step that cross to or from host memory; see `HostMemory`."""
 
-    def copy(self, copies: Sequence[Copy]) -> list[Copy]: ...
+    def store(self, copies: Sequence[Copy]) -> None: ...
+
+    def load(self, copies: Sequence[Copy]) -> None: ...
 
 
 class KVCaches:
@@ -155,8 +157,10 @@ class KVCaches:
 
     def copy_blocks(self, copies: Sequence[Copy], block_size: int) -> None:
         """Copy K and V of blocks, as `ScheduledBatch.copies` says, on the current stream."""
+        crossing = copies
         if self.host is not None:
-            copies = self.host.copy(copies)  # those within the device's memory are left
+            copies = [copy for copy in crossing if copy.source >= 0 <= copy.destination]
+            self.host.store(crossing)
         for group in {copy.group for copy in copies}:
             blocks = [(source, destination) for of_group, source, destination in copies if of_group == group]
             sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
@@ -165,6 +169,8 @@ class KVCaches:
             if group == self._record_group:
                 for state in itertools.chain.from_iterable(self.of_records):
                     state.index_copy_(0, destinations, state.index_select(0, sources))
+        if self.host is not None:
+            self.host.load(crossing)
 
     def blocks_of(self, group: int, block_size: int) -> list[Tensor]:
         """The caches of a group as [n, num_blocks, block_size, ...], in an order that is the same in every process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -198,6 +198,11 @@ class Sequence:
     def num_findable_blocks(self, block_size: int) -> int:
         """Full blocks among them, before the last known token, which is computed for its logits."""
         return min(self.num_findable_tokens, len(self.token_ids) - 1) // block_size
+
+    def held_blocks(self) -> Iterator[tuple[int, int]]:
+        """(cache group, block) of its block tables."""
+        tables = [self.block_table, *(self.group_tables.further if self.group_tables else ())]
+        return ((group, block) for group, table in enumerate(tables) for block in table)
 
     def block_tokens(self, index: int, block_size: int) -> bytes:
         """The int32 token ids of block `index`, as bytes; short if the block is not full."""

@@ -127,7 +127,7 @@ class PrefixTiers(Observer):
 
     def _store_one(self) -> bool:
         copies = self.manager.stores_now()
-        self.memory.copy(copies)
+        self.memory.store(copies)
         return bool(copies)
 
     @property

@@ -239,6 +239,17 @@ def run_beam_search(llm: LLM, steps: list[Any]) -> None:
         assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in own]
 
 
+def run_fork(llm: LLM, steps: list[Any]) -> None:
+    if llm.config.data_parallel_size == 1:  # replicas refuse it
+        (whole,) = one().generate(PROMPTS[0], LONG, use_tqdm=False)
+        stream = llm.stream(PROMPTS[0], LONG)
+        for _ in range(9):
+            output = next(stream)
+        *_, last = llm.fork(output.request_id, len(PROMPTS[0]) + 5, replace(LONG, max_tokens=20))
+        assert last.outputs[0].token_ids == whole.outputs[0].token_ids[5:25]
+        stream.close()
+
+
 def run_priority(llm: LLM, steps: list[Any]) -> None:
     given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
@@ -327,6 +338,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_stream: {"stream", "record_itl"},
     run_resume: {"resume"},
     run_beam_search: {"beam_search", "params"},
+    run_fork: {"fork", "at"},
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},

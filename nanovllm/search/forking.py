@@ -1,0 +1,86 @@
+"""`LLM.fork`: a request goes on from any token of another, whose KV it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.core.features import REPLICAS, refuse
+from nanovllm.core.outputs import OutputKind, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
+from nanovllm.core.validation import integer
+from nanovllm.process.interrupts import InterruptsHeld
+from nanovllm.search.forks import can_fork, fork_blocks, start_running
+
+if TYPE_CHECKING:
+    from nanovllm.engine import Engine
+
+
+class Forking:
+    """Mixin of `LLM`."""
+
+    def fork(
+        self: Any,
+        request_id: str | RequestOutput,
+        at: int | None = None,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """Go on from a token of a request, with other parameters; yields the output so far after each token.
+
+        The KV before it is shared: of a running request all of it, of one that has ended its full blocks, while the
+        prefix cache has them.
+
+        Args:
+            request_id: of a running request, or any output of one; of several samples the first.
+            at: number of its tokens, prompt and output, that the fork's prompt takes; None takes all.
+            params, **options: as in `stream`.
+
+        Raises ValueError for an unknown id, an `at` beyond its tokens, and with data_parallel_size > 1.
+        """
+        if self.config.data_parallel_size > 1:
+            refuse("fork", REPLICAS)
+        name = request_id.request_id if isinstance(request_id, RequestOutput) else request_id
+        with self._turn() as engine:
+            running = engine.requests.get(name)
+            if running is not None:
+                token_ids, salt = [*running.sequences[0].token_ids], running.sequences[0].cache_salt
+            elif isinstance(request_id, RequestOutput):
+                token_ids, salt = [*request_id.prompt_token_ids, *request_id.outputs[0].token_ids], ""
+            else:
+                raise ValueError(f"no request {name!r} runs. Give the RequestOutput of one that has ended.")
+        at = len(token_ids) if at is None else integer("at", at, 1, len(token_ids))
+        request = engine.input_processor.process_one(
+            next(self._request_ids), token_ids[:at], params, output_kind=OutputKind.CUMULATIVE,
+            **({"cache_salt": salt} | options),
+        )  # fmt: skip
+        interrupts = InterruptsHeld()
+        outputs: Iterator[RequestOutput] = interrupts.held_in(
+            self._run([request], interrupts, add=partial(add_fork, engine, name))
+        )
+        return outputs
+
+
+def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
+    """Queue a request; where a running one has computed all but its last token, it goes on from there at once."""
+    engine.add(request)
+    source_request = engine.requests.get(source_id)
+    if source_request is None or request.params.n > 1 or engine.model_runner.binding.mixers.layers:
+        return
+    source, (target,) = source_request.sequences[0], engine.requests[request.request_id].sequences
+    num_tokens = len(target.token_ids) - 1
+    if (
+        source.is_running
+        and num_tokens > 0
+        and source.num_computed_tokens >= num_tokens
+        and source.token_ids[:num_tokens] == target.token_ids[:num_tokens]
+        and source.cache_salt == target.cache_salt
+        and not target.lacks_prompt_logprobs
+        and len(engine.scheduler.running) < engine.config.max_num_seqs
+        and can_fork(engine.block_manager, source, num_tokens)
+    ):
+        start_running(engine.scheduler, target)
+        fork_blocks(engine.block_manager, source, target, num_tokens)
+        target.num_cached_tokens = num_tokens
