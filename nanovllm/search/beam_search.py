@@ -92,6 +92,7 @@ class Search:
         self._config = engine.config
         engine.restart_running()  # no step is in flight, and beams start first
         engine.config = replace(engine.config, overlap=False)
+        self._drafting, engine.scheduler.drafting = engine.scheduler.drafting, None  # a step brings a beam one token
 
     def _check(self, params: BeamSearchParams) -> None:
         engine, config = self.engine, self.engine.config
@@ -214,4 +215,4 @@ class Search:
         if not self.engine.is_dead:
             for beams in self._active:
                 self._end(beams)
-        self.engine.config = self._config
+        self.engine.config, self.engine.scheduler.drafting = self._config, self._drafting

@@ -67,7 +67,7 @@ def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
     """Queue a request; where a running one has computed all but its last token, it goes on from there at once."""
     engine.add(request)
     source_request = engine.requests.get(source_id)
-    if source_request is None or request.params.n > 1 or engine.model_runner.binding.mixers.layers:
+    if source_request is None or request.params.n > 1 or engine.model_runner.binding.mixers is not None:
         return
     source, (target,) = source_request.sequences[0], engine.requests[request.request_id].sequences
     num_tokens = len(target.token_ids) - 1
