@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import types
 
 import psutil
 import pytest
@@ -106,6 +107,10 @@ def free_memory_is_given_back():
     Only a large process has a full collection, which takes up to a second.
     """
     yield
+    # FastAPI remembers kinds of endpoints by the function, which holds its application, and so the engine.
+    for name, value in vars(sys.modules.get("fastapi.dependencies.models", types)).items():
+        if name.endswith("_cached"):
+            value.cache_clear()
     if psutil.Process().memory_info().rss > COLLECT_ABOVE_BYTES:
         gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

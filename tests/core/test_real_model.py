@@ -26,9 +26,13 @@ def reference_model_is_freed():
     reference_model.cache_clear()
 
 
+def load_reference(dtype: torch.dtype):
+    return AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=dtype)
+
+
 @functools.cache
 def reference_model():
-    return AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=torch.float32)
+    return load_reference(torch.float32)
 
 
 @functools.cache
@@ -90,6 +94,14 @@ def test_compiled_flex_attention():
     check_tokens(SUBSET[:9], attention_backend="flex", num_kv_blocks=34, max_num_batched_tokens=256)
 
 
+@functools.cache
+def logits_of_transformers(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Those behind the last token of each prompt of the subset, in float32."""
+    model = load_reference(dtype)
+    with torch.no_grad():
+        return [model(torch.tensor([prompts()[number]])).logits[0, -1].float() for number in SUBSET]
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
     """Greedy streams may part where two tokens nearly tie, so logits are compared: with those of `transformers` in
@@ -97,7 +109,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
 
     bfloat16 keeps 8 bits: logits of about 20 are rounded to 1/8, and 30 layers add their own rounding.
     """
-    model = AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=torch.bfloat16)
+    references = [logits_of_transformers(dtype) for dtype in (torch.bfloat16, torch.float32)]
     own_errors, their_errors, differences = [], [], []
     with LLM(dtype="bfloat16", max_model_len=2048, enforce_eager=enforce_eager) as llm:
         captured = []
@@ -105,12 +117,9 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
         llm._engine.model_runner.sampler.sample = lambda logits, *rest: (
             captured.append(logits.clone()) or sample(logits, *rest)
         )
-        for number in SUBSET:
+        for number, theirs, exact in zip(SUBSET, *references, strict=True):
             llm.generate([prompts()[number]], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
             own = captured[-1][0].float()
-            with torch.no_grad():
-                prompt = torch.tensor([prompts()[number]])
-                theirs, exact = (m(prompt).logits[0, -1].float() for m in (model, reference_model()))
             assert (own - theirs).abs().max() < 1.0, f"prompt {number}"
             differences.append((own - theirs).abs().mean().item())
             own_errors.append((own - exact).abs().mean().item())
