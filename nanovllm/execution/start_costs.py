@@ -17,7 +17,7 @@ from nanovllm.execution.dummy_batches import Spans, dummy_batch
 from nanovllm.execution.learned_costs import LearnedCosts, RecursiveFit, resolve_goal
 from nanovllm.model.binding import ModelBinding
 
-REPEATS = 3  # of each step; the fastest counts
+REPEATS = 3  # of each step; the fastest counts, and one of a second is not repeated
 PATIENCE_S = 1.0  # for which a step of one block that exceeds the goal is measured again, since the machine may be busy
 LONG_STEP = 0.25  # seconds; after a step of one block that takes longer, none of several is tried
 
@@ -47,6 +47,8 @@ def learned_budget(
             begin = clock()
             execute(batch)
             seconds.append(clock() - begin)
+            if seconds[-1] > 1.0:
+                break
         return costs.work(batch), max(min(seconds), 1e-9)
 
     # Not "auto": on a GPU the rows of a step are padded.

@@ -169,6 +169,20 @@ def test_a_machine_that_is_busy_at_start_is_measured_again(seconds: list[float],
                 learned()
 
 
+def test_a_start_takes_a_slow_step_of_each_kind_once():
+    now, taken = [0.0], []
+    with open_llm() as llm:
+        runner = llm._engine.model_runner
+
+        def execute(batch: object) -> None:
+            taken.append(batch)
+            now[0] += 2.0
+
+        config = replace(runner.config, itl_goal="auto")
+        assert learned_budget(config, runner.binding, runner.pools, execute, lambda: now[0])[2].itl_goal == 8.0
+    assert len(taken) == 2
+
+
 def test_a_goal_below_a_step_of_one_block_is_refused_at_load():
     with pytest.raises(ValueError, match=r"itl_goal is 0.001 s, but a step of one block of 256 tokens takes"):
         open_llm(itl_goal=1e-3, block_size=256, num_kv_blocks=9)
