@@ -29,10 +29,10 @@ from collections.abc import Sequence as AnySequence
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
-from nanovllm.cache.state_blocks import StateBlocks
+from nanovllm.cache.state_blocks import StateBlocks, StatePool
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.outputs import CacheGroupStats
-from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import GroupTables, Sequence
 
 
@@ -99,7 +99,10 @@ class CacheGroups(BlockManager):
             raise ValueError(
                 "the first cache group has records; the prefix index needs one with a block for each block"
             )
-        pools = (self, *map(BlockPool, num_blocks[1:]))
+        pools: list[BlockPool] = [self]
+        for kind, count in zip(kinds[1:], num_blocks[1:], strict=True):
+            is_record = kind.record_bytes is not None
+            pools.append(StatePool(count, self._state_found, self._state_lost) if is_record else BlockPool(count))
         limits = {"max_model_len": max_model_len, "max_chunk_tokens": max_chunk_tokens}
         self.groups = [
             (GroupBlocks if kind.record_bytes is None else StateBlocks)(kind, pool, block_size, **limits)
@@ -107,6 +110,7 @@ class CacheGroups(BlockManager):
         ]
         self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
         self.cuts_chunks = bool(self._states)
+        self.state_observer: BlockObserver | None = None  # of recurrent states after blocks
         self.by_id: dict[int | str, PrefixEntry] = {}
         self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
         for pool in pools:
@@ -284,6 +288,15 @@ class CacheGroups(BlockManager):
             lost = self.by_id.get(lost.parent)
             if lost is not None:
                 self.num_longer[lost.prefix_id] -= 1
+
+    def _state_found(self, entry: PrefixEntry) -> None:
+        if self.state_observer is not None:
+            parent = self.by_id.get(entry.parent)
+            self.state_observer.findable(entry, None if parent is None else parent.block_hash)
+
+    def _state_lost(self, entry: PrefixEntry) -> None:
+        if self.state_observer is not None:
+            self.state_observer.forgotten(entry.block_hash)
 
     def reset_prefix_cache(self) -> None:
         self.by_id.clear()

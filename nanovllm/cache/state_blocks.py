@@ -16,13 +16,28 @@ Invariant: each slot in a table but the working one holds the state after the la
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from nanovllm.block_manager import BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.prefix_entry import PrefixEntry
+
+
+class StatePool(BlockPool):
+    """Slots whose contents are told to `found` when a first slot holds them, and to `lost` after the last."""
+
+    def __init__(
+        self, num_blocks: int, found: Callable[[PrefixEntry], None], lost: Callable[[PrefixEntry], None]
+    ) -> None:
+        super().__init__(num_blocks)
+        self._on_found, self._on_lost = found, lost  # type: ignore[method-assign,assignment]
+
+    def hold(self, block: int, entry: PrefixEntry) -> None:
+        if entry.prefix_id not in self.holders:
+            self._on_found(entry)
+        super().hold(block, entry)
 
 
 class StateBlocks(GroupBlocks):

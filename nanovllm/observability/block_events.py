@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
@@ -25,18 +26,21 @@ class Findable(NamedTuple):
     parent_hash: hash of the previous block; None for a first block.
     tokens: token ids as bytes of int32.
     cache_salt: the request's, for a first block.
+    of_states: whether it is the recurrent state after the block.
     """
 
     block_hash: bytes
     parent_hash: bytes | None
     tokens: bytes
     cache_salt: str
+    of_states: bool = False
 
 
 class Forgotten(NamedTuple):
-    """A block is no longer findable."""
+    """A block, or the recurrent state after it, is no longer findable."""
 
     block_hash: bytes
+    of_states: bool = False
 
 
 class AllForgotten(NamedTuple):
@@ -66,15 +70,20 @@ class BlockEvents(Observer):
         events = manager.observer
         if not isinstance(events, cls):
             events = manager.observer = cls()
+            if isinstance(manager, CacheGroups):
+                manager.state_observer = StateEvents(events)
             observers.append(events)
         events._receivers.append(receive)
 
     def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
         salt = entry.parent if isinstance(entry.parent, str) else ""
-        self._events.append(Findable(entry.block_hash, parent_hash, entry.tokens, salt))
+        self.add(Findable(entry.block_hash, parent_hash, entry.tokens, salt))
 
     def forgotten(self, block_hash: bytes) -> None:
-        self._events.append(Forgotten(block_hash))
+        self.add(Forgotten(block_hash))
+
+    def add(self, event: BlockEvent) -> None:
+        self._events.append(event)
 
     def all_forgotten(self) -> None:
         self._events = [AllForgotten()]  # supersedes earlier events
@@ -100,3 +109,20 @@ class BlockEvents(Observer):
 
     def __str__(self) -> str:
         return "block events"
+
+
+class StateEvents:
+    """Adds the events of recurrent states to those of blocks."""
+
+    def __init__(self, events: BlockEvents) -> None:
+        self._events = events
+
+    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
+        salt = entry.parent if isinstance(entry.parent, str) else ""
+        self._events.add(Findable(entry.block_hash, parent_hash, entry.tokens, salt, of_states=True))
+
+    def forgotten(self, block_hash: bytes) -> None:
+        self._events.add(Forgotten(block_hash, of_states=True))
+
+    def all_forgotten(self) -> None:
+        """Told of blocks already."""

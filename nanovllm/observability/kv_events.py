@@ -19,10 +19,13 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.validation import packages
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
@@ -70,6 +73,7 @@ class KvEventPublisher(Observer):
             self._context.destroy(linger=0)
             raise
         self._thread: threading.Thread | None = None
+        self._kinds: list[str] = []  # of a model with recurrent states
 
     @staticmethod
     def check(config: EngineConfig) -> None:
@@ -80,6 +84,8 @@ class KvEventPublisher(Observer):
 
     def begin(self, manager: BlockManager, observers: StepObservers) -> None:
         """Start publishing the events of this block manager, until the engine closes."""
+        if isinstance(manager, CacheGroups) and manager.cuts_chunks:
+            self._kinds = [_name(group.kind) for group in manager.groups]
         self._thread = threading.Thread(target=self._run, name="nanovllm-kv-events", daemon=True)
         self._thread.start()
         observers.append(self)
@@ -143,7 +149,10 @@ class KvEventPublisher(Observer):
                     break
                 continue
             try:
-                number, payload = sequence.to_bytes(8, "big"), self._encode([now, in_schema(events), self._rank])
+                number, payload = (
+                    sequence.to_bytes(8, "big"),
+                    self._encode([now, in_schema(events, self._kinds), self._rank]),
+                )
                 self._sent.append((number, payload))
                 self._publish.send_multipart((self._topic, number, payload))
             except Exception:
@@ -179,15 +188,25 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-def in_schema(events: list[BlockEvent]) -> list[dict[str, Any]]:
-    """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals."""
+def _name(kind: StateKind) -> str:
+    if kind.record_bytes is not None:
+        return "mamba"
+    return "full_attention" if kind.is_full else "sliding_window" if kind.window else "chunked_local_attention"
+
+
+def in_schema(events: list[BlockEvent], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals.
+
+    Args:
+        kinds: of the cache groups, the last one of recurrent states; without such a group events name none.
+    """
     found: list[dict[str, Any]] = []
-    tail: bytes | None = None  # last hash of the chain in the last event
+    tail: tuple[bytes | None, bool] | None = None  # last hash of the chain in the last event, and whether of states
     for event in events:
         if isinstance(event, Findable):
-            if tail is None or event.parent_hash != tail:
-                found.append(_stored(event))
-            stored, tail = found[-1], event.block_hash
+            if tail is None or (event.parent_hash, event.of_states) != tail:
+                found.append(_stored(event) | _group(event, kinds, with_kind=True))
+            stored, tail = found[-1], (event.block_hash, event.of_states)
             stored["block_hashes"].append(as_number(event.block_hash))
             stored["token_ids"] += array("i", event.tokens)
             if "extra_keys" in stored:  # the salt is a key of the first block
@@ -196,12 +215,20 @@ def in_schema(events: list[BlockEvent]) -> list[dict[str, Any]]:
             continue
         tail = None
         if isinstance(event, Forgotten):
-            if not found or found[-1]["type"] != "BlockRemoved":
-                found.append({"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM})
+            removed = {"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM} | _group(event, kinds)
+            if not found or found[-1] | {"block_hashes": []} != removed:
+                found.append(removed)
             found[-1]["block_hashes"].append(as_number(event.block_hash))
         else:
             found.append({"type": "AllBlocksCleared"})
     return found
+
+
+def _group(event: Findable | Forgotten, kinds: Sequence[str], *, with_kind: bool = False) -> dict[str, Any]:
+    """The number of an event's cache group, and its kind."""
+    number = len(kinds) - 1 if event.of_states else 0
+    fields: dict[str, Any] = {"group_idx": number} if kinds else {}
+    return fields | {"kv_cache_spec_kind": kinds[number]} if kinds and with_kind else fields
 
 
 def _stored(first: Findable) -> dict[str, Any]:

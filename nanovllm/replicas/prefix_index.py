@@ -21,9 +21,10 @@ _KINDS: dict[type, int] = {AllForgotten: 0, Findable: 1, Forgotten: 2}
 
 
 def encode(events: Iterable[BlockEvent]) -> bytes:
-    """Encode a batch of events for `PrefixIndex.apply`, without token ids."""
+    """Encode a batch of events for `PrefixIndex.apply`, without token ids and recurrent states."""
     parts: list[bytes] = []
-    for kind, run in groupby(events, type):
+    of_blocks = (event for event in events if isinstance(event, AllForgotten) or not event.of_states)
+    for kind, run in groupby(of_blocks, type):
         hashes = [] if kind is AllForgotten else [event.block_hash for event in run]  # type: ignore[union-attr]
         parts += (_RUN.pack(_KINDS[kind], len(hashes)), *hashes)
     return b"".join(parts)

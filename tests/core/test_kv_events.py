@@ -14,16 +14,19 @@ import pytest
 import zmq
 
 from nanovllm import SamplingParams
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
 from nanovllm.observability import kv_events
-from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
+from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
 from nanovllm.observability.step_records import StepObservers
+from nanovllm.replicas.prefix_index import PrefixIndex, encode
 from tests.support.async_llms import collect
 from tests.support.async_llms import open_llm as open_async_llm
 from tests.support.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.llms import generate, open_llm
+from tests.support.scheduling import Loop, make_group_scheduler
 
 # The schema as vLLM documents it to subscribers, since 0.24: an array, whose events are maps with a tag.
 
@@ -207,6 +210,41 @@ def test_a_removal_between_two_blocks_of_a_chain_parts_them_in_order():
         Findable(second, first, bytes(16), ""),
     ]
     assert [event["type"] for event in in_schema(events)] == ["BlockStored", "BlockRemoved", "BlockStored"]
+
+
+def test_states_are_told_from_the_blocks_after_which_they_are():
+    """A router that counts hits of such a model needs both."""
+    (first, second), kinds = PromptHashes([*A, *B, 9], 4), ["full_attention", "mamba"]
+    events: list[BlockEvent] = [
+        Findable(first, None, bytes(16), ""),
+        Findable(second, first, bytes(16), ""),
+        Findable(second, first, bytes(16), "", of_states=True),
+        Forgotten(second, of_states=True),
+        Forgotten(second),
+    ]
+    found = in_schema(events, kinds)
+    assert [(event["type"], event["group_idx"], len(event["block_hashes"])) for event in found] == [
+        ("BlockStored", 0, 2), ("BlockStored", 1, 1), ("BlockRemoved", 1, 1), ("BlockRemoved", 0, 1),
+    ]  # fmt: skip
+    assert [event.get("kv_cache_spec_kind") for event in found] == [*kinds, None, None]
+    assert not any("group_idx" in event for event in in_schema(events)), "a model without states has one group"
+
+
+def test_the_events_of_states_follow_their_slots():
+    scheduler = make_group_scheduler([FULL, StateKind.record(100)], [1 + 40, 1 + 4], max_model_len=100)
+    manager, loop, seen = scheduler.block_manager, Loop(scheduler), []
+    BlockEvents.follow(manager, StepObservers(), seen.extend)
+    for number in range(6):
+        loop.add([number, *A, *B, *C], max_tokens=9)
+        loop.drain()
+        manager.observer.flush()
+        held = {event.block_hash: isinstance(event, Findable) for event in seen if event.of_states}
+        states = manager.groups[1].pool
+        assert {h for h, is_held in held.items() if is_held} == {e.block_hash for e in states.entry_of if e is not None}
+    assert any(isinstance(event, Forgotten) and event.of_states for event in seen)
+    index = PrefixIndex()
+    index.apply(encode(seen))
+    assert index.held == set(manager.entries), "replicas are chosen by blocks"
 
 
 def test_every_event_decodes_by_the_structs_of_vllm(context: zmq.Context, endpoint: str):
