@@ -22,7 +22,8 @@ class StepWork(NamedTuple):
     num_tokens: rows of the dense layers: new tokens, on a GPU padded to the bucket size.
     num_decodes, num_chunks: sequences by kind of attention.
     num_context_tokens: KV entries that decodes read; a prefix common to decodes with the same first block counts once,
-        as a kernel may read it once. With cache groups: those in sight, each group's by its share of a token's bytes.
+        as a kernel may read it once. With cache groups: those in sight, each group's by its share of a token's bytes;
+        the recurrent state that a decode reads and writes counts as the tokens whose K and V are as many bytes.
     num_shared_context_tokens: further entries if each decode counted its whole context.
     num_chunk_pairs: (query, key) pairs in the attention of chunks, likewise.
     num_samples: rows of the vocabulary projection and the sampler.
@@ -47,6 +48,7 @@ class StepWork(NamedTuple):
             groups: the model's cache groups; none for full attention alone.
         """
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
+        state_bytes, groups = sum(group.kind.record_bytes or 0 for group in groups), _paged(groups)
         num_single = num_decodes
         for _, start, size, num_drawn, _, _ in batch.entries[num_decodes:]:
             num_tokens += size
@@ -62,6 +64,8 @@ class StepWork(NamedTuple):
             shared = block_size * _num_shared_blocks([entry.block_table for entry in decodes])
             context = round(sum([_num_seen(groups, entry.start + 1) for entry in decodes]) - share * shared)
             shared = round(share * shared)
+        if state_bytes and groups:
+            context += round(num_decodes * 2 * state_bytes * block_size / sum(group.block_bytes for group in groups))
         num_chunks = len(batch.entries) - num_decodes
         if sizes is not None:
             _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
@@ -72,7 +76,7 @@ class StepWork(NamedTuple):
     ) -> StepWork:
         """The work of decodes with a last chunk of `size` tokens beside them; `sizes` and `groups` as above."""
         num_tokens = self.num_decodes + size if sizes is None else sizes.padded(self.num_decodes, size)[1]
-        num_pairs = self.num_chunk_pairs + _num_pairs(groups, start, size)
+        num_pairs = self.num_chunk_pairs + _num_pairs(_paged(groups), start, size)
         return self._replace(
             num_tokens=num_tokens,
             num_chunks=self.num_chunks + 1,
@@ -83,6 +87,11 @@ class StepWork(NamedTuple):
     @property
     def num_sequences(self) -> int:
         return self.num_decodes + self.num_chunks
+
+
+def _paged(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
+    """The groups of K and V."""
+    return [group for group in groups if group.kind.record_bytes is None and group.block_bytes]
 
 
 def _num_seen(groups: Sequence[CacheGroup], num_tokens: int) -> int:

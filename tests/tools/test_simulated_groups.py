@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm.cache.cache_pools import CacheGroup
@@ -30,6 +32,33 @@ FEW = Workload("few", [TimedRequest(0.0, [number] * 1000, 200) for number in ran
 def test_a_calibration_of_groups_is_read_as_it_was_written(tmp_path):
     CALIBRATION.save(tmp_path / "calibration.json")
     assert Calibration.load(tmp_path / "calibration.json") == CALIBRATION
+
+
+def test_recurrent_states_are_simulated_in_slots(tmp_path):
+    groups = ((None, None, 1000), (None, None, 0, 640_000))
+    replace(CALIBRATION, cache_groups=groups).save(tmp_path / "calibration.json")
+    found = Calibration.load(tmp_path / "calibration.json")
+    config = found.resolve(EngineConfig(max_model_len=2048, max_num_seqs=8))
+    pools = found.pools(config)
+    assert pools.are_records == (False, True) and pools.groups[1].block_bytes == 640_000
+    prompt = [*range(1000)]
+    asked = Workload("shared", [TimedRequest(0.0, [*prompt, number], 20) for number in range(4)], {})
+    simulated = simulate(asked, config, COST, pools=pools)
+    assert simulated.stats[0].cache_groups[1].record_bytes == 640_000
+    assert simulated.stats[0].prefix_cache_hits == 3 * (1000 // 64 * 64)
+
+
+def test_a_decode_counts_its_state_as_the_tokens_with_as_many_bytes():
+    """It is read and written, in addition to the context; chunks have none of it."""
+    groups = [CacheGroup((0,), 4 * 10), CacheGroup((), 150, StateKind.record(150))]
+    loop = Loop(make_group_scheduler([group.kind for group in groups], [40, 40]))
+    loop.add(range(8), max_tokens=5)
+    first, _, decode = loop.step(), loop.step(), loop.step()
+    assert StepWork.from_batch(first, 4, groups=groups)[3:6] == (0, 0, 4 * 5 // 2)
+    assert StepWork.from_batch(decode, 4, groups=groups).num_context_tokens == 9 + 2 * 150 // 10
+    assert StepWork.from_batch(decode, 4, groups=groups).with_chunk(0, 8, groups=groups).num_chunk_pairs == 36
+    without = [CacheGroup(), groups[1]]  # no layer attends
+    assert StepWork.from_batch(decode, 4, groups=without) == StepWork.from_batch(decode, 4)
 
 
 def test_a_simulated_engine_has_the_pools_of_the_measured_one():
@@ -67,8 +96,8 @@ def test_a_step_counts_the_tokens_in_sight_by_their_share_of_the_bytes(groups):
 def test_a_model_with_windows_is_calibrated_with_its_groups():
     options = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "enforce_eager": True}
     found = calibrate(model("Gemma3Text"), repeats=1, **options)
-    assert [window for window, _, _ in found.cache_groups] == [None, WINDOW]
-    assert sum(size for _, _, size in found.cache_groups) == found.kv_token_bytes
+    assert [group[0] for group in found.cache_groups] == [None, WINDOW]
+    assert sum(group[2] for group in found.cache_groups) == found.kv_token_bytes
     config = found.resolve(EngineConfig(**(options | {"enforce_eager": False})))
     simulated = simulate(
         Workload("one", [TimedRequest(0.0, [1] * 100, 8)], {}), config, found.cost_model, pools=found.pools(config)

@@ -317,7 +317,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         cost_model=cost_model,
         tensor_parallel_size=config.tensor_parallel_size,
         quantization=config.quantization,
-        cache_groups=tuple((*g.kind.spans, g.block_bytes // config.block_size) for g in groups_of(engine)),
+        cache_groups=tuple(_numbers(group, config.block_size) for group in groups_of(engine)),
     )
 
 
@@ -325,6 +325,13 @@ def groups_of(engine: Engine) -> tuple[CacheGroup, ...]:
     """Cache groups of the engine's model; none for full attention only."""
     pools = engine.model_runner.pools
     return () if pools.is_one_full else pools.groups
+
+
+def _numbers(group: CacheGroup, block_size: int) -> tuple[int | None, ...]:
+    """A group as `Calibration.cache_groups` has it."""
+    if group.kind.record_bytes is not None:
+        return None, None, 0, group.kind.record_bytes
+    return *group.kind.spans, group.block_bytes // block_size
 
 
 def _processor() -> str:

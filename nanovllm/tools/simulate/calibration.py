@@ -25,7 +25,8 @@ class Calibration:
     max_position_embeddings: longest sequence of the model, in tokens.
     kv_token_bytes: bytes of K and V per token, over all layers; of one rank.
     kv_cache_bytes: size of the measured engine's KV cache, likewise.
-    cache_groups: window, chunk and bytes per token of each cache group; empty for full attention alone.
+    cache_groups: window, chunk and bytes per token of each cache group; empty for full attention alone. For recurrent
+        states the fourth number is their bytes per sequence.
     residuals: "median", "p90" and "max" of the device time's errors, relative to launch and device, of `num_samples`
         steps.
     """
@@ -47,7 +48,7 @@ class Calibration:
     cost_model: CostModel
     tensor_parallel_size: int = 1
     quantization: str | None = None
-    cache_groups: tuple[tuple[int | None, int | None, int], ...] = ()
+    cache_groups: tuple[tuple[int | None, ...], ...] = ()
 
     def resolve(self, config: EngineConfig, *, model: str | None = None) -> EngineConfig:
         """Resolve options as the measured engine would.
@@ -98,10 +99,7 @@ class Calibration:
 
     def _groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         groups = self.cache_groups or ((None, None, self.kv_token_bytes),)
-        return tuple(
-            CacheGroup((number,), num_bytes * block_size, StateKind(window, chunk))
-            for number, (window, chunk, num_bytes) in enumerate(groups)
-        )
+        return tuple(_group(number, block_size, *numbers) for number, numbers in enumerate(groups))
 
     def save(self, path: str | Path) -> None:
         text = json.dumps({"format": FORMAT} | asdict(self), indent=1)
@@ -116,9 +114,24 @@ class Calibration:
             if found != FORMAT:
                 raise ValueError(f"its format is {found}, and this version reads {FORMAT}")
             cost_model = CostModel.from_dict(fields.pop("cost_model"))
-            groups = tuple((window, chunk, size) for window, chunk, size in fields.pop("cache_groups", ()))
+            groups = tuple(map(tuple, fields.pop("cache_groups", ())))
+            if any(len(numbers) not in (3, 4) for numbers in groups):
+                raise ValueError(f"its cache_groups are {groups}")
             return cls(cost_model=cost_model, cache_groups=groups, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{str(path)!r} is no calibration ({type(error).__name__}: {error}); `nanovllm calibrate` writes one."
             ) from error
+
+
+def _group(
+    number: int,
+    block_size: int,
+    window: int | None,
+    chunk: int | None,
+    token_bytes: int | None,
+    record: int | None = None,
+) -> CacheGroup:
+    if record is not None:
+        return CacheGroup((), record, StateKind.record(record))
+    return CacheGroup((number,), (token_bytes or 0) * block_size, StateKind(window, chunk))
