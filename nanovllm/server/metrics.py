@@ -99,7 +99,8 @@ class EngineFigures(Collector):
         labels = ["model_name", "window", "chunk", "state"]
         blocks = GaugeMetricFamily(PREFIX + "kv_group_blocks", "KV blocks of each cache group by state.", labels=labels)
         for group in groups:
-            sight = [self._model_name, str(group.window or ""), str(group.chunk or "")]
+            window = str(group.window or "") if group.record_bytes is None else "state"  # recurrent: sees its latest
+            sight = [self._model_name, window, str(group.chunk or "")]
             blocks.add_metric([*sight, "used"], group.num_used_blocks)
             blocks.add_metric([*sight, "free"], group.num_blocks - group.num_used_blocks)
             blocks.add_metric([*sight, "findable"], group.num_findable_blocks)
