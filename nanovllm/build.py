@@ -96,6 +96,8 @@ def build_engine(
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest)
+        if publisher is not None and engine.tiers is not None:
+            engine.tiers.books.on_change = publisher.tier_changed
     return engine
 
 

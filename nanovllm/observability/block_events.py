@@ -43,6 +43,13 @@ class Forgotten(NamedTuple):
     of_states: bool = False
 
 
+class InHostMemory(NamedTuple):
+    """A block was stored in host memory (`stored` describes it), or dropped there (None)."""
+
+    block_hash: bytes
+    stored: Findable | None
+
+
 class AllForgotten(NamedTuple):
     """The prefix cache was cleared."""
 

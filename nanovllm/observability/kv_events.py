@@ -26,15 +26,18 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.tiers.books import StoredBlock
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.validation import packages
-from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
-from nanovllm.observability.step_records import Observer, StepObservers
+from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten, InHostMemory
+from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 
 logger = logging.getLogger("nanovllm")
 
 NEEDS = ("zmq", "msgspec")
 MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
+HOST_MEDIUM = "CPU"  # and for the tier in host memory
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_QUEUED = 10_000  # batches queued for the thread; further ones are lost
 MAX_UNSENT = 10_000  # messages queued for one slow subscriber; it misses further ones
@@ -61,7 +64,7 @@ class KvEventPublisher(Observer):
         self._encode = Encoder().encode
         self._topic, self._rank = config.kv_events_topic.encode(), config.kv_events_rank
         self._next_sequence, self._num_lost = 0, 0
-        self._queue: queue.Queue[tuple[int, float, list[BlockEvent]]] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[int, float, Sequence[BlockEvent | InHostMemory]]] = queue.Queue(MAX_QUEUED)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_REPLAYED)  # (sequence number, payload)
         self._is_closing = threading.Event()
         self._context: Any = Context()
@@ -74,6 +77,8 @@ class KvEventPublisher(Observer):
             raise
         self._thread: threading.Thread | None = None
         self._kinds: list[str] = []  # of a model with recurrent states
+        self._in_tier: dict[StoredBlock, bytes] = {}  # hashes of the blocks told to be in host memory
+        self._of_tier: list[BlockEvent | InHostMemory] = []  # since the last step
 
     @staticmethod
     def check(config: EngineConfig) -> None:
@@ -92,7 +97,7 @@ class KvEventPublisher(Observer):
         BlockEvents.follow(manager, observers, self.receive)
         self.receive([AllForgotten()])
 
-    def receive(self, events: list[BlockEvent]) -> None:
+    def receive(self, events: Sequence[BlockEvent | InHostMemory]) -> None:
         """Queue a batch for sending; never waits."""
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         try:
@@ -101,6 +106,29 @@ class KvEventPublisher(Observer):
             self._num_lost += 1
             if self._num_lost == 1:
                 logger.warning("KV events come faster than they are sent; batch %d is lost", sequence)
+
+    def tier_changed(self, block: StoredBlock, group: int, is_stored: bool) -> None:
+        """A block of the first cache group was stored in host memory, or dropped there."""
+        if group:
+            return
+        if not is_stored:
+            if (block_hash := self._in_tier.pop(block, None)) is not None:
+                self._of_tier.append(InHostMemory(block_hash, None))
+            return
+        entry, before = block.entry, block.parent
+        if entry is None or before is None:  # read from a file: its hash is not known yet
+            return
+        parent_hash = before.entry.block_hash if before.entry is not None else self._in_tier.get(before)
+        if before.parent is None or parent_hash is not None:
+            salt = entry.parent if isinstance(entry.parent, str) else ""
+            self._in_tier[block] = entry.block_hash
+            stored = Findable(entry.block_hash, parent_hash, entry.tokens, salt)
+            self._of_tier.append(InHostMemory(entry.block_hash, stored))
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        if self._of_tier:
+            events, self._of_tier = self._of_tier, []
+            self.receive(events)
 
     def engine_closed(self) -> None:
         """Send queued batches, within `CLOSE_SECONDS`, and close the sockets."""
@@ -194,7 +222,7 @@ def _name(kind: StateKind) -> str:
     return "full_attention" if kind.is_full else "sliding_window" if kind.window else "chunked_local_attention"
 
 
-def in_schema(events: list[BlockEvent], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
     """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals.
 
     Args:
@@ -214,7 +242,9 @@ def in_schema(events: list[BlockEvent], kinds: Sequence[str] = ()) -> list[dict[
                 stored["extra_keys"].append(None if event.parent_hash else [salt])
             continue
         tail = None
-        if isinstance(event, Forgotten):
+        if isinstance(event, InHostMemory):
+            found += _in_host_memory(event)
+        elif isinstance(event, Forgotten):
             removed = {"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM} | _group(event, kinds)
             if not found or found[-1] | {"block_hashes": []} != removed:
                 found.append(removed)
@@ -229,6 +259,12 @@ def _group(event: Findable | Forgotten, kinds: Sequence[str], *, with_kind: bool
     number = len(kinds) - 1 if event.of_states else 0
     fields: dict[str, Any] = {"group_idx": number} if kinds else {}
     return fields | {"kv_cache_spec_kind": kinds[number]} if kinds and with_kind else fields
+
+
+def _in_host_memory(event: InHostMemory) -> list[dict[str, Any]]:
+    if event.stored is None:
+        return [{"type": "BlockRemoved", "block_hashes": [as_number(event.block_hash)], "medium": HOST_MEDIUM}]
+    return [stored | {"medium": HOST_MEDIUM} for stored in in_schema([event.stored])]
 
 
 def _stored(first: Findable) -> dict[str, Any]:

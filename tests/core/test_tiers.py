@@ -18,6 +18,7 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cli.main import main
+from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
 from tests.support.tiny_classes import tiny_class_model
@@ -156,6 +157,26 @@ def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
     (event,) = [event for event in json.loads(path.read_text()) if event.get("name") == "prefix"]
     assert event["args"]["medium"] == "host" and event["args"]["num_tokens"] == 64 and event["args"]["loads"]
     assert event["args"]["load_seconds"] > 0.0 and "compute_seconds" in event["args"]
+
+
+def test_events_name_the_medium_of_stored_blocks(monkeypatch, tmp_path):
+    batches: list[Any] = []
+    monkeypatch.setattr(KvEventPublisher, "receive", lambda self, events: batches.append(in_schema(events)))
+    with open_llm(num_kv_blocks=40, kv_events=f"ipc://{tmp_path}/events", **HOST) as llm:
+        generate(llm, PROMPTS)
+        generate(llm, OTHERS)
+        hashes = {as_number(name) for name in llm._engine.block_manager.entries}
+        llm.reset_prefix_cache()
+        generate(llm, PROMPTS)
+    events = [event for batch in batches for event in batch if event.get("medium") == "CPU"]
+    stored = [event for event in events if event["type"] == "BlockStored"]
+    removed = [event for event in events if event["type"] == "BlockRemoved"]
+    first = next(event for event in stored if event["token_ids"] == SHARED[:16])
+    assert first["parent_block_hash"] is None and first["block_size"] == 16
+    second = next(event for event in stored if event["token_ids"] == SHARED[16:32])
+    assert [second["parent_block_hash"]] == first["block_hashes"]
+    assert {event["block_hashes"][0] for event in stored} & hashes
+    assert {e["block_hashes"][0] for e in removed} <= {e["block_hashes"][0] for e in stored} and len(removed) > 4
 
 
 # -------------------------------------------------------------------------------------------------------------- files
