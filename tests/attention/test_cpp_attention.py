@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from nanovllm.model.binding import ModelBinding
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
 from tests.support.paged_cases import cpp as cpp_backend
+from tests.support.shared_decodes import decode_entries
 from tests.support.tiny_models import save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
@@ -135,6 +137,35 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
     layout = replace(case.layout, entries=[case.entries[0]._replace(block_table=table)])
     with pytest.raises(ValueError, match=message):
         cpp_backend(case).plan(layout)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_kept_from_step_to_step_are_those_made_anew(seed):
+    """Sequences come, go, change places, compute one token or more, and have their last tokens undone."""
+    choice, case = random.Random(seed), PagedCase([(5, 1)])
+    backend, running = cpp_backend(case), []
+    for _ in range(60):
+        if len(running) < 2 or choice.random() < 0.2:
+            running.append(([], choice.randrange(200)))
+        if choice.random() < 0.1:
+            running.pop(choice.randrange(len(running)))
+        if choice.random() < 0.1:
+            choice.shuffle(running)
+        entries = []
+        for index, (table, start) in enumerate(running):
+            if choice.random() < 0.1:
+                start = max(0, start - choice.randint(1, 3))
+                del table[-(-start // 16) :]
+            count = choice.choice([1, 1, 1, 1, 5])
+            table += choice.choices(range(1, 40), k=-(-(start + count) // 16) - len(table))
+            (entry,) = decode_entries([table], [start + count])
+            entries.append(entry._replace(start=start, num_new_tokens=count))
+            running[index] = table, start + count
+        layout = build_layout(entries, 16)
+        kept, new = backend.plan(layout), cpp_backend(case).plan(layout)
+        for own, other in ((kept.decode_rows, new.decode_rows), (kept.chunk_rows, new.chunk_rows)):
+            for row, context in enumerate(own.contexts.tolist()):
+                assert own.tables[row, : -(-context // 16)].tolist() == other.tables[row, : -(-context // 16)].tolist()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
