@@ -26,7 +26,7 @@ from nanovllm.core.prefix_entry import PrefixEntry
 
 
 class StatePool(BlockPool):
-    """Slots whose contents are told to `found` when a first slot holds them, and to `lost` after the last."""
+    """Slots; `found` hears of a content when a first slot holds it, `lost` after the last."""
 
     def __init__(
         self, num_blocks: int, found: Callable[[PrefixEntry], None], lost: Callable[[PrefixEntry], None]

@@ -76,9 +76,9 @@ class ClientQueue:
     # ------------------------------------------------------------------------------------------------- requests
 
     def join(self, sequence: Sequence) -> None:
-        """Queue a new sequence; a client that had none waiting gets at least the least counter of those that have some.
+        """Queue a new sequence; a client that had none waiting gets at least the least counter of clients that wait.
 
-        Where none waits, that of the others with running sequences: what a client does not ask for is not saved up.
+        Where none waits, of clients with running sequences: nobody saves up service by asking for none.
         """
         client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
         account = level.get(client)
@@ -211,8 +211,8 @@ class ClientQueue:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
 
         A client that was served less gets slots at once until it has as many as the most-served one, less one; its
-        first slot, if that is the other's last, when it is so far behind that what both compute again is paid for;
-        further ones when it is behind by `bound`, a cost.
+        first slot, if that is the other's last, once the difference of service pays for the tokens that both compute
+        again; further ones once it is `bound`, a cost.
         """
         first = self.first
         account, client = first.account, first.client

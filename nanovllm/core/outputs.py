@@ -287,8 +287,8 @@ class SpeculationStats:
     """Counters of drafts since construction.
 
     num_drafts: entries of steps with drafts; each draws one token more than it accepts.
-    num_draft_tokens, num_accepted_tokens: computed, and those that equal the model's draws.
-    accepted_by_depth: the latter, those that were the first draft of their entry first.
+    num_draft_tokens, num_accepted_tokens: computed, and equal to the model's draws.
+    accepted_by_depth: accepted tokens by their place among the drafts of an entry.
     by_source: tokens drafted and accepted of each source of drafts.
     num_failures: calls of a drafter that raised or returned no token ids.
     """

@@ -209,7 +209,7 @@ class Sequence:
         return self.token_ids[index * block_size : (index + 1) * block_size].tobytes()
 
     def cut(self, num_tokens: int) -> None:
-        """Drop what is known beyond `num_tokens` tokens; none is in flight."""
+        """Drop known tokens beyond `num_tokens`; none is in flight."""
         del self.token_ids[num_tokens:]
         self.num_known_tokens = len(self.token_ids)
         if self.logprobs is not None:

@@ -1,6 +1,6 @@
 """Token budget of a step by latency goals: as many tokens of prompts as the running streams can wait for. No torch.
 
-A stream's next token is due one `itl_goal` after its last one; what the decodes leave of that time, chunks may take::
+A stream's next token is due one `itl_goal` after its last one; chunks take the time that the decodes leave::
 
     last token        schedule                                                        next token is due
     |-- host's time ---|-- decodes ----|-- chunks: the largest number predicted to fit --|
@@ -31,7 +31,7 @@ class StepCosts(Protocol):
 
     last_time: the end of the last step that was read, on the engine's clock.
     error: median error of the last predictions, relative to the time measured; None before the first.
-    num_misses: steps that took twice or half of what was predicted.
+    num_misses: steps that took twice or half of the prediction.
     """
 
     last_time: float
@@ -46,7 +46,7 @@ class StepCosts(Protocol):
         """Numbers of chunk tokens to choose from, ascending, at most `limit`; on a GPU they fill captured shapes."""
 
     def forecast(self, decodes: SequenceABC[ScheduledSequence], start: int) -> Callable[[int], float]:
-        """Tokens of a chunk from `start`, beside these decodes -> seconds that most steps keep; never decreasing."""
+        """Tokens of a chunk from `start`, with these decodes -> seconds that most steps keep; never decreasing."""
 
 
 class StepBudget:

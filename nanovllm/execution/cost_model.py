@@ -74,7 +74,7 @@ class StepWork(NamedTuple):
     def with_chunk(
         self, start: int, size: int, sizes: RowSizes | None = None, groups: Sequence[CacheGroup] = ()
     ) -> StepWork:
-        """The work of decodes with a last chunk of `size` tokens beside them; `sizes` and `groups` as above."""
+        """The work of decodes and a last chunk of `size` tokens; `sizes` and `groups` as above."""
         num_tokens = self.num_decodes + size if sizes is None else sizes.padded(self.num_decodes, size)[1]
         num_pairs = self.num_chunk_pairs + _num_pairs(_paged(groups), start, size)
         return self._replace(

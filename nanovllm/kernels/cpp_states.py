@@ -168,7 +168,7 @@ class StateKernels:
 
 
 def _rows(tensor: Tensor, num_sequences: int, length: int) -> Tensor:
-    """[num_sequences, 1, ...] as [num_sequences, width], of which each row is contiguous."""
+    """[num_sequences, 1, ...] as [num_sequences, width], rows contiguous."""
     if length != 1 or tensor.dtype not in _TYPES:
         raise ValueError(f"{length} tokens a sequence in {tensor.dtype}")
     rows = tensor.reshape(num_sequences, -1)

@@ -190,7 +190,7 @@ class Mixers:
         return result
 
     def _goes_on(self, layer: StateLayer, forward: Callable[..., Any], given: dict[str, Any]) -> bool:
-        """Whether each state has an effect on a prefill of two rows; that of Mamba-1 begins with none."""
+        """Whether each state has an effect on a prefill of two rows; Mamba-1 begins with none."""
         device = given[layer.arguments[0]].device
 
         def run(changed: StateName | None) -> Tensor:
@@ -249,7 +249,7 @@ class Mixers:
         """Run one part with the states of its slots, and write the new ones; returns the output of all rows.
 
         Args:
-            in_place: states of which `forward` gets the whole pool.
+            in_place: states whose whole pool `forward` gets.
         """
         begins, states = part.reads is None, CacheStates(self._num_states, are_slots=not part.is_batch)
         for name, slots in zip(layer.states, pool, strict=True) if not begins else ():

@@ -61,7 +61,7 @@ class StateLayer:
         Args:
             by_name: name of a global -> kind of state, function.
 
-        The forward's code is shared, with globals of its own, so other modules of the class keep theirs.
+        The forward's code is shared, with other globals, so other modules of the class keep theirs.
         """
         forward: Any = inspect.unwrap(type(self.module).forward)
         used = {name: each for name, each in by_name.items() if name in forward.__code__.co_names}

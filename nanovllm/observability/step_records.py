@@ -31,7 +31,7 @@ class StepRecord:
     time, start_time: end of its update and start of its scheduling, in seconds on the engine's clock.
     num_sequences: sequences in the step.
     num_decode_tokens, num_prefill_tokens: computed tokens: one per decode, and those of chunks.
-    num_draft_tokens, num_accepted_tokens: drafts computed too, and those that equal the model's draws.
+    num_draft_tokens, num_accepted_tokens: drafts computed too, and accepted.
     num_cached_tokens: tokens found in the prefix cache instead.
     num_running, num_waiting, num_used_blocks: after its update.
     ttfts: seconds from arrival to first token, of sequences that got it from this step.
