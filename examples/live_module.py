@@ -16,7 +16,7 @@ def main() -> None:
     folder = ensure_default_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=2e-3)
     batch = tokenizer(TEXT, return_tensors="pt")
 
     params = SamplingParams(temperature=0.0, max_tokens=8)
