@@ -22,6 +22,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
 SWITCH_SECONDS = sys.getswitchinterval()
 MAX_PROCESSES = 4  # each has up to 2 GiB
+# What takes longest begins first, so that no core waits at the end for a file that began late.
+LONGEST = (
+    "test_real_model", "test_replica_deaths", "test_saved_classes", "test_goals_and_shares", "test_snippets",
+    "test_structured_answers", "test_equality", "test_fused_layers", "test_server_attack", "test_product_table",
+    "test_live_page", "test_cpp_attention", "test_server_faults", "test_every_class", "test_processor_classes",
+    "test_interrupts", "test_tensor_parallel", "test_hybrid_models", "test_gc_control", "test_samples",
+    "test_timeline_figures", "test_tune_command", "test_server_connections", "test_sampler", "test_live_chat",
+    "test_examples", "test_default_model_errors", "test_traffic", "test_deletion", "test_server_schema",
+    "test_tensor_parallel_failures", "test_scheduler_properties", "test_logits_changes", "test_cli_pull",
+)  # fmt: skip
 COLLECT_ABOVE_BYTES = 3 * 2**29
 LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.progress", "huggingface_hub")]
 
@@ -40,10 +50,14 @@ def pytest_cmdline_main(config):
         config.option.numprocesses = "auto"
         config.option.maxprocesses = config.option.maxprocesses or MAX_PROCESSES
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False  # files with many tests first
 
 
 def pytest_collection_modifyitems(config, items):
     """The slow matrix runs with `pytest -m slow`; without -m it is left out, as the count of deselected tests says."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     if config.option.markexpr:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
