@@ -51,6 +51,7 @@ def pytest_cmdline_main(config):
         config.option.maxprocesses = config.option.maxprocesses or MAX_PROCESSES
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False  # files with many tests first
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several processes wait for one another's cores
 
 
 def pytest_collection_modifyitems(config, items):
