@@ -1,7 +1,7 @@
 """What tiers of the prefix cache and beam search bring on this machine; figures of docs/results/cpu.md.
 
 python bench/machines/prefix_tiers.py start       # first token of a new process, with and without a directory
-python bench/machines/prefix_tiers.py overhead    # W and P with and without tiers, in turn
+python bench/machines/prefix_tiers.py overhead    # CPU seconds of W and P with and without tiers, in turn
 python bench/machines/prefix_tiers.py beams       # beams of 4 over 16 prompts, against transformers
 """
 
@@ -48,10 +48,10 @@ def start(repeats: int) -> None:
 
 def overhead(repeats: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"without": {}, "host": {"prefix_cache_host_bytes": 2**30}, "dir": {"prefix_cache_dir": folder}}
+        settings = {"without": {}, "tiers": {"prefix_cache_host_bytes": 2**30, "prefix_cache_dir": folder}}
         llms = {name: LLM(max_model_len=1024, **options) for name, options in settings.items()}
         for workload in ("W", "P"):
-            requests = WORKLOADS[workload]().requests
+            requests = WORKLOADS[workload]().requests[:32]
             prompts = [request.prompt_token_ids for request in requests]
             params = [
                 SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
@@ -62,10 +62,10 @@ def overhead(repeats: int) -> None:
                 for name, llm in llms.items():
                     # Other prompts in each run, so that no cache has them.
                     own = [[1 + repeat, *prompt[1:]] for prompt in prompts]
-                    begin = time.perf_counter()
+                    begin = time.process_time()  # of all threads: a busy machine disturbs it less than the clock
                     llm.generate(own, params, use_tqdm=False)
                     if repeat:
-                        seconds[name].append(time.perf_counter() - begin)
+                        seconds[name].append(time.process_time() - begin)
             ratios = {
                 name: statistics.median(a / b for a, b in zip(of, seconds["without"], strict=True))
                 for name, of in seconds.items()
