@@ -1,0 +1,156 @@
+"""A model with recurrent states on a CPU: decodes against `transformers`, shared prefixes, memory of states.
+
+    python bench/machines/hybrid.py streams --count 16     # tokens a second, generate of `transformers` in the same run
+    python bench/machines/hybrid.py prefix                 # first token behind a shared prefix against recomputing it
+    python bench/machines/hybrid.py caching                # requests with and without a prefix cache, nothing shared
+    python bench/machines/hybrid.py memory                 # slots of states that running sequences pin
+
+Random weights in the shape of Qwen3.5 0.8B (`--shape 0.8b`) or smaller. One JSON object a line, on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_models import NoText  # beside this file
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from nanovllm import LLM, SamplingParams, StepRecord
+
+_RECURRENT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.8b": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+             "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248_320, "linear_num_key_heads": 16,
+             "linear_num_value_heads": 16, **_RECURRENT},
+    "0.1b": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 65_536, "linear_num_key_heads": 8,
+             "linear_num_value_heads": 8, **_RECURRENT},
+}  # fmt: skip
+
+
+def checkpoint(shape: str) -> Path:
+    """Folder of a model with random weights, written once a machine."""
+    folder = Path(tempfile.gettempdir()) / f"nanovllm-random-hybrid-{shape}"
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        config = Qwen3_5TextConfig(
+            **SHAPES[shape], dtype=torch.bfloat16, tie_word_embeddings=True, max_position_embeddings=32_768
+        )
+        Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def open_llm(shape: str, **options: Any) -> LLM:
+    return LLM(checkpoint(shape), tokenizer=NoText(), **options)
+
+
+def prompts_of(shape: str, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    choice = random.Random(seed)
+    return [[choice.randrange(SHAPES[shape]["vocab_size"]) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+    begin = time.perf_counter()
+    llm.generate(prompts, greedy(num_tokens), use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def streams(args: argparse.Namespace) -> dict[str, Any]:
+    """Output tokens a second of `count` requests of 128 tokens, their prompts included."""
+    prompts = prompts_of(args.shape, args.count, 128)
+    with open_llm(args.shape, max_model_len=1024, max_num_seqs=args.count, enable_prefix_caching=False) as llm:
+        seconds(llm, prompts, 2)
+        ours = statistics.median(seconds(llm, prompts, args.tokens) for _ in range(args.repeats))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(args.shape), dtype=torch.bfloat16).eval()
+    inputs = torch.tensor(prompts)
+
+    def generate(num_tokens: int) -> float:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), min_new_tokens=num_tokens, max_new_tokens=num_tokens,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        return time.perf_counter() - begin
+
+    generate(2)
+    theirs = statistics.median(generate(args.tokens) for _ in range(args.repeats))
+    total = args.count * args.tokens
+    return {"streams": args.count, "ours": total / ours, "transformers": total / theirs, "ratio": theirs / ours}
+
+
+def prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of 64 own tokens behind `shared` tokens: of the first request, and of later ones."""
+    (shared,) = prompts_of(args.shape, 1, args.shared)
+    with open_llm(args.shape, max_model_len=args.shared + 256, max_num_seqs=4) as llm:
+        seconds(llm, prompts_of(args.shape, 1, 70, seed=7), 2)
+        cold = seconds(llm, [shared + prompts_of(args.shape, 1, 64, seed=1)[0]], 1)
+        seconds(llm, [shared + prompts_of(args.shape, 1, 64, seed=2)[0]], 1)  # keeps a state where both part
+        own = prompts_of(args.shape, args.repeats, 64, seed=3)
+        warm = statistics.median(seconds(llm, [shared + each], 1) for each in own)
+        hits = llm.stats().prefix_cache_hits
+    return {"shared": args.shared, "cold_s": cold, "warm_s": warm, "ratio": warm / cold, "hits": hits}
+
+
+def caching(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of requests that share nothing, with and without a prefix cache, in turn; more than the pool holds."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    options = {"max_model_len": 1024, "max_num_seqs": 8, "num_kv_blocks": 130}
+    with (
+        open_llm(args.shape, enable_prefix_caching=True, **options) as cached,
+        open_llm(args.shape, enable_prefix_caching=False, **options) as plain,
+    ):
+        for number in range(args.repeats + 1):
+            for is_cached, llm in ((True, cached), (False, plain)):
+                taken = seconds(llm, prompts_of(args.shape, 16, 400, seed=number), 32)
+                found[is_cached] += [taken] if number else []  # the first round warms up
+    on, off = (statistics.median(found[is_cached]) for is_cached in (True, False))
+    return {"on_s": on, "off_s": off, "ratio": on / off}
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Slots of states that running sequences hold, in the step in which they hold most and on average."""
+    held: list[float] = []
+    record_bytes = 0
+
+    def look(step: StepRecord) -> None:
+        nonlocal record_bytes
+        states = step.cache_groups[-1]
+        record_bytes = states.record_bytes or 0
+        if step.num_running == args.count:
+            held.append(states.num_used_blocks / step.num_running)
+
+    lengths = random.Random(0)
+    prompts = [prompts_of(args.shape, 1, lengths.randrange(40, 200), seed=n)[0] for n in range(args.count)]
+    with open_llm(args.shape, max_model_len=1024, max_num_seqs=args.count, on_step=look) as llm:
+        seconds(llm, prompts, 150)
+    return {"slots_a_sequence": max(held), "mean": statistics.fmean(held), "bytes_of_a_slot": record_bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("streams", "prefix", "caching", "memory"))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.8b")
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--shared", type=int, default=6144)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    figures = globals()[args.what](args)
+    print(json.dumps({"what": args.what, "shape": args.shape, **figures}))
+
+
+if __name__ == "__main__":
+    main()
