@@ -68,11 +68,11 @@ def seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
 
 
 def streams(args: argparse.Namespace) -> dict[str, Any]:
-    """Output tokens a second of `count` requests of 128 tokens, their prompts included."""
+    """Seconds to the first tokens of `count` requests of 128 tokens, and tokens a second from then on."""
     prompts = prompts_of(args.shape, args.count, 128)
     with open_llm(args.shape, max_model_len=1024, max_num_seqs=args.count, enable_prefix_caching=False) as llm:
         seconds(llm, prompts, 2)
-        ours = statistics.median(seconds(llm, prompts, args.tokens) for _ in range(args.repeats))
+        ours = [statistics.median(seconds(llm, prompts, n) for _ in range(args.repeats)) for n in (1, args.tokens)]
     model = AutoModelForCausalLM.from_pretrained(checkpoint(args.shape), dtype=torch.bfloat16).eval()
     inputs = torch.tensor(prompts)
 
@@ -86,9 +86,12 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     generate(2)
-    theirs = statistics.median(generate(args.tokens) for _ in range(args.repeats))
-    total = args.count * args.tokens
-    return {"streams": args.count, "ours": total / ours, "transformers": total / theirs, "ratio": theirs / ours}
+    theirs = [statistics.median(generate(n) for _ in range(args.repeats)) for n in (1, args.tokens)]
+    figures: dict[str, Any] = {"streams": args.count}
+    for name, (first, whole) in (("ours", ours), ("transformers", theirs)):
+        figures[name] = args.count * (args.tokens - 1) / (whole - first)
+        figures[f"{name}_first_s"] = first
+    return figures | {"ratio": figures["ours"] / figures["transformers"], "ratio_with_prompts": theirs[1] / ours[1]}
 
 
 def prefix(args: argparse.Namespace) -> dict[str, Any]:
