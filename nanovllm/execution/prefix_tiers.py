@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import platform
 import threading
 import time
@@ -69,6 +70,7 @@ class PrefixTiers(Observer):
         self._works_idle = config.tensor_parallel_size == 1  # other ranks follow steps alone
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process_id = os.getpid()
         sizes = [group.block_bytes for group in pools.groups]
         self.books = TierBooks(sizes, config.prefix_cache_host_bytes or DEFAULT_HOST_BYTES)
         self.costs = LoadCosts(self._compute_seconds)
@@ -158,7 +160,9 @@ class PrefixTiers(Observer):
         return self.directory.append(node, group, self.memory.view(group, node.slots[group]))
 
     def engine_closed(self) -> None:
-        """Write blocks that no file has yet, and give the directory back."""
+        """Write blocks that no file has yet, and give the directory back; nothing in a forked child."""
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             if self._is_closed:
                 return

@@ -18,6 +18,7 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cli.main import main
+from nanovllm.execution import prefix_tiers
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
@@ -196,6 +197,20 @@ def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected
 
     assert run() == f"{expected} [0, 64]"
     assert run() == f"{expected} [64, 64]"
+
+
+def test_a_forked_child_writes_nothing(folder, tmp_path):
+    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as llm:
+        generate(llm, PROMPTS)
+        child = os.fork()
+        if child == 0:
+            try:
+                prefix_tiers._close_all()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert run_in(folder, tmp_path)[1] == [64, 64]
 
 
 def test_files_are_their_owners_alone(kept):
