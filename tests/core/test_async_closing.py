@@ -28,8 +28,6 @@ from tests.support.async_llms import (
 )
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.usefixtures("programs_are_forked")
-
 
 @pytest.mark.parametrize("overlap", [False, True])
 @bounded

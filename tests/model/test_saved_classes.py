@@ -15,8 +15,6 @@ from tests.support.models_page import PAGE, VERSION
 from tests.support.rank_pair import one_pair_of_processes
 from tests.support.tiny_classes import class_names, tiny_class_model
 
-pytestmark = pytest.mark.usefixtures("programs_are_forked")
-
 CASE = Case(16, 40, 12, is_warm=False)
 NUM_TOKENS = 3
 BUILT = [name for name in class_names() if name not in NOT_BUILT]

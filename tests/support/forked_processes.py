@@ -60,8 +60,8 @@ def programs_are_forked() -> Iterator[None]:
 def _forking() -> type[subprocess.Popen]:
     """`Popen` that forks, for as long as this process lives."""
     own, theirs = socket.socketpair()
-    environment, lock, descriptor = dict(os.environ), threading.Lock(), str(theirs.fileno())
-    command = [sys.executable, "-m", "tests.support.forked_processes", descriptor]
+    python, environment, lock = sys.executable, dict(os.environ), threading.Lock()
+    command = [python, "-m", "tests.support.forked_processes", str(theirs.fileno())]
     # It ends with this process, whose end of the socket is then closed.
     server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0)
     theirs.close()
@@ -69,7 +69,7 @@ def _forking() -> type[subprocess.Popen]:
     class Popen(subprocess.Popen):
         def _execute_child(self, *arguments: Any) -> None:
             given = EXECUTE.bind(self, *arguments).arguments
-            if not _can_fork(given, environment):
+            if not _can_fork(given, python, environment):
                 return super()._execute_child(*arguments)
             pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
             files = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
@@ -88,12 +88,12 @@ def _forking() -> type[subprocess.Popen]:
     return Popen
 
 
-def _can_fork(given: dict[str, Any], environment: dict[str, str]) -> bool:
+def _can_fork(given: dict[str, Any], python: str, environment: dict[str, str]) -> bool:
     command, env = given["args"], given["env"] or os.environ
     changed = {name for name, _ in dict(env).items() ^ environment.items()}
     return (
         isinstance(command, list)
-        and command[:1] == [sys.executable]
+        and command[:1] == [python]
         and command[1:2] in (["-c"], ["-m"])
         and not given["shell"]
         and all(name.startswith(HEEDED + OF_TORCH) for name in changed)
