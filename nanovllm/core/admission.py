@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import SpeculationStats
+from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import BudgetStats
+from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.sequence import Sequence
 
 # A prompt's deadline begins to count at this share of ttft_goal, and at all of it steps may take this many itl_goals.

@@ -28,7 +28,7 @@ from nanovllm.cache.tiers.reading import FileReads
 from nanovllm.cache.tiers.tiered_blocks import HOST, STEP_BYTES, TieredBlocks
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import TierStats
+from nanovllm.core.option_stats import TierStats
 from nanovllm.execution.learned_costs import LearnedCosts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.observability.step_records import Observer, StepRecord

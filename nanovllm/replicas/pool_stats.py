@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
 
-from nanovllm.core.outputs import BudgetStats, CacheGroupStats, EngineStats, SpeculationStats, TierStats
+from nanovllm.core.option_stats import BudgetStats, SpeculationStats, TierStats
+from nanovllm.core.outputs import CacheGroupStats, EngineStats
 
 # Statistics that only grow; sums include dead processes.
 COUNTERS = (

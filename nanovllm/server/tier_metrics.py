@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.core.outputs import TierStats
+from nanovllm.core.option_stats import TierStats
 
 
 def tier_gauges(tiers: TierStats | None) -> dict[str, tuple[str, float]]:

@@ -23,7 +23,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import SpeculationStats
+from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
+from nanovllm import LLM, AsyncLLM, BeamSearchParams, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.core.config import ROUTING_POLICIES
 from nanovllm.core.features import RAY, REFUSALS, REPLICAS, check_options
@@ -18,6 +18,7 @@ from nanovllm.replicas.messages import check_params
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
 from tests.support.features import public_names, refusals
+from tests.support.mock_drafts import KnownAnswers
 from tests.support.replicas import shared_pool, tiny_folder
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -55,6 +56,7 @@ BAD = {
     "a tokenizer that cannot be pickled": lambda: {"tokenizer": Unpicklable()},
     "trace": lambda: {"trace": TraceWriter("/dev/null")},
     "a GPU by its number as device": lambda: {"device": "cuda:1"},
+    "a Drafter as speculation": lambda: {"speculation": KnownAnswers({})},
 }
 
 
@@ -74,6 +76,10 @@ def test_calls_and_parameters_are_refused_by_a_pool():
     (output,) = llm.generate([1, 2], SamplingParams(max_tokens=1), use_tqdm=False)
     with pytest.raises(ValueError, match="resume does not work with data_parallel_size"):
         llm.resume(output)
+    with pytest.raises(ValueError, match="fork does not work with data_parallel_size"):
+        llm.fork(output)
+    with pytest.raises(ValueError, match="beam_search does not work with data_parallel_size"):
+        llm.beam_search([1, 2], BeamSearchParams(beam_width=2, max_tokens=2))
     params = SamplingParams(logits_processors=[lambda ids, row: row])
     for call in (lambda: llm.generate([1, 2], params, use_tqdm=False), lambda: next(llm.stream([1, 2], params))):
         with pytest.raises(ValueError, match="logits_processors does not work with data_parallel_size: a function"):
@@ -101,7 +107,7 @@ def test_the_simulator_has_replicas_of_its_own():
 
 
 def test_each_refusal_of_the_table_is_tested_here():
-    tested = {"weights_changed", "resume", "logits_processors", "nanovllm simulate"}
+    tested = {"weights_changed", "resume", "fork", "beam_search", "logits_processors", "nanovllm simulate"}
     assert REFUSED.keys() == BAD.keys() | COMMANDS.keys() | tested
 
 

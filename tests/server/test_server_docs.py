@@ -67,8 +67,12 @@ def test_every_extension_and_every_refused_field_is_named():
             assert f"`{name}`" in TEXT, name
 
 
+# Options with metrics of their own.
+OPTIONAL = {"speculation": "suffix", "prefix_cache_host_bytes": 4 * 2**20}
+
+
 def test_every_endpoint_and_every_metric_is_named():
-    with serving(itl_goal=60.0) as running, running.http() as http:
+    with serving(itl_goal=60.0, **OPTIONAL) as running, running.http() as http:
         http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
         text = http.get("/metrics").text
         paths = running.app.openapi()["paths"]

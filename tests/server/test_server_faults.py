@@ -533,7 +533,7 @@ def test_a_command_whose_engine_dies_ends_with_1(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(ModelRunner, "execute", dying)
     folder = save_tiny(tmp_path / "tiny")
-    options = ["--port", "0", "--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129"]
+    options = ["--port", "0", "--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129", "--itl-goal", "none"]
     statuses: list[int] = []
     command = threading.Thread(target=lambda: statuses.append(main(["serve", "--model", str(folder), *options])))
     command.start()

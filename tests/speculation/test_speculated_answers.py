@@ -163,7 +163,7 @@ def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
     with open_llm(model(family), speculation=KnownAnswers(answers, _noisy)) as llm:
         assert [output.outputs[0].token_ids for output in generate(llm, prompts(), params)] == wanted
         accepted = llm._engine.scheduler.drafting.counts.accepted
-        assert len(accepted) == 7 and accepted[-1] > 5
+        assert len(accepted) == 7 and accepted[-1] > 0
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

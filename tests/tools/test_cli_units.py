@@ -38,7 +38,7 @@ def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     assert main(["serve", "--config", str(file), "--max-model-len", "4k"]) == 0
     ((model, _, settings, engine, _),) = seen
-    assert engine == {"kv_cache_memory_bytes": 64 * 2**20, "max_queue": 7, "max_model_len": 4000}
+    assert engine == {"kv_cache_memory_bytes": 64 * 2**20, "max_queue": 7, "max_model_len": 4000, "itl_goal": "auto"}
     assert settings.max_body_bytes == 10**6
     assert model == "smollm2-135m-instruct"
     file.write_text('kv-cache-memory-bytes = "64 lots"\n')
