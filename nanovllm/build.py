@@ -37,6 +37,7 @@ from nanovllm.scheduler import Scheduler
 if TYPE_CHECKING:
     from nanovllm.execution.workers import Start, WorkerProcesses
     from nanovllm.model.ranks import Ranks
+    from nanovllm.observability.kv_events import KvEventPublisher
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.rank_runner import RankRunner
     from nanovllm.speculation.drafter import Drafter
@@ -75,33 +76,28 @@ def build_engine(
         binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
     budget, decode_cost = _budget(model_runner, observers, clock)
+    config = model_runner.config
     if trace is not None:
-        trace.begin(model_runner.config)
+        trace.begin(config)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     has_tiers = config.prefix_cache_host_bytes is not None or digest is not None
-    block_manager = build_block_manager(
-        model_runner.config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers
-    )
+    block_manager = build_block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    config = model_runner.config
     input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
     scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
     if config.speculation is not None:
         from nanovllm.speculation.build import add_drafts
 
-        drafter = None if config.draft_model is None else _draft_model(config, input_processor)
-        add_drafts(scheduler, model_runner, input_processor, observers, drafter)
+        add_drafts(scheduler, model_runner, input_processor, observers, _draft_model(config, input_processor))
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
-        _open_tiers(engine, hash_seed, digest)
-        if publisher is not None and engine.tiers is not None:
-            engine.tiers.books.on_change = publisher.tier_changed
+        _open_tiers(engine, hash_seed, digest, publisher)
     return engine
 
 
-def _open_tiers(engine: Engine, hash_seed: str, digest: str | None) -> None:
+def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
     from nanovllm.execution.prefix_tiers import open_tiers
 
     runner = engine.model_runner
@@ -109,6 +105,8 @@ def _open_tiers(engine: Engine, hash_seed: str, digest: str | None) -> None:
     engine.tiers = open_tiers(*parts, hash_seed, digest, engine.clock)
     engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
     engine.observers.append(engine.tiers)
+    if publisher is not None:
+        engine.tiers.books.on_change = publisher.tier_changed
 
 
 def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | None:
@@ -125,8 +123,10 @@ def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | Non
     return model_digest(loaded.model)
 
 
-def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter:
-    """The drafter of `config.draft_model`, with a cache of its own that holds as many tokens as the engine's."""
+def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter | None:
+    """The drafter of `config.draft_model`, whose cache holds as many tokens as the engine's; None without one."""
+    if config.draft_model is None:
+        return None
     from nanovllm.speculation.build import check_draft_model
     from nanovllm.speculation.model_drafter import ModelDrafter
 
