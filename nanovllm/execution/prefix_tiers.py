@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -248,6 +249,7 @@ def open_tiers(
     header = None if digest is None else file_header(binding, config, pools, digest)
     if header is not None:
         seed = json.dumps(header, sort_keys=True)
+    config = replace(config, device=binding.device.type)  # not "auto": costs know how rows are padded
     return PrefixTiers(manager, memory, config, pools, seed, header, clock)
 
 
