@@ -24,7 +24,7 @@ def _source(name: str, value: Any) -> Any:
 
 SPECULATION = option(
     None,
-    'source of draft tokens, several of which one step verifies: "suffix" (what followed the same words earlier in the '
+    'source of draft tokens, which a step verifies together: "suffix" (text after the same words earlier in the '
     'request or in outputs of the same prefix), "draft" (draft_model), or a `Drafter`. Outputs stay the same. None: no '
     "drafts.",
     check=_source,

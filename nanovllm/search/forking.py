@@ -36,7 +36,7 @@ class Forking:
         Args:
             request_id: of a running request, or any output of one; of several samples the first.
             at: number of its tokens, prompt and output, that the fork's prompt takes; None takes all.
-            params, **options: as in `stream`.
+            params, **options: as in `stream`; give the cache_salt of a request that has ended, if it had one.
 
         Raises ValueError for an unknown id, an `at` beyond its tokens, and with data_parallel_size > 1.
         """

@@ -84,7 +84,7 @@ def open_llm(module: Any = None, **options: Any) -> LLM:
 
 
 def described(outputs: list[Any]) -> list[Any]:
-    """All that a request is told, but its times; log-probabilities by their tokens."""
+    """Fields of an output without times; log-probabilities by token."""
     return [
         (
             [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and list(map(list, c.logprobs)))],

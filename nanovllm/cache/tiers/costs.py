@@ -46,8 +46,7 @@ class LoadCosts:
         rate = self.rates.get(medium)
         load, compute = None if rate is None else num_bytes / rate, self.compute(start, num_tokens)
         loads = load is None or compute is None or load < compute
-        decision = Decision(medium, num_tokens, num_bytes, loads, load, compute)
-        return decision
+        return Decision(medium, num_tokens, num_bytes, loads, load, compute)
 
     def count(self, decision: Decision) -> None:
         """Count a decision that was followed."""
