@@ -96,16 +96,22 @@ class CudaFunction:
         set_attribute = driver().cuFuncSetAttribute
         check(set_attribute(self._function, _MAX_SHARED_BYTES, shared_bytes), f"take {shared_bytes} shared bytes")
 
+    def launch(self, num_blocks: int, *arguments: Any) -> None:
+        """Launch on the current stream. Arguments are ctypes objects."""
+        self._launch(driver().cuLaunchKernel, num_blocks, arguments, (None,))
+
     def launch_at_once(self, num_blocks: int, *arguments: Any) -> None:
         """Cooperative launch on the current stream: all blocks run concurrently. Arguments are ctypes objects."""
+        self._launch(driver().cuLaunchCooperativeKernel, num_blocks, arguments, ())
+
+    def _launch(self, launch: Any, num_blocks: int, arguments: tuple[Any, ...], extra: tuple[None, ...]) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
         )
-        launch = driver().cuLaunchCooperativeKernel
         check(
             launch(
-                self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, pointers
+                self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, pointers, *extra
             ),
             "launch",
         )  # fmt: skip

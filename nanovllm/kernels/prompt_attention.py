@@ -1,0 +1,215 @@
+"""Attention of chunks over the paged KV cache on Hopper GPUs: `prompt_attention_cuda/`.
+
+A work item is a query head and up to 128 consecutive rows of a chunk. The copy engine gathers K and V through the block
+table, two warpgroups multiply in turn; queries are read and results written in place in the flat batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from ctypes import c_float, c_int, c_longlong, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import nvrtc
+
+TILE_ROWS = 128  # of a thread block
+_TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and of a tensor map
+_PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
+_THREADS = 384
+_ALIGNMENT = 1024
+_HEAD_DIMS = (64, 128)
+_MAX_MAPS = 1024
+TOLERANCE = 8e-3  # of the check at start-up: bfloat16 rounds to 4e-3
+_SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 3, 3
+_SOURCES = Path(__file__).with_name("prompt_attention_cuda")
+
+
+logger = logging.getLogger("nanovllm")
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of the layers of one kind.
+
+    block_size: tokens of a block; divides 128.
+    window: positions that a row sees, its own included; None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    window: int | None = None
+
+
+def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
+    """The reason why layers of these sizes are unsupported; None if they are supported."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "the GPU is not of compute capability 9 (Hopper)"
+    if sizes.dtype not in _TYPES:
+        return f"K and V are {sizes.dtype}, not bfloat16 or float16"
+    if sizes.head_dim not in _HEAD_DIMS:
+        return f"heads of {sizes.head_dim} elements are not of {' or '.join(map(str, _HEAD_DIMS))}"
+    if sizes.block_size % 8 or TILE_ROWS % sizes.block_size:
+        return f"blocks of {sizes.block_size} tokens are no multiple of 8 that divides {TILE_ROWS}"
+    if not nvrtc.is_available():
+        return "there is no libnvrtc to compile CUDA C++"
+    return None
+
+
+def open_kernel(*sizes: Any, device: torch.device) -> PromptAttention | None:
+    """The kernel for layers of these `AttentionSizes`; None where they are unsupported, or if its check fails."""
+    own = AttentionSizes(*sizes)
+    if why_not(own, device) is not None:
+        return None
+    try:
+        kernel = PromptAttention(own, device)
+        error = kernel.error_of_a_step()
+    except nvrtc.CudaError as failure:
+        logger.warning("attention of prompts by FlexAttention, since the kernel for Hopper does not run: %s", failure)
+        return None
+    if not error <= TOLERANCE:
+        logger.warning(
+            "attention of prompts by FlexAttention, since the kernel for Hopper differs from float32 by %.1e", error
+        )
+        return None
+    return kernel
+
+
+class PromptAttention:
+    """The kernel for layers of one kind; `why_not` must be None for their sizes."""
+
+    def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
+        self._sizes, self._device = sizes, device
+        tile_bytes = TILE_ROWS * sizes.head_dim * 2
+        properties: Any = torch.cuda.get_device_properties(device)
+        available, self._num_processors = properties.shared_memory_per_block_optin, properties.multi_processor_count
+        stages = min(3 if sizes.head_dim == 64 else 2, (available - 2 * _ALIGNMENT - tile_bytes) // (2 * tile_bytes))
+        shared_bytes = _ALIGNMENT + (1 + 2 * stages) * tile_bytes
+        with torch.cuda.device(device):
+            self._function = nvrtc.CudaFunction(
+                machine_code(sizes, stages), "prompt_attention", num_threads=_THREADS, shared_bytes=shared_bytes
+            )
+        self._maps: dict[tuple[int, ...], Any] = {}  # of tensors by address: those of caches stay, others recur
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: tuple[Tensor, Tensor, Tensor],
+        scaling: float,
+        output: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Write the attention of a step's chunks to their rows of `output`.
+
+        Args:
+            query, output: [num_rows, num_heads, head_dim], a row's elements contiguous.
+            keys, values: [num_slots, num_kv_heads, head_dim].
+            step: int32, spans [num_spans, 3] of consecutive rows of one sequence: first row, its position, number of
+                rows up to 128, 0 for padding; starts of their block tables [num_spans]; block tables, concatenated.
+            scaling: of the scores, above 0.
+            sinks: [num_heads] float32.
+        """
+        sizes, (spans, starts, tables) = self._sizes, step
+        maps = self._map(query, TILE_ROWS), self._map(keys, sizes.block_size), self._map(values, sizes.block_size)
+        with torch.cuda.device(self._device):
+            self._function.launch(
+                min(len(spans) * sizes.num_heads, self._num_processors),
+                *maps,
+                c_void_p(output.data_ptr()),
+                c_longlong(output.stride(0)),
+                c_void_p(spans.data_ptr()),
+                c_int(len(spans)),
+                c_void_p(starts.data_ptr()),
+                c_void_p(tables.data_ptr()),
+                c_void_p(None if sinks is None else sinks.data_ptr()),
+                c_float(scaling * math.log2(math.e)),
+            )
+
+    @torch.inference_mode()
+    def error_of_a_step(self) -> float:
+        """Largest difference from dense float32 attention in a step of two chunks, relative to the largest value."""
+        sizes, block = self._sizes, self._sizes.block_size
+        chunks = [(0, 150), (3 * TILE_ROWS + 5, 40)]  # first position, rows
+        counts = [-(-(start + rows) // block) for start, rows in chunks]
+        generator = torch.Generator(self._device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self._device).to(sizes.dtype)
+
+        tables = torch.arange(sum(counts), 0, -1, dtype=torch.int32, device=self._device)
+        keys, values = random(2, (sum(counts) + 1) * block, sizes.num_kv_heads, sizes.head_dim)
+        query = random(sum(rows for _, rows in chunks), sizes.num_heads, sizes.head_dim)
+        spans = torch.tensor([(150, 389, 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], dtype=torch.int32)
+        starts = torch.tensor([counts[0], 0, 0, 0], dtype=torch.int32)
+        output = torch.full_like(query, torch.nan)
+        step = spans.to(self._device), starts.to(self._device), tables
+        self.attend(query, keys, values, step, sizes.head_dim**-0.5, output)
+        expected, row, table = [], 0, 0
+        for (start, rows), count in zip(chunks, counts, strict=True):
+            positions = torch.arange(start + rows, device=self._device)
+            slots = tables[table + positions // block].long() * block + positions % block
+            own = torch.arange(start, start + rows, device=self._device)[:, None]
+            is_seen = (positions <= own) & (positions > own - (sizes.window or len(positions)))
+            parts = query[row : row + rows], keys[slots], values[slots]
+            q, k, v = (part.float().transpose(0, 1) for part in parts)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
+            expected.append(attended.transpose(0, 1))
+            row, table = row + rows, table + count
+        return float((output.float() - torch.cat(expected)).abs().max() / torch.cat(expected).abs().max())
+
+    def _map(self, tensor: Tensor, num_rows: int) -> Any:
+        key = tensor.data_ptr(), num_rows, *tensor.shape, *tensor.stride()
+        if (found := self._maps.get(key)) is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            found = self._maps[key] = _tensor_map(tensor, num_rows)
+        return found
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = [("opaque", ctypes.c_ubyte * 128)]
+    _align_ = 64
+
+
+def _tensor_map(tensor: Tensor, num_rows: int) -> Any:
+    """A map of [rows, heads, head_dim] for boxes of `num_rows` rows and 64 columns of one head; rows outside are 0."""
+    memory = ctypes.create_string_buffer(128 + 64)  # older Pythons do not align structures
+    address = -(-ctypes.addressof(memory) // 64) * 64
+    rows, heads, head_dim = tensor.shape
+    sizes = (ctypes.c_uint64 * 3)(head_dim, heads, rows)
+    strides = (ctypes.c_uint64 * 2)(tensor.stride(1) * 2, tensor.stride(0) * 2)
+    box = (ctypes.c_uint32 * 3)(_PANEL, 1, num_rows)
+    steps = (ctypes.c_uint32 * 3)(1, 1, 1)
+    nvrtc.check(
+        nvrtc.driver().cuTensorMapEncodeTiled(
+            c_void_p(address), _TYPES[tensor.dtype][1], 3, c_void_p(tensor.data_ptr()), sizes, strides, box, steps,
+            0, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES, 0,
+        ),
+        f"describe a tensor of {tuple(tensor.shape)} to the copy engine",
+    )  # fmt: skip
+    return _TensorMap.from_buffer_copy(ctypes.string_at(address, 128))
+
+
+def source_text() -> str:
+    """The kernel's source files, concatenated."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.glob("[0-9]*")))
+
+
+@cache
+def machine_code(sizes: AttentionSizes, stages: int) -> bytes:
+    """Machine code of the kernel; compilation takes half a second."""
+    definitions = {
+        "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
+        "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
+    }  # fmt: skip
+    return nvrtc.compile_source(source_text(), "sm_90a", definitions)
