@@ -58,7 +58,6 @@ class GpuFlexAttention:
         device: torch.device,
     ) -> None:
         self.block_size = options[0].block_size
-        self.inputs = TableInputs(self.block_size, 1 + max(groups) if groups else 0)  # of a packed step, for `fill`
         self._groups: tuple[int | None, ...] = tuple(groups) or (None,) * len(options)
         self.kinds = [
             KindCalls(
@@ -67,6 +66,11 @@ class GpuFlexAttention:
             )
             for each, group in zip(options, self._groups, strict=True)
         ]  # fmt: skip
+        self._has_spans = any(kind.prompts is not None for kind in self.kinds)
+        num_groups = 1 + max(groups) if groups else 0
+        self.inputs = TableInputs(
+            self.block_size, num_groups, has_spans=self._has_spans
+        )  # of a packed step, for `fill`
         self.compiles_each_size = any(kind.compiles_each_size for kind in self.kinds)
         # Beginnings of block tables are those of the first group. Only one kind's decodes read them together, since how
         # many do depends on its heads.
@@ -85,7 +89,7 @@ class GpuFlexAttention:
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""
         prefixes = self._sharing.shared_prefixes(layout) if layout.num_decodes else None
-        return Tiles.from_layout(layout, self.block_size, prefixes)
+        return Tiles.from_layout(layout, self.block_size, prefixes, with_spans=self._has_spans)
 
     def fill(self, inputs: Any) -> GpuFlexPlan:
         """Fill the block masks' tables on the device; they are overwritten by the next step's.
@@ -122,10 +126,13 @@ class KindCalls:
         self.decodes: Any = kernel
         if kernel is None:
             self.decodes = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)
-        self.chunks = FlexChunks(
-            options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks, uses_flash=uses_flash,
-            device=device,
-        )  # fmt: skip
+        self.prompts: Any = None if uses_flash or options.build_prompts is None else options.build_prompts()
+        self.chunks: FlexChunks | None = None
+        if self.prompts is None:
+            self.chunks = FlexChunks(
+                options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks, uses_flash=uses_flash,
+                device=device,
+            )  # fmt: skip
         self.compiles_each_size = uses_flash or kernel is None  # of the tiles, or of the decodes
 
     def shared_prefixes(self, layout: BatchLayout) -> SharedPrefixes | None:
@@ -142,7 +149,7 @@ class KindCalls:
                 step.tables, step.decode_tables, step.decode_blocks, step.decode_positions,
                 step.sharing if shares else None,
             )  # fmt: skip
-        if len(step.tile_blocks):
+        if len(step.tile_blocks) and self.chunks is not None:
             self.chunks.fill(step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used)
 
 
@@ -174,6 +181,11 @@ class GpuFlexPlan:
         output = query.new_empty(*query.shape[:2], value_cache.shape[2])
         if count:
             calls.decodes.attend(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
+        if calls.chunks is None:
+            calls.prompts.attend(
+                query, key_cache, value_cache, (step.spans, step.span_tables, step.tables), scaling, output, sinks
+            )
+            return output
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
         tiles = calls.chunks.attend(query.index_select(0, tile_rows), keys, values, scaling, sinks)

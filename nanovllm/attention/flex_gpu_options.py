@@ -7,13 +7,15 @@ and stages as many, as shared memory holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
@@ -63,6 +65,11 @@ class DecodeOptions(NamedTuple):
     kernel: dict[str, Any]
 
 
+def takes_prompts(traits: LayerTraits) -> bool:
+    """Whether a kernel for chunks knows the traits of a layer."""
+    return traits.softcap is None and traits.sight.chunk is None and traits.head_dim == traits.value_dim
+
+
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
     """The options of a model's kernels on a GPU.
@@ -70,6 +77,7 @@ class KernelOptions:
     num_groups: query heads per KV head.
     head_bytes: bytes of one head's K of one token, or of its V if that is wider.
     paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
+    build_prompts: builds the `PromptAttention` of `kernels/prompt_attention.py`, where it serves chunks.
     sight, softcap: of the layers.
     """
 
@@ -79,6 +87,7 @@ class KernelOptions:
     head_bytes: int
     block_size: int
     paged_decode: Any = None
+    build_prompts: Callable[[], Any] | None = None
     sight: StateKind = FULL
     softcap: float | None = None
 
@@ -89,7 +98,11 @@ class KernelOptions:
         if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None
         heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
-        return cls(Gpu.from_device(device), *heads, block_size, kernel, traits.sight, traits.softcap)
+        build_prompts = None
+        if (open_kernel := find_kernel("prompt_attention", "open_kernel")) and takes_prompts(traits):
+            sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype, traits.sight.window
+            build_prompts = partial(open_kernel, *sizes, device=device)
+        return cls(Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap)
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""

@@ -35,6 +35,9 @@ class StepTables:
     tile_is_used: [num_tiles], 1, or 0 for padding.
     tile_rows: [num_tiles * block_size], the row of the flat batch in each row of the tiles.
     chunk_rows: [num_chunk_rows], the row of the tiles of each row of the flat batch after the decodes.
+    spans: [num_tiles, 3], of each span of rows its first row in the flat batch, that row's position, number of rows; 0
+        for padding. None without a kernel that reads them.
+    span_tables: [num_tiles], start of the block table of each one's sequence.
     """
 
     tables: Tensor
@@ -49,16 +52,21 @@ class StepTables:
     tile_is_used: Tensor
     tile_rows: Tensor
     chunk_rows: Tensor
+    spans: Tensor | None = None
+    span_tables: Tensor | None = None
 
     @classmethod
     def from_inputs(cls, inputs: Any, group: int | None = None) -> StepTables:
         """Those of a packed step, in one of several cache groups or in the only one (None)."""
-        starts = inputs.decode_tables, inputs.tile_tables
-        decode_tables, tile_tables = starts if group is None else (part[group] for part in starts)
+        starts: list[Any] = [inputs.decode_tables, inputs.tile_tables, getattr(inputs, "span_tables", None)]
+        if group is not None:
+            starts = [None if part is None else part[group] for part in starts]
+        decode_tables, tile_tables, span_tables = starts
         return cls(
             inputs.tables, decode_tables, inputs.decode_blocks, inputs.positions[: len(inputs.decode_blocks)],
             inputs.shared_blocks, inputs.members, inputs.shared_bundles, tile_tables,
             inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows.reshape(-1), inputs.chunk_rows,
+            getattr(inputs, "spans", None), span_tables,
         )  # fmt: skip
 
     @property
@@ -72,9 +80,10 @@ class TableInputs(StepFeature):
 
     Args:
         num_groups: of the cache; 0 for the only one.
+        has_spans: whether a kernel reads chunks by spans.
     """
 
-    def __init__(self, block_size: int, num_groups: int = 0) -> None:
+    def __init__(self, block_size: int, num_groups: int = 0, *, has_spans: bool = False) -> None:
         self._block_size, self._num_groups = block_size, num_groups
         of_groups = (num_groups,) if num_groups else ()
         sizes: dict[str, tuple[int | str, ...] | None] = {
@@ -88,6 +97,7 @@ class TableInputs(StepFeature):
             "tile_is_used": ("tiles",),
             "tile_rows": ("tiles", block_size),
             "chunk_rows": ("chunk_rows",),
+            **({"spans": ("tiles", 3), "span_tables": (*of_groups, "tiles")} if has_spans else {}),
             "tables": None,
         }
         self.inputs = tuple(StepInput(name, np.int32, size) for name, size in sizes.items())
@@ -114,6 +124,11 @@ class TableInputs(StepFeature):
         if count := len(tiles.blocks):
             to.tile_tables[..., :count] = starts[real:][tiles.chunks] + offsets
             self._fill_tiles(to, tiles, step.num_decodes)
+        if tiles.spans is not None:
+            count = len(tiles.spans)
+            to.spans[:count] = tiles.spans[:, 1:]
+            to.spans[:count, 0] += step.num_decodes
+            to.span_tables[..., :count] = starts[real:][tiles.spans[:, 0]] + offsets
 
     def _fill_tiles(self, to: Any, tiles: Tiles, first_row: int) -> None:
         count, is_real = len(tiles.blocks), tiles.rows >= 0
