@@ -28,6 +28,7 @@ SHAPES = {
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
              "max_position_embeddings": 2048},
 }  # fmt: skip
+SHAPES["0.6b-128k"] = SHAPES["0.6b"] | {"max_position_embeddings": 131_072}
 BYTES_PER_VALUE = 2  # bfloat16
 
 

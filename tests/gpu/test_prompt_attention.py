@@ -1,0 +1,211 @@
+"""Attention of chunks by the kernel for Hopper against dense float32 attention."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.flex_chunks import FlexChunks
+from nanovllm.attention.tiles import spans_of
+from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
+from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer, widen
+
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# First position and number of rows of each chunk.
+STEPS = {
+    "one row": [(0, 1)],
+    "a part of a tile": [(0, 7)],
+    "a tile": [(0, 128)],
+    "a tile and a row": [(0, 129)],
+    "a prompt": [(0, 1000)],
+    "a later chunk": [(1024, 300)],
+    "inside of a block": [(77, 300)],
+    "one row far on": [(3000, 1)],
+    "several": [(0, 300), (640, 200), (5, 3), (4096, 128)],
+}
+
+
+class Chunks:
+    """Chunks of sequences whose blocks lie in shuffled order among blocks of NaN, after rows of decodes."""
+
+    def __init__(self, sizes: AttentionSizes, chunks: list[tuple[int, int]], *, num_decodes: int = 3, sinks=False):
+        generator = torch.Generator().manual_seed(len(chunks))
+        self.sizes, self.chunks, self.num_decodes, block = sizes, chunks, num_decodes, sizes.block_size
+        starts, rows = (np.array(part) for part in zip(*chunks, strict=True))
+        counts = [-(-(start + count) // block) for start, count in chunks]
+        self.tables = (torch.randperm(sum(counts) + 5, generator=generator) + 1)[: sum(counts)]
+        self.table_starts = np.cumsum([0, *counts[:-1]])
+        slots = (sum(counts) + 6) * block
+        caches = torch.full((2, slots, sizes.num_kv_heads, sizes.head_dim), torch.nan, dtype=sizes.dtype)
+        held = (self.tables[:, None] * block + torch.arange(block)).flatten()
+        shape = 2, len(held), sizes.num_kv_heads, sizes.head_dim
+        caches[:, held] = torch.randn(shape, generator=generator).to(sizes.dtype)
+        self.keys, self.values = caches.to(CUDA)
+        heads = num_decodes + int(rows.sum()), sizes.num_heads, sizes.head_dim
+        self.query = (2 * torch.randn(heads, generator=generator)).to(sizes.dtype).to(CUDA)
+        self.sinks = torch.randn(sizes.num_heads, generator=generator).to(CUDA) if sinks else None
+        spans = spans_of(np.cumsum(rows) - rows, starts, starts + rows)
+        spans = np.concatenate([spans, np.zeros((2, 4), np.int64)])  # padding
+        spans[:, 1] += num_decodes
+        self.step = [
+            torch.tensor(spans[:, 1:], dtype=torch.int32, device=CUDA),
+            torch.tensor(self.table_starts[spans[:, 0]], dtype=torch.int32, device=CUDA),
+            self.tables.int().to(CUDA),
+        ]
+        self.scaling = sizes.head_dim**-0.5
+
+    def run(self, kernel: PromptAttention) -> torch.Tensor:
+        output = torch.full_like(self.query, torch.nan)
+        kernel.attend(self.query, self.keys, self.values, tuple(self.step), self.scaling, output, self.sinks)
+        assert output[: self.num_decodes].isnan().all()  # rows of decodes are another kernel's
+        return output[self.num_decodes :]
+
+    def dense(self) -> torch.Tensor:
+        sizes, block, parts, row = self.sizes, self.sizes.block_size, [], self.num_decodes
+        for (start, rows), first in zip(self.chunks, self.table_starts, strict=True):
+            seen = torch.arange(start + rows)
+            slots = (self.tables[first + seen // block] * block + seen % block).to(CUDA)
+            groups = sizes.num_heads // sizes.num_kv_heads
+            keys, values = (part[slots].float().repeat_interleave(groups, 1) for part in (self.keys, self.values))
+            scores = torch.einsum("qhd,khd->hqk", self.query[row : row + rows].float(), keys) * self.scaling
+            own, seen = torch.arange(start, start + rows, device=CUDA)[:, None], seen.to(CUDA)
+            is_seen = (seen <= own) & (seen > own - (sizes.window or len(seen)))
+            scores = scores.masked_fill(~is_seen, -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, rows, 1)], 2)
+            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, : start + rows], values))
+            row += rows
+        return torch.cat(parts)
+
+
+def check(sizes: AttentionSizes, chunks: list[tuple[int, int]], **options: bool) -> None:
+    if reason := why_not(sizes, CUDA):
+        pytest.skip(reason)
+    case = Chunks(sizes, chunks, **options)
+    output, expected, tolerance = case.run(PromptAttention(sizes, CUDA)), case.dense(), TOLERANCE[sizes.dtype]
+    torch.testing.assert_close(output.float(), expected, atol=tolerance * float(expected.abs().max()), rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "block_size"), [((16, 8, 128), 64), ((9, 3, 64), 16), ((8, 1, 128), 128)])
+def test_chunks_equal_dense_attention(heads, block_size, dtype, name):
+    check(AttentionSizes(*heads, block_size, dtype), STEPS[name])
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("window", "sinks"), [(1, False), (100, False), (128, True), (1000, False), (None, True)])
+def test_windows_and_sinks_equal_dense_attention(window, sinks, name):
+    check(AttentionSizes(8, 2, 64, 32, torch.bfloat16, window), STEPS[name], sinks=sinks)
+
+
+def test_blocks_that_left_a_window_are_not_read():
+    sizes = AttentionSizes(8, 2, 128, 64, torch.bfloat16, 200)
+    if reason := why_not(sizes, CUDA):
+        pytest.skip(reason)
+    case = Chunks(sizes, [(1000, 150)])
+    expected = case.dense()
+    case.step[2][: (1000 - 199) // 64] = 0  # the null block
+    case.keys[:64], case.values[:64] = torch.nan, torch.nan
+    output = case.run(PromptAttention(sizes, CUDA))
+    torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_the_same_bits_whenever_a_step_is_computed():
+    sizes = AttentionSizes(16, 8, 128, 64, torch.bfloat16)
+    if reason := why_not(sizes, CUDA):
+        pytest.skip(reason)
+    case, kernel = Chunks(sizes, STEPS["several"] * 8), PromptAttention(sizes, CUDA)
+    first = case.run(kernel)
+    assert all(torch.equal(case.run(kernel), first) for _ in range(30))
+
+
+def test_a_wrong_kernel_is_found_at_start(monkeypatch):
+    sizes = AttentionSizes(16, 8, 128, 64, torch.bfloat16)
+    if reason := why_not(sizes, CUDA):
+        pytest.skip(reason)
+    kernel = PromptAttention(sizes, CUDA)
+    assert kernel.error_of_a_step() < 8e-3
+    attend = kernel.attend
+
+    def wrong(query, keys, values, step, scaling, output, sinks=None):
+        attend(query, keys, values, step, 0.9 * scaling, output, sinks)
+
+    monkeypatch.setattr(kernel, "attend", wrong)
+    assert kernel.error_of_a_step() > 8e-3
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+MODELS = {
+    "qwen3": transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=128, **SIZES),
+    "llama": transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=64, **SIZES),
+    "window": transformers.MistralConfig(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=128, sliding_window=200, **SIZES
+    ),
+}
+
+
+def prompts_with_a_shared_beginning() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    shared, *own = (
+        torch.randint(VOCAB_SIZE, (length,), generator=draw).tolist() for length in (300, 5, 64, 129, 400, 1000, 777)
+    )
+    return [(shared if number % 2 else []) + part for number, part in enumerate(own)]
+
+
+def log_probabilities(module: Any, prompts: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = [module(torch.tensor([prompt], device=CUDA)).logits[0, :-1].float() for prompt in prompts]
+    tokens = [torch.tensor(prompt[1:], device=CUDA)[:, None] for prompt in prompts]
+    parts = [part.log_softmax(1).gather(1, own)[:, 0] for part, own in zip(logits, tokens, strict=True)]
+    return torch.cat(parts).cpu()
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attention(name, options, monkeypatch):
+    """In chunks, next to decodes and behind cached prefixes; each engine calls the attention that is meant."""
+    config, prompts = MODELS[name], prompts_with_a_shared_beginning()
+    if reason := why_not(AttentionSizes(4, 2, config.head_dim, 64, torch.bfloat16), CUDA):
+        pytest.skip(reason)
+    exact, module = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    widen(exact)
+    module.load_state_dict(exact.state_dict())
+    right, module = log_probabilities(exact.to(CUDA), prompts), module.to(CUDA, torch.bfloat16)
+
+    def error(owner: Any) -> float:
+        calls, attend, given = [], owner.attend, {"max_num_batched_tokens": 384, "num_kv_blocks": 80, "max_num_seqs": 8}
+        monkeypatch.setattr(owner, "attend", lambda *arguments: calls.append(1) or attend(*arguments))
+        with LLM(module, tokenizer=tiny_tokenizer(), max_model_len=1500, **given, **options) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=0)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            llm._engine.check_integrity()
+        assert calls
+        ours = [
+            entry[token].logprob
+            for output, prompt in zip(outputs, prompts, strict=True)
+            for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
+        return float((torch.tensor(ours) - right).square().mean().sqrt())
+
+    own = error(PromptAttention)
+    monkeypatch.setattr("nanovllm.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for")
+    assert own < 1.15 * error(FlexChunks)
+
+
+def test_sizes_that_the_kernel_lacks_are_named():
+    reasons = [
+        why_not(AttentionSizes(8, 2, *sizes), CUDA)
+        for sizes in itertools.chain([(80, 64, torch.bfloat16), (128, 64, torch.float32), (128, 256, torch.bfloat16)])
+    ]
+    assert all(reasons)
