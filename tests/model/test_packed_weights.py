@@ -146,6 +146,7 @@ class ReadsANorm(LlamaMLP):
 ])  # fmt: skip
 def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_freed, tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr("tests.support.tiny_models._BUILT", {})  # models of the module below
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
     with LLM(folder, **OPTIONS) as llm:
         weight = llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight
