@@ -225,8 +225,11 @@ def alone() -> list[list[tuple[Any, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "overlap"),
+    [*((pool, True) for pool in POOLS), ("tiny pool", False)],
+    ids=[*(f"{pool}-overlap" for pool in POOLS), "tiny pool-one by one"],
+)
 def test_a_seeded_request_draws_the_same_in_every_way_of_stepping(pool, overlap):
     prompts, params = requests()
     with open_llm(pool=pool, overlap=overlap) as llm:

@@ -26,7 +26,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         {"prompt_logprobs": 1, "frequency_penalty": 1.0, "min_p": 0.01},
         {"truncate_prompt_tokens": 30, "stop": ["o"], "include_stop_str_in_output": True, "n": 2},
     ]
-    return prompts, [SamplingParams(seed=n, max_tokens=20, **options[n % 5]) for n in range(10)]
+    return prompts, [SamplingParams(seed=n, max_tokens=12, **options[n % 5]) for n in range(10)]
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[tuple[Any, ...]]]:
