@@ -44,8 +44,9 @@ SETTINGS = {
 }
 
 
-# What a setting changes is the same for every family: the others run with those that cut prompts most.
-ALWAYS = ("defaults, eager", "smallest budget", "forced preemption")
+# What a setting changes is the same for every family: the others run with those that cut prompts most. Their prompts
+# of one call, uncut, are those of the next test.
+ALWAYS = ("smallest budget", "forced preemption")
 CELLS = [
     pytest.param(family, name, marks=[] if family == "llama" or name in ALWAYS else pytest.mark.slow)
     for family in FAMILIES
