@@ -189,7 +189,7 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(op
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 0.995, 1.02])
+@pytest.mark.parametrize("factor", [1.0, 0.995])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, factor, dtype, tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model", dtype=dtype)
@@ -200,7 +200,7 @@ def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place,
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_of_bfloat16_are_fused_whatever_their_weights(family, tmp_path):
-    for seed in range(4):
+    for seed in range(2):
         folder = save_tiny(tmp_path / str(seed), family, seed=seed, num_layers=8, dtype=torch.bfloat16)
         with LLM(folder, **OPTIONS) as llm:
             assert num_fused(llm) == 8
@@ -288,7 +288,7 @@ def check_greedy(model: Any, answers: list[list[int]], slack: float = 0.0) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_layers", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_layers", [2, 5])
 def test_the_output_of_an_early_layer_stays_what_it_was_until_the_pass_ends(tmp_path, monkeypatch, num_layers, dtype):
     """Prompts in chunks of 48 tokens beside decodes.
 

@@ -211,11 +211,10 @@ def test_a_model_that_differs_runs_as_it_is(name, caplog):
 
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
-@pytest.mark.parametrize("factor", [0.98, 0.995, 1.02])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, factor, rotary, monkeypatch):
+def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, rotary, monkeypatch):
     model = tiny_llama()
-    scale_part(monkeypatch, place, factor)
+    scale_part(monkeypatch, place, 0.995)
     binding = binding_of(model, rotary=rotary)
     expected = hidden_step(binding, [0, 17])
     assert not stacked(binding)
@@ -251,7 +250,7 @@ def test_scaled_residuals_keep_the_modules(multiplier, caplog):
 @pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_of_llamas_kind_run_as_one_whatever_their_weights(family, rotary):
-    for seed in range(4):
+    for seed in range(2):
         binding = binding_of(tiny_model(family, seed=seed, num_layers=8, dtype=torch.bfloat16), rotary=rotary)
         assert bool(binding._rotary) == rotary
         assert stacked(binding)
