@@ -42,10 +42,10 @@ from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
-    SamplingParams(seed=3, max_tokens=150, top_p=0.9, frequency_penalty=0.5, ignore_eos=True),
-    SamplingParams(seed=4, max_tokens=150, logprobs=2, prompt_logprobs=1, ignore_eos=True),
-    SamplingParams(seed=5, max_tokens=150, n=3, stop=["xq"], min_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=60, top_p=0.9, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(seed=4, max_tokens=60, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=60, n=3, stop=["xq"], min_tokens=20),
 ]
 
 
@@ -110,7 +110,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
         for output in engine.outputs:
             outputs[output.request_id].append(output)
         engine.outputs.clear()
-        if num_steps == 40:
+        if num_steps == 20:
             kill(llm, 1)
     for number, each in enumerate(outputs.values()):
         if number >= 4:
@@ -128,7 +128,7 @@ def test_exactly_once_in_a_storm_of_aborts_and_a_death(llm):
     """Streams begun, read, closed and killed at random: each is a prefix of one engine's answer."""
     choice = random.Random(5)
     prompts = random_prompts(4, seed=23)
-    params = [PARAMS[0], PARAMS[1], SamplingParams(seed=8, max_tokens=40), PARAMS[3]]
+    params = [PARAMS[0], PARAMS[1], SamplingParams(seed=8, max_tokens=30), PARAMS[3]]
     expected = {(p, q): whole([prompts[p]], params[q])[0] for p in range(4) for q in range(4)}
     streams, num_kills = [], 0
     for turn in range(250):
