@@ -30,8 +30,11 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "overlap"),
+    [*((pool, True) for pool in POOLS), ("tiny pool", False)],
+    ids=[*(f"{pool}-overlap" for pool in POOLS), "tiny pool-one by one"],
+)
 def test_they_are_the_log_softmax_of_transformers(pool, overlap):
     model = tiny_model("qwen3")
     prompts, params = mixed_requests()
