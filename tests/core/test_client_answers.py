@@ -15,8 +15,8 @@ from tests.support.async_llms import open_llm as open_async_llm
 from tests.support.llms import generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts
 
-LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-SAMPLES = SamplingParams(n=6, seed=3, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
 
 
 def tokens_of(outputs: list[Any]) -> list[list[list[int]]]:

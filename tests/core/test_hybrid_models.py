@@ -18,7 +18,7 @@ from tests.support.llms import fail_in_step
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
-NUM_TOKENS = 10
+NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Around chunks of 64, short of a convolution's width, and with a token alone, which is no decode.
 LENGTHS = (1, 3, 63, 64, 65, 130, 200)
@@ -122,7 +122,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(crossed):
         assert llm.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("number", [2, 5, 9])
+@pytest.mark.parametrize("number", [3, 9])
 def test_a_failed_step_returns_to_the_last_state_that_is_kept(crossed, monkeypatch, number):
     """It has overwritten states in place; the requests of the step are computed again from there."""
     model, prompts, expected = crossed

@@ -54,8 +54,8 @@ def test_the_engines_seed_makes_unseeded_requests_repeat_in_a_new_process():
 def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts with greedy and seeded sampling in turn, filtered in different ways."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
-    params = [SamplingParams(seed=n, max_tokens=24, **kinds[n % len(kinds)]) for n in range(count)]
-    return random_prompts(count, low=1, high=150, seed=1), params
+    params = [SamplingParams(seed=n, max_tokens=12, **kinds[n % len(kinds)]) for n in range(count)]
+    return random_prompts(count, low=1, high=110, seed=1), params
 
 
 @functools.cache

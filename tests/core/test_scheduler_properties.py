@@ -74,7 +74,7 @@ class SchedulerMachine(SchedulerRules):
 
 TestAnyOrderOfCalls = SchedulerMachine.TestCase
 TestAnyOrderOfCalls.settings = settings(
-    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -32,7 +32,6 @@ H200 = Gpu(132, 232_448)
 def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int, budget: int, max_model_len: int):
     """A step within the limits, and the sequences whose newest token is in flight, with their places."""
     pages = list(range(1, 5000))
-    choice.shuffle(pages)
     entries, in_flight = [], []
     for number in range(choice.randint(1, max_num_seqs)):
         start = choice.choice([0, choice.randint(0, max_model_len - 1)])
@@ -49,7 +48,7 @@ def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int,
         )
         if waits:
             in_flight.append(sequence)
-        table = [pages.pop() for _ in range(-(-end // block_size))]
+        table = [pages.pop(choice.randrange(len(pages))) for _ in range(-(-end // block_size))]
         entries.append(ScheduledSequence(sequence, start, count, int(waits or choice.random() < 0.8), table, start))
     choice.shuffle(in_flight)
     return entries, {sequence: place for place, sequence in enumerate(in_flight)}
@@ -79,7 +78,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
         buckets = Buckets(config_of(max_num_seqs, budget, block_size))
         for shape in buckets.common():
             assert_fits(shape, buckets, block_size)
-        for _ in range(12):
+        for _ in range(4):
             entries, in_flight = random_entries(
                 choice, block_size=block_size, max_num_seqs=min(max_num_seqs, 60), budget=budget, max_model_len=300
             )
@@ -150,7 +149,7 @@ def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, ca
     choice = random.Random(max_num_seqs)
     buckets = Buckets(config_of(max_num_seqs, 2048, 64))
     captured = [*buckets.common(), *getattr(buckets, captures)()]
-    for _ in range(300):
+    for _ in range(100):
         entries, in_flight = random_entries(
             choice, block_size=64, max_num_seqs=min(max_num_seqs, 60), budget=2048, max_model_len=900
         )
