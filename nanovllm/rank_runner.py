@@ -107,7 +107,8 @@ class RankRunner(ModelRunner):
         if self.device.type == "cuda":
             self._follow_last_stream()
         self.sampler.step_draws = order.draws
-        batch = ScheduledBatch(0, tuple(order.layout.entries), copies=order.copies)
+        draws_all = order.layout.entries[0]._replace(num_samples=len(order.layout.sample_rows))
+        batch = ScheduledBatch(0, (draws_all,), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
         self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
 

@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable
 from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache.forks import fork_samples
 from nanovllm.core.admission import Admission, Drafting, OpenStep, SlotExchange
-from nanovllm.core.batch import EMBEDDED, NO_DRAFTS, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import FinishReason, SchedulerStats
@@ -44,8 +45,7 @@ class Scheduler:
         decode_cost: float = DECODE_COST,
     ) -> None:
         self.config, self.budget = config, budget
-        self.block_manager = block_manager
-        self.block_size = block_manager.block_size
+        self.block_manager, self.block_size = block_manager, block_manager.block_size
         self.admission = Admission(config, block_manager)
         self.drafting: Drafting | None = None  # with speculation
         self.stats = SchedulerStats()
@@ -103,14 +103,17 @@ class Scheduler:
             self.waiting.charge(exchange.successor, exchange.num_lost_tokens)
         self._spend_what_is_left(step, num_decodes)
         drafts = NO_DRAFTS if self.drafting is None else self.drafting.place(entries, step)
+        if not entries and not step.chunks:
+            return None
+        copies = self.block_manager.take_copies(self._step_id) if self.block_manager.copies else ()
         for sequence, (before, start) in step.chunks.items():
             end = sequence.num_computed_tokens
             num_samples = int(end == sequence.num_known_tokens)
             sequence.num_known_tokens += num_samples
             entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
-        if not entries:
-            return None
-        copies = self.block_manager.take_copies(self._step_id) if self.block_manager.copies else ()
+            if num_samples and sequence.samples and self.stats.num_preemptions == num_preemptions:
+                num_slots = self.config.max_num_seqs - len(self.running) - sum(map(len, drafts.values()))
+                entries += fork_samples(self.block_manager, sequence, num_slots, self.start)
         batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes - len(drafts), copies, budget, drafts)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
@@ -164,11 +167,15 @@ class Scheduler:
             self._place(step, sequence, size, hits)
             admitted.append(sequence)
         for sequence in admitted:
-            self.waiting.remove(sequence)
-            if self.block_manager.wanted:
-                self.block_manager.wanted.remove(sequence)
-            self.running.add(sequence)
-            sequence.is_running, sequence.num_times_passed = True, 0
+            self.start(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Move a sequence from the queue to those that run; it has blocks, or gets them from the caller."""
+        self.waiting.remove(sequence)
+        if self.block_manager.wanted:
+            self.block_manager.wanted.remove(sequence)
+        self.running.add(sequence)
+        sequence.is_running, sequence.num_times_passed = True, 0
 
     def _spend_what_is_left(self, step: OpenStep, num_decodes: int) -> None:
         """Give leftover budget to chunks capped by the threshold, in their order.
@@ -285,7 +292,7 @@ class Scheduler:
             advanced.append(sequence)
             if token_id < 0:
                 without_token.append(sequence)
-                self._end_without_token(sequence, token_id)
+                self.finish(sequence, end_without_token(sequence, token_id))
                 continue
             known = sequence.token_ids
             known.append(token_id)
@@ -310,13 +317,6 @@ class Scheduler:
             if sequence.logprobs is not None:
                 del sequence.logprobs[sequence.num_output_tokens :]
         return list(dict.fromkeys(advanced))
-
-    def _end_without_token(self, sequence: Sequence, answer: int) -> None:
-        if answer != EMBEDDED:
-            sequence.error_kind, error = SAMPLING_ERRORS[answer]
-            if answer == NON_FINITE or not sequence.error:  # else a logits processor raised, and its error is there
-                sequence.error = f"request {sequence.request_id!r}: {error.format(len(sequence.token_ids))}"
-        self.finish(sequence, "stop" if answer == EMBEDDED else "error")
 
     def rollback(self, batch: ScheduledBatch, *, has_failed: bool = True) -> list[Sequence]:
         """Undo `batch` and every batch launched after it; returns the unfinished sequences of all.

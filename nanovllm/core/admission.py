@@ -59,6 +59,7 @@ class Blocks(Protocol):
     """A block manager, as far as admission asks it; see `BlockManager`."""
 
     block_size: int
+    cuts_chunks: bool
 
     def lookup(self, sequence: Sequence) -> list[int]: ...
     def has_free(self, num_blocks: int) -> bool: ...
@@ -86,6 +87,8 @@ class Admission:
         blocks = self.blocks
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
+        # Prompts being computed for all their samples; recurrent states are not shared in this way.
+        shared = {s.shared_prompt for s in prefills if s.samples}
         overtaken: list[Sequence] = []
         num_looked_past = 0
         for sequence in waiting:
@@ -93,6 +96,8 @@ class Admission:
                 break
             if sequence.num_in_flight_tokens:
                 continue  # preempted with a token in flight: it comes back once that is read
+            if sequence.samples and not blocks.cuts_chunks and 0 != sequence.shared_prompt in shared:
+                continue  # a fork, once the prompt is computed
             hits = blocks.lookup(sequence)
             start = len(hits) * blocks.block_size
             lacking = sequence.num_known_tokens - start
@@ -111,6 +116,8 @@ class Admission:
             if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
                 break
             yield sequence, size, hits
+            if sequence.samples:
+                shared.add(sequence.shared_prompt)
             if left:
                 reserved += self.blocks_lacking(sequence)
             if is_partial:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from nanovllm.core.outputs import ErrorKind
+from nanovllm.core.outputs import ErrorKind, FinishReason
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.structured_output import GrammarError
 
@@ -30,6 +30,17 @@ SAMPLING_ERRORS = {
     ),
 }
 
+
+def end_without_token(sequence: Sequence, answer: int) -> FinishReason:
+    """Note the error of a runner's answer; returns why its sequence ends."""
+    if answer == EMBEDDED:
+        return "stop"
+    sequence.error_kind, error = SAMPLING_ERRORS[answer]
+    if answer == NON_FINITE or not sequence.error:  # else a logits processor raised, and its error is there
+        sequence.error = f"request {sequence.request_id!r}: {error.format(len(sequence.token_ids))}"
+    return "error"
+
+
 NULL_BLOCK = 0  # never handed out: padded reads and writes go there
 
 
@@ -38,7 +49,7 @@ class ScheduledSequence(NamedTuple):
 
     sequence: Sequence
     start: int  # position of its first new token
-    num_new_tokens: int
+    num_new_tokens: int  # 0 for a sample that draws from the last row of the entry before, of the same prompt
     num_samples: int  # tokens drawn from its last rows: 1 if its last known token is computed, 0 if not; a run: more
     block_table: list[int]  # the list at scheduling time: it may grow, but its blocks never change
     num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to

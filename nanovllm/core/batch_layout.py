@@ -25,7 +25,7 @@ from nanovllm.core.sequence import Sequence
 class BatchLayout:
     """Host arrays of one step, `num_tokens` rows (padding not included).
 
-    entries: the batch's entries in row order.
+    entries: the batch's entries that have rows, in row order.
     row_starts: [num_entries + 1] first row of each entry.
     token_ids: [num_tokens] int64; -1 - i for the i-th token that the step before samples.
     positions: [num_tokens] int64, position of each row's token in its sequence.
@@ -91,13 +91,18 @@ def build_layout(
     sampled_positions = _up_to(starts + counts, num_samples)
     # Decodes first; chunks keep the order of the batch.
     order = np.lexsort((np.where(counts == 1, -starts if longest_first else 0, 0), counts > 1))
+    if np.count_nonzero(counts) < len(counts):
+        has_rows = counts > 0
+        order = order[has_rows[order]]
     entries = [batch_entries[index] for index in order.tolist()]
     starts, counts = starts[order], counts[order]
     num_decodes = int((counts == 1).sum())
     row_starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(counts, out=row_starts[1:])
-    last_rows = np.empty(len(entries), np.int64)  # in the order of the batch
+    last_rows = np.zeros(len(batch_entries), np.int64)  # in the order of the batch
     last_rows[order] = row_starts[1:] - 1
+    if len(entries) < len(batch_entries):  # an entry without rows has the last row of the entry before
+        last_rows = last_rows[np.maximum.accumulate(np.where(has_rows, np.arange(len(has_rows)), 0))]
 
     # A row's position is its index in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceABC
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -134,6 +135,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     group_tables: GroupTables | None = None  # only with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
+    samples: SequenceABC[Sequence] = ()  # all of its request, if there are several
 
     drafting: Any = None  # state of its drafts, which `speculation` sets
     account: Any = field(init=False)  # its client's counter in the queue of clients, which sets it
@@ -180,6 +182,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def shared_prompt(self) -> int:
+        """A number of its prompt, while several samples may share it: before the first token is drawn. Else 0."""
+        return id(self.samples) if self.samples and self.num_known_tokens == self.num_prompt_tokens else 0
 
     @property
     def output_token_ids(self) -> list[int]:

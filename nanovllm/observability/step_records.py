@@ -159,7 +159,7 @@ class StepObservers:
             len(batch.entries),
             batch.num_decodes + len(batch.drafts),
             sum([entry.num_new_tokens for entry in prefills]),
-            sum([entry.start - entry.num_computed_before for entry in prefills]),
+            sum([entry.start - entry.num_computed_before for entry in prefills if entry.num_new_tokens]),  # no forks
             len(scheduler.running),
             len(scheduler.waiting),
             manager.num_blocks - 1 - len(manager.free_blocks),

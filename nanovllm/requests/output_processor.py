@@ -229,6 +229,9 @@ class Request:
             )
             for index, seed in enumerate(seeds)
         ]
+        if len(seeds) > 1:
+            for sequence in self.sequences:
+                sequence.samples = self.sequences
         if new.resumed is not None:
             for sequence in self.sequences:
                 restore(sequence, new.resumed)

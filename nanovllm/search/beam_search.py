@@ -11,6 +11,7 @@ from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -18,7 +19,6 @@ from nanovllm.core.validation import MAX_PRIORITY
 from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.search.beams import BeamBooks, BeamSearchOutput, BeamSearchParams, Continuation
-from nanovllm.search.forks import can_fork, fork_blocks, start_running
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine
@@ -194,7 +194,7 @@ class Search:
             self._preempt_another()
         new = replace(request, request_id=next(self._ids), prompt=None, prompt_token_ids=token_ids, params=params)
         sequence = self._add(new)
-        start_running(self.engine.scheduler, sequence)
+        self.engine.scheduler.start(sequence)
         return sequence
 
     def _preempt_another(self) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import integer
 from nanovllm.process.interrupts import InterruptsHeld
-from nanovllm.search.forks import can_fork, fork_blocks, start_running
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine
@@ -81,6 +81,6 @@ def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
         and len(engine.scheduler.running) < engine.config.max_num_seqs
         and can_fork(engine.block_manager, source, num_tokens)
     ):
-        start_running(engine.scheduler, target)
+        engine.scheduler.start(target)
         fork_blocks(engine.block_manager, source, target, num_tokens)
         target.num_cached_tokens = num_tokens

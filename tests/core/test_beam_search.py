@@ -9,10 +9,10 @@ import torch
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.batch import Copy
 from nanovllm.core.outputs import Logprob
 from nanovllm.search.beams import BeamBooks
-from nanovllm.search.forks import can_fork, fork_blocks
 from tests.support.layer_kinds import model
 from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, token_ids
 from tests.support.scheduling import make_scheduler, make_sequence

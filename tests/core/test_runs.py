@@ -62,6 +62,20 @@ def test_the_sampled_rows_are_the_last_ones_of_their_entries():
     assert layout.positions[layout.sample_rows].tolist() == [4, 5, 6, 3, 15]
 
 
+def test_an_entry_without_rows_has_the_sampled_row_of_the_entry_before():
+    """Samples of one prompt; decodes move in front of them."""
+    prompt, sample, last, one, short = (make_sequence(range(16), arrival=arrival) for arrival in range(5))
+    entries = [
+        entry(one, 9, 1, 1), entry(prompt, 0, 6, 1), entry(sample, 6, 0, 1), entry(last, 6, 0, 1),
+        entry(short, 0, 1, 1),
+    ]  # fmt: skip
+    layout = build_layout(entries, 4, longest_first=True)
+    assert [e.sequence for e in layout.entries] == [one, short, prompt]
+    assert layout.num_tokens == 8 and layout.num_decodes == 2
+    assert layout.sample_rows.tolist() == [0, 7, 7, 7, 1]
+    assert layout.sampled_positions.tolist() == [10, 6, 6, 6, 1]
+
+
 def test_a_step_launched_behind_a_run_goes_on_with_its_last_token():
     run, other = make_sequence(PROMPT), make_sequence(PROMPT, arrival=1)
     in_flight = {sequence: place for place, sequence in enumerate([other, run, run, run])}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.core.errors import StepError
 from nanovllm.core.sampling_params import sample_seeds
+from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.model_runner import ModelRunner
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -98,15 +103,81 @@ def test_seeds_of_samples_collide_neither_with_each_other_nor_with_seeds_nearby(
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_the_whole_blocks_of_the_prompt_are_computed_once():
-    prompt = random_prompts(1, low=100, high=100)[0]
-    with open_llm() as llm:
-        (output,) = generate(llm, [prompt], SamplingParams(n=5, max_tokens=1))
-        assert llm.stats().num_scheduled_tokens == 100 + 4 * (100 - 96)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("length", [1, 96, 97, 100])
+def test_the_prompt_is_computed_once_with_its_begun_block(length, enable_prefix_caching):
+    prompt = random_prompts(1, low=length, high=length)[0]
+    with open_llm(enable_prefix_caching=enable_prefix_caching) as llm:
+        (output,) = generate(llm, [prompt], SamplingParams(n=5, max_tokens=4, ignore_eos=True))
+        assert llm.stats().num_scheduled_tokens == length + 5 * 3
+        assert llm.stats().num_steps == 4
     assert output.num_cached_tokens == 0  # what it shares with itself was not there before
-    with open_llm(enable_prefix_caching=False) as llm:
-        generate(llm, [prompt], SamplingParams(n=5, max_tokens=1))
-        assert llm.stats().num_scheduled_tokens == 500
+
+
+def test_samples_in_small_chunks_share_the_prompt_too():
+    with open_llm(pool="small chunks", num_kv_blocks=80) as llm:
+        generate(llm, random_prompts(3, low=90, high=90), SamplingParams(n=2, max_tokens=4, ignore_eos=True))
+        assert llm.stats().num_scheduled_tokens == 3 * (90 + 2 * 3)
+
+
+@functools.cache
+def each_alone(length: int, n: int) -> list[list[int]]:
+    """The samples of a prompt, each as a request for one with its seed."""
+    prompt, found = random_prompts(1, low=length, high=length)[0], []
+    with open_llm(overlap=False, enable_prefix_caching=False) as llm:
+        for seed in sample_seeds(length, n, engine_seed=0, request_number=0):
+            found += tokens_of(generate(llm, [prompt], SamplingParams(seed=seed, max_tokens=40, ignore_eos=True))[0])
+    return found
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"overlap": False}, {"enable_prefix_caching": False}, {"speculation": "suffix"},
+    {"max_num_batched_tokens": 40, "max_num_seqs": 5}, {"num_kv_blocks": 12, "max_model_len": 150},
+    {"num_kv_blocks": 12, "max_model_len": 150, "enable_prefix_caching": False, "overlap": False},
+    {"prefix_cache_host_bytes": 2**24, "num_kv_blocks": 12, "max_model_len": 150},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_sample_is_the_request_with_its_seed_alone(n, options):
+    lengths = (1, 16, 33, 47, 100)
+    prompts = [random_prompts(1, low=length, high=length)[0] for length in lengths]
+    params = [SamplingParams(seed=length, n=n, max_tokens=40, ignore_eos=True) for length in lengths]
+    with open_llm(**options) as llm:
+        outputs = generate(llm, prompts, params)
+        assert (llm.stats().num_preemptions > 0) == ("num_kv_blocks" in options)
+        assert llm._engine.scheduler.stats.num_failed_steps == 0
+    assert [tokens_of(output) for output in outputs] == [each_alone(length, n) for length in lengths]
+
+
+def fails_once(call: Any, number: int) -> Any:
+    """The function, whose call of this number fails."""
+    count = itertools.count()
+
+    def counted(*arguments: Any) -> Any:
+        if next(count) == number:
+            raise RuntimeError("once")
+        return call(*arguments)
+
+    return counted
+
+
+@pytest.mark.parametrize("fails", ["launch", "read"])
+def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
+    """The step that computes the prompt fails, or the one that copies its begun block, or one of those behind."""
+    prompt = random_prompts(1, low=47, high=47)[0]
+    failing = {"launch": (ModelRunner, "launch"), "read": (PendingTokens, "result")}
+    for number in range(4):
+        with open_llm() as llm:
+            with monkeypatch.context() as patch:
+                patch.setattr(*failing[fails], fails_once(getattr(*failing[fails]), number))
+                engine, params = llm._engine, SamplingParams(seed=47, n=4, max_tokens=40, ignore_eos=True)
+                engine.add(engine.input_processor.process_one("r", prompt, params))
+                while engine.has_unfinished:
+                    with suppress(StepError):
+                        engine.step()
+                output = engine.outputs.pop()
+            assert llm.stats().num_failed_steps > 0
+            engine.check_integrity()
+        assert tokens_of(output) == each_alone(47, 4)
 
 
 def test_more_samples_than_run_at_once_wait_their_turn():

@@ -120,6 +120,7 @@ def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(wal
         "preemptions",
         "prefix-cache hits",
         "prefixes shared within a step",
+        "forked samples",
         "evictions",
         "failed steps",
         "late registrations",
@@ -141,6 +142,7 @@ def test_the_walks_meet(situation: str, walks: list[Loop]):
         met["preemptions"] += stats.num_preemptions
         met["prefix-cache hits"] += stats.prefix_cache_hits
         met["prefixes shared within a step"] += loop.model.num_shared_in_step
+        met["forked samples"] += loop.model.num_forked
         met["evictions"] += loop.manager.num_evictions
         met["failed steps"] += stats.num_failed_steps
     assert met[situation] > 20

@@ -12,6 +12,7 @@ from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 
 NUM_WALKS = 30
+NUM_WALKS_WITH_SAMPLES = 8
 KINDS = {
     "full attention": [FULL],
     "windows": [FULL, StateKind(window=5)],
@@ -35,16 +36,17 @@ def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
         long_prefill_token_threshold=rng.randint(1, 4) * block_size,
     )
     loop = TieredLoop(scheduler, rng, num_slots=rng.randint(2, 30), has_files=rng.random() < 0.8)
-    walk_at_random(loop, rng, num_calls)
+    walk_at_random(loop, rng, num_calls, samples=(1,) if seed < NUM_WALKS else (1, 2, 4))
     return loop
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
-    loops = [walk(seed, kinds) for seed in range(NUM_WALKS)]
+    loops = [walk(seed, kinds) for seed in range(NUM_WALKS + NUM_WALKS_WITH_SAMPLES)]
     seen = sum((loop.seen for loop in loops), Counter())
     for situation in ("loads", "stores", "written", "read late", "read too late", "non-finite"):
         assert seen[situation] > 0, situation
+    assert sum(loop.model.num_forked for loop in loops) > 50
     assert sum(loop.books.num_evictions for loop in loops) > 50
     reads = [loop.reads for loop in loops if loop.reads is not None]
     assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) > 10

@@ -67,9 +67,7 @@ def test_tokens_and_the_prefix_cache_are_counted(counted):
     assert counted["prefix_cache_hits_total"] == 32
     assert counted["prefix_cache_queries_total"] >= 98
     assert counted["step_tokens_total{kind=cached}"] == 32
-    assert (
-        counted["step_tokens_total{kind=prefill}"] == 48 + 16 + 4 + 2
-    )  # each of two samples computes its short prompt
+    assert counted["step_tokens_total{kind=prefill}"] == 48 + 16 + 2 + 2  # two samples share their short prompt
 
 
 def test_latencies_are_those_of_all_requests_and_lengths_those_of_requests_that_ended(counted):

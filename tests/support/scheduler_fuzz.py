@@ -63,9 +63,10 @@ class SchedulerRules(RuleBasedStateMachine):
         client=st.sampled_from(CLIENTS),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         stop_token_ids=st.sampled_from([(), (), (0,), (3, 5)]),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
     )
-    def add(self, stem: int, length: int, tail: list[int], **options: object) -> None:
-        self.loop.add(make_prompt(stem, length, tail)[: self.max_model_len - 1], **options)
+    def add(self, stem: int, length: int, tail: list[int], n: int, **options: object) -> None:
+        self.loop.add_samples(n, make_prompt(stem, length, tail)[: self.max_model_len - 1], **options)
 
     @rule(seconds=st.integers(1, 9))
     def let_time_pass(self, seconds: int) -> None:
@@ -124,15 +125,18 @@ class SchedulerRules(RuleBasedStateMachine):
             end(self.loop, depth=2)
 
 
-def walk_at_random(loop: Loop, rng: random.Random, num_calls: int) -> Loop:
-    """`num_calls` calls in random order, then to the end."""
+def walk_at_random(
+    loop: Loop, rng: random.Random, num_calls: int, *, samples: tuple[int, ...] = (1, 1, 1, 2, 4)
+) -> Loop:
+    """`num_calls` calls in random order, then to the end; a request has one of these numbers of samples."""
     max_model_len = loop.scheduler.config.max_model_len
     depth = rng.randint(1, MAX_IN_FLIGHT)
 
     def add() -> None:
         if len(loop.unfinished) < 12:
             tail = [rng.randrange(8) for _ in range(rng.randint(1, 3))]
-            loop.add(
+            loop.add_samples(
+                rng.choice(samples) if len(samples) > 1 else samples[0],
                 make_prompt(rng.randrange(len(STEMS)), rng.randint(0, 24), tail)[: max_model_len - 1],
                 priority=rng.choice((0, 0, 0, 1, -1)),
                 cache_salt=rng.choice(("", "", "", "salt")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.block_checks import check_blocks
@@ -148,6 +149,7 @@ class MockModel:
             if kind.record_bytes is None
         }
         self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
+        self.num_forked = 0  # entries that draw from the row of another sample
         self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
         self._on_device: dict[str, _OnDevice] = {}
         self._num_drawn: dict[tuple[int, str], int] = {}  # step and request -> tokens that count
@@ -163,16 +165,19 @@ class MockModel:
             state = self._on_device[sequence.request_id]
             check(state.token_ids == sequence.token_ids.tolist(), f"{sequence} has drafts and tokens in flight")
             self._learn(state, drafts, state.prefixes[-1])
+        self._copy(batch)
         written_by: dict[tuple[int, int], str] = {}
         for entry in batch.entries:
             self._write(batch, entry, written_by)
         poisoned_states = self._read_states(batch)
-        sampled = []
+        sampled: list[int] = []
+        poisoned = False
         for entry in batch.entries:
             request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
             end = entry.start + entry.num_new_tokens
-            poisoned = self._reads_poison(batch, entry, written_by)
-            poisoned |= request_id in non_finite or request_id in poisoned_states
+            if entry.num_new_tokens:  # else it draws from the row of the entry before
+                poisoned = self._reads_poison(batch, entry, written_by)
+                poisoned |= request_id in non_finite or request_id in poisoned_states
             if poisoned:
                 self._poison(batch, entry)
             self._write_states(batch, entry, poisoned)
@@ -198,8 +203,19 @@ class MockModel:
         self._learn(state, drawn[: num_equal + 1], state.prefixes[-1])
         return num_equal + 1
 
+    def _copy(self, batch: ScheduledBatch) -> None:
+        """Copy blocks; all sources are read before any destination is written."""
+        size = self.block_size
+        found = [self.slots[g][source * size : (source + 1) * size] for g, source, _ in batch.copies]
+        for (group, _, block), content in zip(batch.copies, found, strict=True):
+            self.slots[group][block * size : (block + 1) * size] = content
+
     def fail(self, batch: ScheduledBatch) -> None:
         """Undo a failed batch: its slots are undefined, its tokens are gone. Call for the newest batch first."""
+        size = self.block_size
+        for group, _, block in batch.copies:
+            if block >= 0:
+                self.slots[group][block * size : (block + 1) * size] = [UNWRITTEN] * size
         for entry in batch.entries:
             state = self._on_device[entry.sequence.request_id]
             for position in range(entry.start, entry.start + entry.num_new_tokens):
@@ -229,8 +245,11 @@ class MockModel:
         check(batch.sampling == drawn, "sampling is out of order")
         check(len(drawn) <= self.config.max_num_seqs, f"{len(drawn)} tokens are drawn in a step")
         check(all(entry.num_samples == 1 for entry in entries[: batch.num_decodes]), "a decode does not draw one token")
-        sizes = [entry.num_new_tokens for entry in entries]
-        check(min(sizes) > 0, "an entry computes nothing")
+        check(entries[0].num_new_tokens > 0, "the first entry computes nothing")
+        for before, entry in pairwise(entries):
+            self.num_forked += not entry.num_new_tokens
+            is_fork = before.num_samples == entry.num_samples == 1 and before.sequence in entry.sequence.samples
+            check(entry.num_new_tokens > 0 or is_fork, "an entry computes nothing")
         for entry in entries:
             end = entry.start + entry.num_new_tokens
             check(entry.num_samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
@@ -384,11 +403,23 @@ class Loop:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     def add(self, prompt: Iterable[int], **options: object) -> Sequence:
+        sequence = self._make(prompt, **options)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def _make(self, prompt: Iterable[int], **options: object) -> Sequence:
         options.setdefault("max_model_len", self.scheduler.config.max_model_len)
         sequence = make_sequence(prompt, arrival=len(self.sequences), arrival_time=self.now, **options)
         self.sequences.append(sequence)
-        self.scheduler.add(sequence)
         return sequence
+
+    def add_samples(self, n: int, prompt: list[int], **options: object) -> list[Sequence]:
+        """Add several samples of one prompt."""
+        samples = [self._make(prompt, **options) for _ in range(n)]
+        for sequence in samples:
+            sequence.samples = samples if n > 1 else ()
+            self.scheduler.add(sequence)
+        return samples
 
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         """Schedule a batch and execute it; its tokens are read later."""
@@ -447,9 +478,13 @@ class Loop:
     def fail(self, index: int = 0) -> list[Sequence]:
         """Fail the batch in flight with this index, and those launched after it."""
         batch = self.in_flight[index].batch
+        batches = [launched.batch for launched in [*self.in_flight][index:]]
+        lost = {(copy.group, copy.destination) for of_batch in batches for copy in of_batch.copies}
         while len(self.in_flight) > index:
             self.model.fail(self.in_flight.pop().batch)
         affected = self.scheduler.rollback(batch)
+        for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
+            self.scheduler.preempt(sequence)  # as the engine does
         self.check()
         return affected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import StateKind
@@ -36,20 +37,20 @@ class TieredModel(MockModel):
         for group, source, destination in batch.copies:
             if destination < 0:
                 self.host[group, ~destination] = self.block(group, source)
-        for group, source, destination in batch.copies:
-            if destination >= 0:
-                content = self.block(group, source) if source >= 0 else self.host[group, ~source]
-                self.slots[group][destination * self.block_size : (destination + 1) * self.block_size] = content
         return super().execute(batch, non_finite)
+
+    def _copy(self, batch: ScheduledBatch) -> None:
+        super()._copy(replace(batch, copies=tuple(copy for copy in batch.copies if min(copy[1:]) >= 0)))
+        for group, source, destination in batch.copies:
+            if source < 0:
+                content = self.host[group, ~source]
+                self.slots[group][destination * self.block_size : (destination + 1) * self.block_size] = content
 
     def fail(self, batch: ScheduledBatch) -> None:
         super().fail(batch)
         for group, _, destination in batch.copies:
             if destination < 0:
                 self.host[group, ~destination] = [UNWRITTEN] * self.block_size
-            else:
-                begin = destination * self.block_size
-                self.slots[group][begin : begin + self.block_size] = [UNWRITTEN] * self.block_size
 
 
 class FakeReads(FileReads):

@@ -4,15 +4,18 @@ Full blocks are shared. A begun block, which both will write to, is copied befor
 
     source   | 1 | 2 | 3.. |            | 1 | 2 | 3.... |
     fork                          ->    | 1 | 2 | 7.. |      copy 3 -> 7
+
+Samples of one prompt are forks of the first that computes it. They draw from its last row, in the same step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from nanovllm.block_manager import BlockManager, BlockPool
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.core.batch import NULL_BLOCK, Copy
+from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledSequence
 from nanovllm.core.sequence import GroupTables, Sequence
-from nanovllm.scheduler import Scheduler
 
 
 def can_fork(manager: BlockManager, source: Sequence, num_tokens: int) -> bool:
@@ -20,8 +23,9 @@ def can_fork(manager: BlockManager, source: Sequence, num_tokens: int) -> bool:
     num_full, begun = divmod(num_tokens, manager.block_size)
     if not begun:
         num_full -= 1  # the last full block names the prefix
+    groups: Any = getattr(manager, "groups", None)  # of `CacheGroups`, which takes longer to import
     for group, (pool, table) in enumerate(_tables(manager, source)):
-        first = manager.groups[group].first_block(num_tokens) if isinstance(manager, CacheGroups) else 0
+        first = 0 if groups is None else groups[group].first_block(num_tokens)
         if len(table) <= num_full or NULL_BLOCK in table[first : num_full + 1] or (begun and not pool.free_blocks):
             return False
     return True
@@ -46,15 +50,32 @@ def fork_blocks(manager: BlockManager, source: Sequence, target: Sequence, num_t
     target.num_computed_tokens = target.num_counted_tokens = num_tokens
 
 
-def start_running(scheduler: Scheduler, sequence: Sequence) -> None:
-    """Let a queued sequence run from the next step on, without admission; the caller gives it blocks."""
-    scheduler.waiting.remove(sequence)
-    scheduler.block_manager.wanted.remove(sequence)
-    scheduler.running.add(sequence)
-    sequence.is_running = True
+def fork_samples(
+    manager: BlockManager, source: Sequence, max_samples: int, start: Callable[[Sequence], None]
+) -> list[ScheduledSequence]:
+    """Fork waiting samples from the one that computes the last token of their prompt in the step being scheduled.
+
+    Args:
+        start: lets a waiting sequence run.
+
+    Returns their entries, which draw from its last row.
+    """
+    entries: list[ScheduledSequence] = []
+    num_tokens = source.num_prompt_tokens
+    if source.num_computed_tokens > num_tokens or manager.cuts_chunks:  # recurrent states are not copied
+        return entries
+    for sample in source.samples:
+        if sample.is_running or sample.is_finished or not sample.shared_prompt or sample.lacks_prompt_logprobs:
+            continue
+        if len(entries) >= max_samples or not can_fork(manager, source, num_tokens):
+            break
+        fork_blocks(manager, source, sample, num_tokens)
+        start(sample)
+        sample.num_known_tokens += 1
+        entries.append(ScheduledSequence(sample, num_tokens, 0, 1, sample.block_table, 0))
+    return entries
 
 
 def _tables(manager: BlockManager, sequence: Sequence) -> list[tuple[BlockPool, list[int]]]:
-    if isinstance(manager, CacheGroups):
-        return [(group.pool, table) for group, table in manager.tables_of(sequence)]
-    return [(manager, sequence.block_table)]
+    further = () if sequence.group_tables is None else sequence.group_tables.further
+    return list(zip(manager.pools, (sequence.block_table, *further), strict=True))
