@@ -1,17 +1,21 @@
 """Host memory of the KV cache: slots of one block each, filled from it and copied back to it.
 
 On a GPU the memory is pinned. A store gathers blocks on the step's stream, so that the step may overwrite them, and
-leaves for the host on a side stream; a load waits for earlier stores::
+leaves for the host on a side stream. A load runs on the step's stream before its forward pass, and waits for earlier
+stores only if they fill its slots::
 
-    step's stream   gather | forward pass of step 1 ...........   | wait | load | forward pass of step 2 ...
+    step's stream   gather | forward pass of step 1 ...........   | (wait) | load | forward pass of step 2 ...
     side stream            | wait | copy to host .....|
+
+Invariant: a slot is written by one stream only once the other has read it, and read only once it is written.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.core.batch import Copy
 
-SLAB_BYTES = 64 * 2**20  # allocated at once, on demand
+SLAB_BYTES = 64 * 2**20  # allocated at once, on demand; more for large blocks, since pinned sizes are powers of two
 
 
 class HostMemory:
@@ -39,12 +43,13 @@ class HostMemory:
             held = sum(part.nbytes // part.shape[1] for part in parts)
             if held != block_bytes[group]:
                 raise RuntimeError(f"blocks of cache group {group} have {held} bytes, not {block_bytes[group]}")
-        self._slab_slots = [max(1, SLAB_BYTES // size) for size in block_bytes]
+        self._slab_slots = [(SLAB_BYTES << max(0, 8 * size // SLAB_BYTES).bit_length()) // size for size in block_bytes]
         self._slabs: list[list[Tensor]] = [[] for _ in block_bytes]
         self._lock = threading.Lock()  # of the slabs: a thread that reads files takes slots of new ones
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.cuda.Event | None = None  # after the copy launched last
-        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []  # loads of a GPU that are not measured
+        self._loaded: torch.cuda.Event | None = None  # after the load launched last
+        self._stores: deque[tuple[torch.cuda.Event, set[tuple[int, int]]]] = deque()  # perhaps unfinished: their slots
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()  # loads that are not measured
         self._measured: list[tuple[int, float]] = []
 
     @property
@@ -54,6 +59,9 @@ class HostMemory:
 
     def take_measured(self) -> list[tuple[int, float]]:
         """(bytes, seconds) of loads since the last call."""
+        while self._timed and self._timed[0][1].query():
+            begin, end, num_bytes = self._timed.popleft()
+            self._measured.append((num_bytes, begin.elapsed_time(end) / 1000.0))
         measured, self._measured = self._measured, []
         return measured
 
@@ -75,10 +83,18 @@ class HostMemory:
                     self._slabs[group].append(torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=is_pinned))
             return self._slabs[group][number]
 
+    def pin(self, num_bytes: Sequence[int]) -> None:
+        """Allocate a GPU's slots of so many bytes for each group now: in a step, 4 GB would take about a second."""
+        if self._side is not None:
+            for group, (size, total) in enumerate(zip(self._block_bytes, num_bytes, strict=True)):
+                if total >= size:
+                    self.slot(group, total // size - 1)
+
     def settle(self) -> None:
-        """Wait for all copies launched so far."""
-        if (last := self._last) is not None:
-            last.synchronize()
+        """Wait for all copies launched so far; any thread may."""
+        for event in [self._loaded, *(event for event, _ in tuple(self._stores))]:
+            if event is not None:
+                event.synchronize()
 
     # ------------------------------------------------------------------------------------------------------ copies
 
@@ -107,14 +123,21 @@ class HostMemory:
                 for part, rows in self._rows(group, slots):
                     rows.copy_(part[:, blocks].transpose(0, 1))
             return
-        current = torch.cuda.current_stream(self._device)
-        gathered = [(copy, self._gather(copy)) for copy in stores]
+        current = stream = torch.cuda.current_stream(self._device)
+        try:
+            gathered: Iterable[Tensor] = [self._gather(copy) for copy in stores]
+            stream = self._side
+        except torch.OutOfMemoryError:  # one by one, before the step
+            gathered = map(self._gather, stores)
+            current.wait_stream(self._side)
         self._side.wait_stream(current)  # for loads from these slots too
-        with torch.cuda.stream(self._side):
-            for copy, content in gathered:
+        with torch.cuda.stream(stream):
+            for copy, content in zip(stores, gathered, strict=True):
                 self.slot(copy.group, ~copy.destination).copy_(content, non_blocking=True)
-                content.record_stream(self._side)
-        self._note(self._side)
+                content.record_stream(stream)
+            self._stores.append((stream.record_event(), {(copy.group, ~copy.destination) for copy in stores}))
+        while self._stores and self._stores[0][0].query():
+            self._stores.popleft()
 
     def _gather(self, copy: Copy) -> Tensor:
         parts = self._parts[copy.group]
@@ -130,7 +153,10 @@ class HostMemory:
             self._measured.append((num_bytes, time.perf_counter() - begin))
             return
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._side)
+        sources = {(copy.group, ~copy.source) for copy in loads}
+        for event, stored in self._stores:
+            if not stored.isdisjoint(sources):
+                current.wait_event(event)
         begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin_event.record(current)
         for copy in loads:
@@ -143,14 +169,7 @@ class HostMemory:
                 offset += size
         end_event.record(current)
         self._timed.append((begin_event, end_event, num_bytes))
-        self._note(current)
-
-    def _note(self, stream: torch.cuda.Stream) -> None:
-        self._last = torch.cuda.Event()
-        self._last.record(stream)
-        while self._timed and self._timed[0][1].query():
-            begin, end, num_bytes = self._timed.pop(0)
-            self._measured.append((num_bytes, begin.elapsed_time(end) / 1000.0))
+        self._loaded = end_event
 
     def _rows(self, group: int, slots: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of a group's caches, and its bytes in slots of one slab as [num_slots, n, block_size, ...]."""

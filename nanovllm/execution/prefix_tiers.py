@@ -104,7 +104,8 @@ class PrefixTiers(Observer):
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         for num_bytes, seconds in self.memory.take_measured():
             self.costs.measured(HOST, num_bytes, seconds)
-        if not batch.copies:  # else part of its time is theirs
+        # Loads take part of the step's time, and so do stores without a side stream.
+        if not batch.copies or (self.memory.is_asynchronous and all(copy.source >= 0 for copy in batch.copies)):
             self._fit.step_ended(record, batch)
             self._num_chunk_steps += bool(batch.prefills)
         else:
@@ -231,6 +232,8 @@ def host_memory(binding: ModelBinding, config: EngineConfig, pools: CachePools) 
     if not isinstance(caches.host, HostMemory):
         sizes = [group.block_bytes for group in pools.groups]
         caches.host = HostMemory(caches, sizes, config.block_size, binding.device)
+        in_pools = [size * count for size, count in zip(sizes, pools.num_blocks, strict=True)]
+        caches.host.pin([(config.prefix_cache_host_bytes or 0) * part // sum(in_pools) for part in in_pools])
     return caches.host
 
 

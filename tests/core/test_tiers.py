@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.cache.tiers import segments
+from nanovllm.cache.tiers import reading, segments
 from nanovllm.cache.tiers.directory import CacheDirectory
+from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
 from nanovllm.execution import prefix_tiers
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
@@ -197,6 +199,36 @@ def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected
 
     assert run() == f"{expected} [0, 64]"
     assert run() == f"{expected} [64, 64]"
+
+
+def test_steps_wait_for_files_in_turns_between_which_a_request_can_be_aborted(folder, kept, monkeypatch):
+    waits: list[float] = []
+
+    class NeverSet(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return False
+
+    begin = FileReads.start
+
+    def start(reads: FileReads, items: list[ReadItem]) -> Job:
+        job = begin(reads, items)
+        job.is_done = NeverSet()
+        return job
+
+    monkeypatch.setattr(FileReads, "start", start)
+    monkeypatch.setattr(FileReads, "_run", lambda self: None)
+    monkeypatch.setattr(reading, "MAX_WAIT_SECONDS", 1e6)
+    with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(kept)})) as llm:
+        engine = llm._engine
+        for name, prompt in zip("ab", PROMPTS, strict=True):
+            engine.add(engine.input_processor.process_one(name, prompt, SamplingParams(max_tokens=2)))
+        for _ in range(3):
+            engine.step()
+        assert len(waits) == 3 and all(0 < wait <= reading.TURN_SECONDS for wait in waits)
+        assert llm.stats().num_waiting == 2
+        assert engine.abort("a").finished and engine.abort("b").finished
+        assert token_ids(generate(llm, [[5, 6, 7]]))
 
 
 def test_a_forked_child_writes_nothing(folder, tmp_path):

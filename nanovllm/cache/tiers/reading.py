@@ -17,6 +17,7 @@ from nanovllm.cache.tiers.segments import Place, checksum
 from nanovllm.core.sequence import Sequence
 
 MAX_WAIT_SECONDS = 2.0  # without an estimate of the time to compute
+TURN_SECONDS = 0.05  # that a step waits for: requests are aborted between steps
 
 
 class ReadItem(NamedTuple):
@@ -113,11 +114,15 @@ class FileReads:
         return sequence in self._waiting
 
     def wait(self, sequence: Sequence, *, may_block: bool) -> None:
-        """End a sequence's wait if its blocks are read or its time is over; `may_block` if nothing else can run."""
+        """End a sequence's wait if its blocks are read or its time is over.
+
+        Args:
+            may_block: nothing else can run, so wait for a turn; later steps go on waiting.
+        """
         jobs, deadline = self._waiting[sequence]
-        for job in jobs:
-            left = deadline - self._clock()
-            if may_block and left > 0.0:
+        end = min(deadline, self._clock() + TURN_SECONDS)
+        for job in jobs if may_block else ():
+            if (left := end - self._clock()) > 0.0:
                 job.is_done.wait(left)
         is_over = self._clock() >= deadline
         if is_over or all(job.is_done.is_set() for job in jobs):

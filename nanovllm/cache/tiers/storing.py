@@ -122,7 +122,7 @@ class StoringBlocks(BlockManager):
         """Copies of idle blocks to host memory, for the next batch or for an engine without steps in flight."""
         copies: list[Copy] = []
         num_bytes = 0
-        for group, block, node in self.idle_blocks():
+        for group, block, node in self.idle_blocks(max(MAX_EXAMINED, self.max_step_blocks)):
             if not (self.stores_all or self.is_worth(node)):
                 continue
             num_bytes += self.books.block_bytes[group]

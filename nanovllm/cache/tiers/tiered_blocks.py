@@ -30,6 +30,7 @@ from nanovllm.core.sequence import Sequence
 
 HOST = "host"
 STEP_BYTES = 2**28  # most bytes that a step stores, and without a latency goal most that it loads
+EVICTED_BYTES = 2**31  # that a step stores on a side stream where it may evict them
 
 
 class TieredBlocks(StoringBlocks):
@@ -65,7 +66,8 @@ class TieredBlocks(StoringBlocks):
         self._begin_storing()
         self._step_bytes = 0  # loaded by the step that is being scheduled
         self._held_back: set[Sequence] = set()  # their loads go on in the next step
-        self._declined: set[Sequence] = set()  # computed, since that is faster; counted once
+        self._declined: set[Sequence] = set()  # computed, since that is faster, until they are queued again
+        self._has_waited = False  # for files, in this step
         for group, pool in enumerate(self.pools):
             pool.on_idle = partial(self._on_idle, group)
 
@@ -93,6 +95,7 @@ class TieredBlocks(StoringBlocks):
 
     def want(self, sequence: Sequence) -> None:
         super().want(sequence)
+        self._declined.discard(sequence)
         if self.reads is not None and self.enable_prefix_caching:
             self.reads.refresh()
             path = self._path(
@@ -122,10 +125,15 @@ class TieredBlocks(StoringBlocks):
 
     def lookup(self, sequence: Sequence) -> list[int]:
         if self.reads is not None and self.reads.is_waiting(sequence):
-            self.reads.wait(sequence, may_block=len(self.free_blocks) == self.num_blocks - 1)
+            may_block = not self._has_waited and len(self.free_blocks) == self.num_blocks - 1
+            self._has_waited |= may_block
+            self.reads.wait(sequence, may_block=may_block)
         hits = super().lookup(sequence)
         first, end = len(sequence.block_table), sequence.num_findable_blocks(self.block_size)
         if first + len(hits) >= end or sequence.num_computed_tokens % self.block_size or not self.books.roots:
+            return hits
+        # Known before the path is walked, since a request may wait for blocks over many steps.
+        if sequence in self._declined or not self._has_room(sequence, hits):
             return hits
         parent = self.parent_of(sequence, first) if self.enable_prefix_caching else None
         if parent is None:
@@ -175,11 +183,13 @@ class TieredBlocks(StoringBlocks):
         num_tokens = (length - len(hits)) * self.block_size
         decision = self.costs.decide(HOST, num_bytes, (first + len(hits)) * self.block_size, num_tokens)
         if not decision.loads:
-            if sequence not in self._declined:
-                self._declined.add(sequence)
-                self.costs.count(decision)
+            self._declined.add(sequence)
+            self.costs.count(decision)
             return False
-        if not self._has_room(sequence, hits, lacking, held):
+        if not all(
+            len(pool.free_blocks) - pool.num_free_among(blocks) >= len(new)
+            for pool, blocks, new in zip(self.pools, held, lacking, strict=True)
+        ):
             return False
         others_run = len(self.free_blocks) < self.num_blocks - 1  # and wait for this step
         if others_run and self._step_bytes and self._step_bytes + num_bytes > self.max_load_bytes():
@@ -197,14 +207,9 @@ class TieredBlocks(StoringBlocks):
         self.num_loaded_blocks += sum(map(len, loaded))
         return True
 
-    def _has_room(self, sequence: Sequence, hits: list[int], lacking: list[list[int]], held: list[list[int]]) -> bool:
-        """Whether the sequence can start, and the blocks of its path are free, except for blocks that it has."""
-        if not self.has_free(self.num_blocks_lacking(sequence, sequence.num_known_tokens, hits)):
-            return False
-        return all(
-            len(pool.free_blocks) - pool.num_free_among(blocks) >= len(new)
-            for pool, blocks, new in zip(self.pools, held, lacking, strict=True)
-        )
+    def _has_room(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether the sequence can compute all its known tokens."""
+        return self.has_free(self.num_blocks_lacking(sequence, sequence.num_known_tokens, hits))
 
     def _fill(self, sequence: Sequence, path: list[StoredBlock], lacking: list[list[int]]) -> list[list[int]]:
         """Blocks that each group lacks of a path, findable and with a copy each."""
@@ -247,14 +252,14 @@ class TieredBlocks(StoringBlocks):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._step_bytes = 0
+        self._step_bytes, self._has_waited = 0, False
         self._held_back.clear()
         if self._declined:
             self._declined = {sequence for sequence in self._declined if not sequence.is_finished}
         if self.reads is not None:
             self.reads.collect()
-        if self.queue and (self.stores_while_busy or self._evicts_soon()):
-            self.copies += self.stores(STEP_BYTES)
+        if self.queue and ((evicts := self._evicts_soon()) or self.stores_while_busy):
+            self.copies += self.stores(EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
