@@ -1,7 +1,7 @@
 """What tiers of the prefix cache and beam search bring on this machine; figures of docs/results/cpu.md.
 
 python bench/machines/prefix_tiers.py start       # first token of a new process, with and without a directory
-python bench/machines/prefix_tiers.py overhead    # CPU seconds of W and P with and without tiers, in turn
+python bench/machines/prefix_tiers.py overhead    # W and P with and without tiers: engines that step in turn
 python bench/machines/prefix_tiers.py beams       # beams of 4 over 16 prompts, against transformers
 """
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
@@ -21,6 +22,7 @@ from nanovllm.tools.workloads.workloads import WORKLOADS
 
 SYSTEM = [100 + 7919 * number % 40_000 for number in range(2000)]
 QUESTION = [5, 6, 7, 8, 9] * 4
+STEPS_IN_TURN = 4
 
 
 def first_token(options: dict[str, Any]) -> dict[str, float]:
@@ -47,32 +49,38 @@ def start(repeats: int) -> None:
 
 
 def overhead(repeats: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    """Seconds of the engine's thread on a processor, of engines that step in turn: a busy machine slows both alike."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         settings = {"without": {}, "tiers": {"prefix_cache_host_bytes": 2**30, "prefix_cache_dir": folder}}
-        llms = {name: LLM(max_model_len=1024, **options) for name, options in settings.items()}
+        llms = {name: stack.enter_context(LLM(max_model_len=1024, **options)) for name, options in settings.items()}
         for workload in ("W", "P"):
             requests = WORKLOADS[workload]().requests[:32]
-            prompts = [request.prompt_token_ids for request in requests]
-            params = [
-                SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
-                for request in requests
-            ]
-            seconds: dict[str, list[float]] = {name: [] for name in llms}
+            ratios = []
             for repeat in range(repeats + 1):
-                for name, llm in llms.items():
-                    # Other prompts in each run, so that no cache has them.
-                    own = [[1 + repeat, *prompt[1:]] for prompt in prompts]
-                    begin = time.process_time()  # of all threads: a busy machine disturbs it less than the clock
-                    llm.generate(own, params, use_tqdm=False)
-                    if repeat:
-                        seconds[name].append(time.process_time() - begin)
-            ratios = {
-                name: statistics.median(a / b for a, b in zip(of, seconds["without"], strict=True))
-                for name, of in seconds.items()
-            }
-            print(workload, {name: round(statistics.median(of), 3) for name, of in seconds.items()}, ratios)
-        for llm in llms.values():
-            llm.close()
+                for llm in llms.values():
+                    engine = llm._open_engine()
+                    for number, request in enumerate(requests):
+                        # Other prompts in each run, so that no cache has them.
+                        prompt = [1 + repeat, *request.prompt_token_ids[1:]]
+                        params = SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
+                        engine.add(engine.input_processor.process_one(f"{repeat}-{number}", prompt, params))
+                seconds = dict.fromkeys(llms, 0.0)
+                order = list(llms)[:: 1 - 2 * (repeat % 2)]
+                while any(llm._open_engine().has_unfinished for llm in llms.values()):
+                    for name in order:
+                        engine = llms[name]._open_engine()
+                        begin = time.thread_time()
+                        for _ in range(STEPS_IN_TURN):
+                            engine.step()
+                        seconds[name] += time.thread_time() - begin
+                        engine.outputs.clear()
+                if repeat:  # the first one warms up
+                    ratios.append(seconds["tiers"] / seconds["without"])
+                    print(workload, {name: round(each, 3) for name, each in seconds.items()}, round(ratios[-1], 4))
+            print(f"{workload}: median {statistics.median(ratios):.4f}", flush=True)
 
 
 def beams(repeats: int) -> None:

@@ -1,0 +1,203 @@
+"""Prefixes from pinned host memory on one GPU: first token over recomputing, and a replay of conversations.
+
+    python bench/machines/prefix_tiers_gpu.py host      # a prefix of 8,192 tokens, evicted before each request
+    python bench/machines/prefix_tiers_gpu.py replay    # look-alike of a 1/32 sample of Mooncake's conversation trace
+
+Without names both run, in about three minutes. Random weights in the shape of Qwen3-8B, bfloat16; each result is a line
+of JSON, and a table comes last. The replay has all lengths at a quarter; the pool holds little more than the longest
+prompt, and host memory eight times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from random_models import NoText, device, random_model, token_bytes  # beside this file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.model import loader
+from nanovllm.tools.bench.engines import NanoVLLM
+from nanovllm.tools.bench.replay import replay
+from nanovllm.tools.workloads.real_traffic import draw_traffic
+from nanovllm.tools.workloads.trace_statistics import TRACES
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+
+BLOCK_SIZE = 64
+SAMPLE = 32  # one of so many conversations
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+TABLE: list[tuple[str, float, str]] = []
+
+
+@contextmanager
+def open_llm(shape: str, pool_tokens: int, **options: Any) -> Iterator[LLM]:
+    """An engine's own model, as one from a file, with a pool of so many tokens."""
+    gc.collect()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+    begin, load = time.perf_counter(), loader.load
+    own = mock.patch.object(loader, "load", lambda *arguments: dataclasses.replace(load(*arguments), is_live=False))
+    with own, LLM(
+        random_model(shape), tokenizer=NoText(), block_size=BLOCK_SIZE, num_kv_blocks=1 + pool_tokens // BLOCK_SIZE,
+        record_itl=True, **options,
+    ) as llm:  # fmt: skip
+        print_line(opened_in=time.perf_counter() - begin, options={name: str(value) for name, value in options.items()})
+        yield llm
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(20, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def print_line(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, int]:
+    """Seconds to the first token, cached tokens, the token."""
+    begin = time.perf_counter()
+    (output,) = llm.generate([prompt], ONE, use_tqdm=False)
+    return time.perf_counter() - begin, output.num_cached_tokens, output.outputs[0].token_ids[0]
+
+
+def host(args: argparse.Namespace) -> None:
+    """First token behind a prefix that lies in host memory, and behind one that nobody has computed."""
+    length, question = args.prefix, 48
+    room = length + 4 * BLOCK_SIZE
+    with open_llm(
+        args.shape,
+        room + 2 * BLOCK_SIZE,
+        max_model_len=room,
+        prefix_cache_host_bytes=8 * room * token_bytes(args.shape),
+    ) as llm:
+        shared = [tokens(length, seed) for seed in (1, 2)]
+        for seed in range(3):  # compiles, captures, fits costs
+            first_token(llm, tokens(length + question, 100 + seed))
+        for prefix in shared:
+            first_token(llm, prefix + tokens(question, 10))
+        cold, warm, again = [], [], []
+        for number in range(args.repeats):
+            seconds, cached, _ = first_token(llm, tokens(length + question, 200 + number))
+            assert cached == 0, cached
+            cold.append(seconds)
+            for prefix in shared:  # each evicts the other
+                seconds, cached, token = first_token(llm, prefix + tokens(question, 10))
+                if cached >= length - BLOCK_SIZE:
+                    warm.append(seconds)
+                again.append((prefix is shared[0], token))
+            print_line(stage="host", cold=cold[-1], warm=warm[-1:], tiers=dataclasses.asdict(llm.stats().tiers))
+        is_same = len(set(again)) == 2
+        rate = llm._engine.tiers.costs.rates.get("host")
+    if not warm:
+        print_line(stage="host", error="no prefix was loaded")
+        return
+    ratio = statistics.median(warm) / statistics.median(cold)
+    TABLE.append((f"first token behind {length} tokens, computed, s", statistics.median(cold), ""))
+    TABLE.append((f"first token behind {length} tokens, from host memory, s", statistics.median(warm), ""))
+    TABLE.append(("ratio", ratio, "<= 0.2"))
+    TABLE.append(("loads, GB/s", (rate or 0.0) / 1e9, ""))
+    TABLE.append(("the same token each time", float(is_same), "1"))
+
+
+def conversations(args: argparse.Namespace) -> Workload:
+    """A sample of whole conversations, with lengths scaled; those that the model is too short for are left out."""
+    trace = TRACES["mooncake"]
+    sampled = dataclasses.replace(trace, rate=trace.rate / SAMPLE)
+    drawn = draw_traffic(sampled, args.requests, rate=args.requests / args.seconds, scale=args.scale, seed=2)
+    requests = [
+        TimedRequest(each.arrival, each.prompt_token_ids, each.num_output_tokens)
+        for each in drawn
+        if len(each.prompt_token_ids) + each.num_output_tokens <= args.max_model_len
+    ]
+    return Workload(f"mooncake/{SAMPLE}", requests)
+
+
+def played(workload: Workload, args: argparse.Namespace, **options: Any) -> dict[str, Any]:
+    with open_llm(args.shape, args.pool_tokens, max_model_len=args.max_model_len, max_num_seqs=32, **options) as llm:
+        adapter = NanoVLLM.__new__(NanoVLLM)
+        adapter._engine, adapter._sampling = llm._open_engine(), {"temperature": 0.0}
+        engine = adapter._engine
+        for seed in range(4):  # compiles, captures, fits costs
+            llm.generate(
+                [tokens(args.max_model_len // 2, 1000 + 4 * seed + n) for n in range(2)],
+                SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), use_tqdm=False,
+            )  # fmt: skip
+        end = time.monotonic() + args.capture_seconds
+        while time.monotonic() < end and engine.model_runner.capture_ahead():
+            pass
+        engine.reset_prefix_cache()
+        before = llm.stats()
+
+        def idle(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and engine.tiers is not None and engine.tiers.save_idle():
+                pass
+            time.sleep(max(0.0, until - time.monotonic()))
+
+        result = replay(adapter, workload, sleep=idle)
+        stats = llm.stats()
+        if stats.tiers is not None:
+            engine.check_integrity()
+            engine.tiers.books.check()
+        waits = [done.token_times[0] - arrival for arrival, done in zip(result.arrivals, result.finished, strict=True)]
+        cached = sum(done.num_cached_tokens for done in result.finished)
+        return {
+            "seconds": result.seconds, "ttft_mean": statistics.mean(waits), "ttft_p50": statistics.median(waits),
+            "hit_rate": cached / workload.num_prompt_tokens, "steps": stats.num_steps - before.num_steps,
+            "computed": stats.num_scheduled_tokens - before.num_scheduled_tokens,
+            "preemptions": stats.num_preemptions - before.num_preemptions,
+            "tiers": None if stats.tiers is None else dataclasses.asdict(stats.tiers),
+        }  # fmt: skip
+
+
+def conversations_replay(args: argparse.Namespace) -> None:
+    """The same requests with the pool alone, and with eight times as much in host memory."""
+    workload = conversations(args)
+    print_line(stage="replay", requests=len(workload.requests), prompt_tokens=workload.num_prompt_tokens,
+               output_tokens=workload.num_output_tokens, pool_tokens=args.pool_tokens)  # fmt: skip
+    plain = played(workload, args)
+    print_line(stage="replay", tiers=False, **{key: value for key, value in plain.items() if key != "tiers"})
+    host_bytes = 8 * args.pool_tokens * token_bytes(args.shape)
+    tiered = played(workload, args, prefix_cache_host_bytes=host_bytes)
+    print_line(stage="replay", host_bytes=host_bytes, **tiered)
+    TABLE.append(("conversations: hit rate, pool alone", plain["hit_rate"], ""))
+    TABLE.append(("conversations: hit rate, with host memory", tiered["hit_rate"], ""))
+    TABLE.append(("hit rate over hit rate", tiered["hit_rate"] / max(plain["hit_rate"], 1e-9), ">= 2"))
+    TABLE.append(("mean TTFT, pool alone, s", plain["ttft_mean"], ""))
+    TABLE.append(("mean TTFT, with host memory, s", tiered["ttft_mean"], ""))
+    TABLE.append(("mean TTFT over mean TTFT", tiered["ttft_mean"] / plain["ttft_mean"], "<= 0.6"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", default=["host", "replay"], help="host, replay")
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--prefix", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=12_031 // SAMPLE)
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--max-model-len", type=int, default=12_288)
+    parser.add_argument("--pool-tokens", type=int, default=13_312)  # 2 GB
+    parser.add_argument("--capture-seconds", type=float, default=10.0)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    print_line(device=torch.cuda.get_device_name() if device() == "cuda" else "cpu", shape=args.shape)
+    for stage in args.stages:
+        {"host": host, "replay": conversations_replay}[stage](args)
+        print_line(stage=stage, ended_after=time.perf_counter() - begin)
+    for what, figure, target in TABLE:
+        print(f"{what:60} {figure:10.4g}  {target}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
