@@ -19,7 +19,7 @@ from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.samples import answers, requests
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 POOLS: dict[str, dict[str, Any]] = {
     "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
@@ -146,6 +146,17 @@ def test_each_sample_is_the_request_with_its_seed_alone(n, options):
         assert (llm.stats().num_preemptions > 0) == ("num_kv_blocks" in options)
         assert llm._engine.scheduler.stats.num_failed_steps == 0
     assert [tokens_of(output) for output in outputs] == [each_alone(length, n) for length in lengths]
+
+
+def test_ranks_draw_the_samples_of_one_process(tmp_path):
+    folder, prompt = save_tiny(tmp_path, "llama"), random_prompts(1, low=47, high=47)[0]
+    found = []
+    for num_ranks in (1, 2):
+        with open_llm(folder, tensor_parallel_size=num_ranks) as llm:
+            params = SamplingParams(seed=1, n=4, max_tokens=12, ignore_eos=True, logprobs=1)
+            found.append(tokens_of(generate(llm, [prompt], params)[0]))
+            assert llm.stats().num_scheduled_tokens == 47 + 4 * 11
+    assert found[0] == found[1]
 
 
 def fails_once(call: Any, number: int) -> Any:

