@@ -22,7 +22,7 @@ from nanovllm.tools.workloads.workloads import WORKLOADS
 
 SYSTEM = [100 + 7919 * number % 40_000 for number in range(2000)]
 QUESTION = [5, 6, 7, 8, 9] * 4
-STEPS_IN_TURN = 4
+STEPS_IN_TURN, MAX_OUTPUT = 4, 128
 
 
 def first_token(options: dict[str, Any]) -> dict[str, float]:
@@ -57,7 +57,7 @@ def overhead(repeats: int) -> None:
         settings = {"without": {}, "tiers": {"prefix_cache_host_bytes": 2**30, "prefix_cache_dir": folder}}
         llms = {name: stack.enter_context(LLM(max_model_len=1024, **options)) for name, options in settings.items()}
         for workload in ("W", "P"):
-            requests = WORKLOADS[workload]().requests[:32]
+            requests = WORKLOADS[workload]().requests[:16]
             ratios = []
             for repeat in range(repeats + 1):
                 for llm in llms.values():
@@ -65,7 +65,9 @@ def overhead(repeats: int) -> None:
                     for number, request in enumerate(requests):
                         # Other prompts in each run, so that no cache has them.
                         prompt = [1 + repeat, *request.prompt_token_ids[1:]]
-                        params = SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
+                        params = SamplingParams(
+                            temperature=0.0, max_tokens=min(request.num_output_tokens, MAX_OUTPUT), ignore_eos=True
+                        )
                         engine.add(engine.input_processor.process_one(f"{repeat}-{number}", prompt, params))
                 seconds = dict.fromkeys(llms, 0.0)
                 order = list(llms)[:: 1 - 2 * (repeat % 2)]
