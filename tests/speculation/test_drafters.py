@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepError
+from nanovllm import LLM, SamplingParams, StepError, StructuredOutput
 from nanovllm.speculation.drafter import DraftRequest
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
+from tests.support.structured import EOS
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
@@ -54,6 +55,33 @@ def test_a_drafter_sees_each_sample_with_its_tokens_and_seed(wanted):
     assert first[1:] == (0, 3, "mine", len(prompt) + 1, len(prompt), [*prompt, answer[0]], [prompt[-1], answer[0]], 5)
     lengths = [(seen[4] - len(prompt), seen[8]) for seen in recorder.seen]
     assert lengths == [(n, min(5, 24 - n - 1)) for n in range(1, 23)]
+
+
+FIELDS = ("description of the harbour", "year in which it was built", "number of piers")
+FORM = StructuredOutput(
+    json_schema={
+        "type": "object",
+        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 99} for name in FIELDS},
+        "required": list(FIELDS),
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_a_form_forces_are_drafts_that_cannot_fail(temperature):
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=120, structured_output=FORM)
+    model = tiny_model(eos_token_id=EOS)
+    with open_llm(model) as llm:
+        wanted = token_ids(generate(llm, PROMPTS, params))
+        num_steps = llm.stats().num_steps
+    with open_llm(model, speculation=Recorder()) as llm:
+        assert token_ids(generate(llm, PROMPTS, params)) == wanted
+        stats = llm.stats()
+    drafted, accepted = stats.speculation.by_source["grammar"]
+    assert drafted == accepted == stats.speculation.num_draft_tokens > sum(map(len, wanted)) / 2
+    assert stats.num_steps < num_steps / 2
 
 
 class Broken:

@@ -1,0 +1,91 @@
+"""Drafts with tensor parallelism: two ranks verify a step's drafts together, and answer as without drafts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.support.llms import OPTIONS, assert_idle_and_whole, generate
+from tests.support.mock_drafts import KnownAnswers
+from tests.support.rank_pair import one_pair_of_processes
+from tests.support.structured import EOS, form
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_tokenizer
+
+PROMPTS = random_prompts(5, low=5, high=70, seed=1)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.6},
+    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
+    "n": {"temperature": 1.0, "n": 2},
+    "structured": {"temperature": 1.0, "structured_output": form("json_schema")},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pair():
+    with one_pair_of_processes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model"), eos_token_ids=[EOS]))
+
+
+def open_llm(folder: str, num_ranks: int, **options: Any) -> LLM:
+    given = OPTIONS | {"tensor_parallel_size": num_ranks} | options
+    return LLM(folder, tokenizer=tiny_tokenizer(), **given)
+
+
+def described(outputs: list[Any]) -> list[Any]:
+    return [
+        (c.token_ids, c.text, c.finish_reason, c.logprobs and [list(entry) for entry in c.logprobs], output.error)
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+@functools.cache
+def expected(folder: str) -> dict[str, list[Any]]:
+    """Outputs of two ranks without drafts."""
+    with open_llm(folder, 2) as llm:
+        return {name: generate(llm, PROMPTS, params_of(name)) for name in KINDS}
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(**{"seed": 5, "max_tokens": 40} | KINDS[name])
+
+
+def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_quality(folder):
+    """A drafter is rank 0's, as the suffix index is; the other rank has the rows that it decides on."""
+    wanted = expected(folder)
+    with open_llm(folder, 2, speculation="suffix") as llm:
+        drafting = llm._engine.scheduler.drafting
+        for name in KINDS:
+            answers = {
+                tuple(prompt): [c.token_ids for c in output.outputs]
+                for prompt, output in zip(PROMPTS, wanted[name], strict=True)
+            }
+            for change in (
+                lambda _, drafts: drafts,
+                lambda _, drafts: [*drafts[:2], *((d + 1) % VOCAB_SIZE for d in drafts[2:])],
+            ):
+                drafting.drafter, before = KnownAnswers(answers, change), llm.stats().speculation.num_accepted_tokens
+                assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted[name]), name
+                assert llm.stats().speculation.num_accepted_tokens > before + 40, name
+        assert_idle_and_whole(llm)
+
+
+def test_two_ranks_draft_from_outputs_of_the_same_beginning(folder):
+    wanted = described(expected(folder)["top-p"])
+    with open_llm(folder, 2, speculation="suffix") as llm:
+        for _ in "cold", "drafted from the first":
+            before = llm.stats()
+            assert described(generate(llm, PROMPTS, params_of("top-p"))) == wanted
+        assert llm.stats().num_steps - before.num_steps < 20
+        assert llm.stats().speculation.by_source["suffix"][1] > 100
