@@ -20,6 +20,7 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.batch_layout import build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
+from nanovllm.execution.buckets import runs_as_decodes
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
 from nanovllm.execution.dummy_batches import (
@@ -109,8 +110,9 @@ class ModelRunner:
         if batch.drafts and not batch.drafts.are_shown:
             with batch.drafts:
                 return batch.drafts.around(self.launch(batch))
+        entries = runs_as_decodes(batch.entries) if batch.draws_runs and self._choice.uses_graphs else batch.entries
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
-            batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
+            entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
         if len(self.pools.groups) > 1:
             layout = with_groups(layout, self.pools.are_records, self.config.block_size)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 
@@ -60,6 +61,22 @@ def up_to(limit: int, sizes: list[int]) -> list[int]:
 
 def round_up(sizes: list[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
+
+
+def runs_as_decodes(entries: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+    """Entries with each row of a run as a decode, in the same order.
+
+    So steps with drafts have the shapes of steps of decodes, whose graphs are captured, and a decode kernel that splits
+    contexts among programs reads blocks that the rows of a run share once.
+    """
+    placed: list[ScheduledSequence] = []
+    for entry in entries:
+        if 1 < entry.num_samples == entry.num_new_tokens:
+            rows = range(entry.start, entry.start + entry.num_new_tokens)
+            placed += [entry._replace(start=row, num_new_tokens=1, num_samples=1) for row in rows]
+        else:
+            placed.append(entry)
+    return tuple(placed)
 
 
 class HeadShape(NamedTuple):

@@ -49,12 +49,18 @@ class StepWork(NamedTuple):
         """
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         state_bytes, groups = sum(group.kind.record_bytes or 0 for group in groups), _paged(groups)
-        num_single = num_decodes
+        num_single, num_runs, run_rows, run_context, run_shared = num_decodes, 0, 0, 0, 0
         for _, start, size, num_drawn, _, _ in batch.entries[num_decodes:]:
             num_tokens += size
-            num_single += size == 1
-            num_pairs += _num_pairs(groups, start, size)
             num_samples += num_drawn
+            pairs = _num_pairs(groups, start, size)
+            if sizes is not None and 1 < num_drawn == size:  # decodes with common blocks: `runs_as_decodes`
+                num_runs, run_rows = num_runs + 1, run_rows + size
+                run_context += _num_seen(groups, start + size)
+                run_shared += pairs - _num_seen(groups, start + size)
+                continue
+            num_single += size == 1
+            num_pairs += pairs
         decodes = batch.entries[:num_decodes]
         shared = context = 0
         if groups and not groups[0].kind.is_full:
@@ -66,10 +72,14 @@ class StepWork(NamedTuple):
             shared = round(share * shared)
         if state_bytes and groups:
             context += round(num_decodes * 2 * state_bytes * block_size / sum(group.block_bytes for group in groups))
-        num_chunks = len(batch.entries) - num_decodes
+        num_chunks = len(batch.entries) - num_decodes - num_runs
         if sizes is not None:
+            num_single += run_rows
             _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
-        return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
+        return cls(
+            num_tokens, num_decodes + run_rows, num_chunks, context + run_context, shared + run_shared, num_pairs,
+            num_samples,
+        )  # fmt: skip
 
     def with_chunk(
         self, start: int, size: int, sizes: RowSizes | None = None, groups: Sequence[CacheGroup] = ()

@@ -186,7 +186,7 @@ class LearnedCosts(Observer):
         self.fit = RecursiveFit(cost or DeviceCost(KNEES[0]))
         self.last_time = 0.0
         self._block_size, self._groups = config.block_size, groups
-        self._sizes = RowSizes.from_config(config)
+        self.row_sizes = RowSizes.from_config(config)
         self._filling: dict[tuple[int, int], tuple[int, ...]] = {}  # (padded decodes, limit) -> sizes
         self._work: tuple[ScheduledBatch, StepWork] | None = None  # of the batch asked for last
 
@@ -199,17 +199,17 @@ class LearnedCosts(Observer):
         return self.fit.num_misses
 
     def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
-        if self._sizes is None:
+        if self.row_sizes is None:
             return range(self._block_size, limit + 1)
-        padded, _ = self._sizes.padded(num_decodes, 1)
+        padded, _ = self.row_sizes.padded(num_decodes, 1)
         if (padded, limit) not in self._filling:
-            rows = [size - padded for size in self._sizes.mixed_rows]
+            rows = [size - padded for size in self.row_sizes.mixed_rows]
             self._filling[padded, limit] = (*(size for size in rows if 0 < size < limit), limit)
         return self._filling[padded, limit]
 
     def work(self, batch: ScheduledBatch) -> StepWork:
         if self._work is None or self._work[0] is not batch:  # it is asked for the step's record, and then learned from
-            self._work = batch, StepWork.from_batch(batch, self._block_size, self._sizes, self._groups)
+            self._work = batch, StepWork.from_batch(batch, self._block_size, self.row_sizes, self._groups)
         return self._work[1]
 
     def predicted(self, batch: ScheduledBatch) -> float:
@@ -220,7 +220,7 @@ class LearnedCosts(Observer):
         batch = ScheduledBatch(0, tuple(decodes), len(decodes))
         work = StepWork.from_batch(batch, self._block_size, groups=self._groups)
         cost, margin = self.fit.cost, self.fit.margin
-        return lambda size: margin * cost.seconds(work.with_chunk(start, size, self._sizes, self._groups))
+        return lambda size: margin * cost.seconds(work.with_chunk(start, size, self.row_sizes, self._groups))
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         seconds = record.time - max(record.start_time, self.last_time)

@@ -19,7 +19,7 @@ from nanovllm.model.binding import ModelBinding
 
 REPEATS = 3  # of each step; the fastest counts, and one of a second is not repeated
 PATIENCE_S = 1.0  # for which a step of one block that exceeds the goal is measured again, since the machine may be busy
-LONG_STEP = 0.25  # seconds; after a step of one block that takes longer, none of several is tried
+LONG_STEP = 0.25  # seconds; after a first step that takes longer, none of several sequences is tried
 
 
 def learned_budget(
@@ -40,16 +40,8 @@ def learned_budget(
     """
 
     def timed(spans: Spans, num_decodes: int) -> tuple[StepWork, float]:
-        made = dummy_batch(binding, config, spans)
-        batch = replace(made, num_decodes=num_decodes)
-        seconds = []
-        for _ in range(REPEATS):
-            begin = clock()
-            execute(batch)
-            seconds.append(clock() - begin)
-            if seconds[-1] > 1.0:
-                break
-        return costs.work(batch), max(min(seconds), 1e-9)
+        batch = replace(dummy_batch(binding, config, spans), num_decodes=num_decodes)
+        return costs.work(batch), fastest(batch, execute, clock)
 
     # Not "auto": on a GPU the rows of a step are padded.
     costs = LearnedCosts(replace(config, device=binding.device.type), () if pools.is_one_full else pools.groups)
@@ -69,6 +61,18 @@ def learned_budget(
     else:
         costs.fit = RecursiveFit(read_costs(config.step_costs).step_cost(overlap=config.overlap))
     return StepBudget(config, costs, clock), costs, config
+
+
+def fastest(batch: ScheduledBatch, execute: Callable[[ScheduledBatch], object], clock: Callable[[], float]) -> float:
+    """Seconds of a step that is run to its end REPEATS times."""
+    seconds = []
+    for _ in range(REPEATS):
+        begin = clock()
+        execute(batch)
+        seconds.append(clock() - begin)
+        if seconds[-1] > 1.0:
+            break
+    return max(min(seconds), 1e-9)
 
 
 def read_costs(path: str) -> CostModel:

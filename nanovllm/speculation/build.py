@@ -58,7 +58,7 @@ def add_drafts(
         config,
         scheduler.block_manager,
         drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
-        DraftLengths(learned, config.num_speculative_tokens),
+        DraftLengths(learned, config.num_speculative_tokens, row_sizes=None if learned is None else learned.row_sizes),
         vocab_size=min(limits.vocab_size, limits.num_logits),
         source=source if isinstance(source, str) else type(source).__name__,
     )

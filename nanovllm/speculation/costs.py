@@ -11,26 +11,10 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.execution.cost_model import StepWork
 from nanovllm.execution.dummy_batches import dummy_batch
-from nanovllm.execution.learned_costs import LearnedCosts, RecursiveFit
-from nanovllm.execution.start_costs import read_costs
+from nanovllm.execution.learned_costs import RecursiveFit
+from nanovllm.execution.start_costs import LONG_STEP, fastest, read_costs
 from nanovllm.model.binding import ModelBinding
-from nanovllm.observability.step_records import StepRecord
-
-REPEATS = 3  # of each step; the fastest counts
-LONG_STEP = 0.25  # seconds; after a decode that takes longer, fewer steps are tried
-LEARN_EVERY = 8  # steps without drafts
-
-
-class DraftCosts(LearnedCosts):
-    """Predicts steps with drafts; learns from all of these, and from some of the others."""
-
-    def seconds(self, work: StepWork) -> float:
-        return self.fit.seconds(work)
-
-    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
-        if batch.drafts or record.step_id % LEARN_EVERY == 0:
-            super().step_ended(record, batch)
-        self.last_time = record.time
+from nanovllm.speculation.lengths import DraftCosts
 
 
 def draft_costs(
@@ -62,12 +46,7 @@ def draft_costs(
             entry.sequence.params = SamplingParams()
         entries = tuple(entry._replace(num_samples=num_rows) for entry in made.entries)
         batch = ScheduledBatch(0, entries, count if num_rows == 1 else 0)
-        seconds = []
-        for _ in range(REPEATS):
-            begin = clock()
-            execute(batch)
-            seconds.append(clock() - begin)
-        return costs.work(batch), max(min(seconds), 1e-9)
+        return costs.work(batch), fastest(batch, execute, clock)
 
     samples: list[tuple[StepWork, float]] = []
     most = min(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len - 1)

@@ -7,17 +7,33 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import StepWork
+from nanovllm.execution.learned_costs import LearnedCosts
+from nanovllm.observability.step_records import StepRecord
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # of acceptance, in trials, before any draft of a sequence was verified
 DECAY = 0.85  # of a sequence's trials with each verified draft
 RECOVERY = 0.97  # of its trials with each step in which drafts did not pay, so that they are tried again
 ENGINE_DECAY = 0.998
+LEARN_EVERY = 8  # steps without drafts
 LEAST_GAIN = 1.02  # in tokens per second, of a step with drafts over one without
 
 
+class DraftCosts(LearnedCosts):
+    """Predicts steps with drafts; learns from all of these, and from some of the others."""
+
+    def seconds(self, work: StepWork) -> float:
+        return self.fit.seconds(work)
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        if batch.drafts or record.step_id % LEARN_EVERY == 0:
+            super().step_ended(record, batch)
+        self.last_time = record.time
+
+
 class StepCosts(Protocol):
-    """Predicts seconds of steps; see `LearnedCosts`."""
+    """Predicts seconds of steps; see `DraftCosts`."""
 
     def seconds(self, work: StepWork) -> float: ...
     def work(self, batch: ScheduledBatch) -> StepWork: ...
@@ -46,10 +62,12 @@ class DraftLengths:
     Args:
         costs: None proposes every draft.
         max_drafts: per sequence and step.
+        row_sizes: that an engine with CUDA graphs pads to, where drafts run as further decodes; else None.
     """
 
     costs: StepCosts | None
     max_drafts: int
+    row_sizes: RowSizes | None = None
     _by_depth: list[Acceptance] = field(init=False)
     _pays: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by number of decodes
 
@@ -89,11 +107,11 @@ class DraftLengths:
                 counts.append(min(count, room))
                 room -= counts[-1]
             return counts
-        gains = []
+        gains, priors = [], [depth.rate(PRIOR_RATE) for depth in self._by_depth]
         for index, (acceptance, count) in enumerate(proposed):
             probability = 1.0
-            for depth in range(count):
-                probability *= acceptance.rate(self._by_depth[depth].rate(PRIOR_RATE))
+            for prior in priors[:count]:
+                probability *= acceptance.rate(prior)
                 gains.append((probability, index))
         gains.sort(key=lambda gain: -gain[0])
         counts = [0] * len(proposed)
@@ -112,26 +130,38 @@ class DraftLengths:
         decodes = costs.work(batch)
         context = decodes.num_context_tokens // max(1, len(entries))
         best, most = 0, LEAST_GAIN * len(entries) / max(costs.seconds(decodes), 1e-9)
-        tokens, num_drafted = float(len(entries)), 0
+        tokens = float(len(entries))
+        sizes: set[int] | None = None  # numbers of drafts that fill a padded step
+        if self.row_sizes is not None:
+            sizes = {size - len(entries) for size in self.row_sizes.decodes}
+            gains = gains[: max(0, max(sizes))]
         drafted: set[int] = set()
         for number, (probability, index) in enumerate(gains, 1):
             tokens += probability
             drafted.add(index)
-            num_drafted = len(drafted)
-            work = _with_drafts(decodes, number, num_drafted, context)
+            if sizes is not None and number not in sizes and number < len(gains):  # the next draft costs nothing
+                continue
+            work = self._with_drafts(decodes, number, len(drafted), context)
             if (per_second := tokens / max(costs.seconds(work), 1e-9)) > most:
                 best, most = number, per_second
         return best
 
-
-def _with_drafts(decodes: StepWork, num_drafts: int, num_drafted: int, context: int) -> StepWork:
-    """The work of decodes; `num_drafted` of them verify `num_drafts` in all, as chunks after so much context."""
-    rows = num_drafts + num_drafted
-    return decodes._replace(
-        num_tokens=decodes.num_tokens + num_drafts,
-        num_decodes=decodes.num_decodes - num_drafted,
-        num_chunks=decodes.num_chunks + num_drafted,
-        num_context_tokens=decodes.num_context_tokens - context * num_drafted,
-        num_chunk_pairs=decodes.num_chunk_pairs + context * rows,
-        num_samples=decodes.num_samples + num_drafts,
-    )
+    def _with_drafts(self, decodes: StepWork, num_drafts: int, num_drafted: int, context: int) -> StepWork:
+        """The work of decodes of which `num_drafted` verify `num_drafts` in all, each after so much context."""
+        if self.row_sizes is not None:
+            num_decodes = decodes.num_decodes + num_drafts
+            return decodes._replace(
+                num_tokens=self.row_sizes.padded(num_decodes, 0)[1],
+                num_decodes=num_decodes,
+                num_shared_context_tokens=decodes.num_shared_context_tokens + context * num_drafts,
+                num_samples=decodes.num_samples + num_drafts,
+            )
+        rows = num_drafts + num_drafted
+        return decodes._replace(
+            num_tokens=decodes.num_tokens + num_drafts,
+            num_decodes=decodes.num_decodes - num_drafted,
+            num_chunks=decodes.num_chunks + num_drafted,
+            num_context_tokens=decodes.num_context_tokens - context * num_drafted,
+            num_chunk_pairs=decodes.num_chunk_pairs + context * rows,
+            num_samples=decodes.num_samples + num_drafts,
+        )

@@ -106,6 +106,7 @@ class Speculation(Observer):
         self._plans_lengths: bool = getattr(drafter, "plans_lengths", False)  # before it drafts
         self._is_worth = True  # whether drafts may pay in a step like the last one
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
+        self._expects: Callable[[Sequence], bool] | None = getattr(drafter, "expects", None)
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
         self._manager = block_manager
 
@@ -125,7 +126,9 @@ class Speculation(Observer):
             return False
         if state is not None and (state.is_off or num_known < state.next_try):
             return False
-        return num_known + 1 < sequence.max_num_tokens and not sequence.params.logits_processors
+        if num_known + 1 >= sequence.max_num_tokens or sequence.params.logits_processors:
+            return False
+        return self._expects is None or sequence.matcher is not None or self._expects(sequence)
 
     def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
         # Each row takes memory for its logits, so there are at most max_num_seqs of them.

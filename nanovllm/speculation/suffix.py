@@ -100,6 +100,15 @@ class SuffixDrafter:
             drafts.append(self._draft(request))
         return drafts
 
+    def expects(self, sequence: Sequence) -> bool:
+        """Whether the tokens read so far were seen before: without that, those in flight hardly were."""
+        self._index_outputs(1)
+        self._index_own(sequence, 0)
+        own, _ = self._own[sequence]
+        shared = self._shared.get(_root(sequence)) if self._shared else None
+        indexes = (own,) if shared is None else (own, shared)
+        return any(True for index in indexes for _ in index.continuations(sequence.token_ids, 1))
+
     def _draft(self, request: DraftRequest) -> list[int]:
         sequence = request.sequence
         text, (own, indexed) = sequence.token_ids, self._own[sequence]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.execution.buckets import RowSizes, runs_as_decodes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.speculation import costs as costs_of_drafts
 from nanovllm.speculation.costs import draft_costs
@@ -71,6 +73,52 @@ def test_drafts_that_fail_are_fewer_and_come_back_after_a_while():
 def test_there_are_never_more_than_room():
     assert DraftLengths(Costs(), 7).choose(decodes(2), [(trusted(), 7)] * 2, 5) in ([5, 0], [3, 2], [2, 3], [4, 1])
     assert DraftLengths(None, 7).choose(decodes(3), [(trusted(), 7)] * 3, 9) == [7, 2, 0]
+
+
+def test_drafts_fill_the_rows_that_a_gpu_pads_to():
+    """There drafts run as further decodes: each costs nothing up to the next captured size."""
+    sizes = RowSizes(64, 256)
+    lengths = DraftLengths(Costs(), 7, row_sizes=sizes)
+    lengths.costs.seconds = DeviceCost(1, per_token_above=1.0).seconds
+    lengths.costs.work = lambda batch: StepWork.from_batch(batch, 16, sizes)
+    assert sizes.padded(5, 0) == (8, 8) and sum(lengths.choose(decodes(5), [(trusted(), 7)] * 5, 100)) == 3
+    lengths.costs.seconds = DeviceCost(1, fixed=1.0).seconds
+    assert sum(lengths.choose(decodes(60), [(trusted(), 7)] * 60, 4)) == 4
+    assert lengths.may_pay(decodes(60)) and not lengths.may_pay(decodes(64)), "no step has more rows"
+
+
+def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
+    single, run, chunk = decodes(3)
+    run, chunk = (
+        run._replace(num_new_tokens=4, num_samples=4),
+        chunk._replace(start=0, num_new_tokens=16, num_samples=0),
+    )
+    batch = ScheduledBatch(0, (single, run, chunk), 1)
+    sizes = RowSizes(64, 256)
+    work = StepWork.from_batch(batch, 16, sizes)
+    assert work == StepWork(sizes.padded(5, 16)[1], 5, 1, 20 + 23, 20 + 21 + 22, 16 * 17 // 2, 5)
+    assert StepWork.from_batch(batch, 16) == StepWork(21, 1, 2, 20, 0, 20 + 21 + 22 + 23 + 16 * 17 // 2, 5)
+
+
+def test_a_run_as_decodes_has_the_same_rows_and_samples():
+    single, run, chunk = decodes(3)
+    run, chunk = (
+        run._replace(num_new_tokens=4, num_samples=4),
+        chunk._replace(start=0, num_new_tokens=16, num_samples=1),
+    )
+    for sequence in (single.sequence, run.sequence, chunk.sequence):
+        sequence.token_ids.extend(range(50, 60))
+    batch = ScheduledBatch(0, (single, run, chunk), 1)
+    entries = [*runs_as_decodes(batch.entries)]
+    assert [(e.start, e.num_new_tokens, e.num_samples) for e in entries] == [
+        (19, 1, 1), (19, 1, 1), (20, 1, 1), (21, 1, 1), (22, 1, 1), (0, 16, 1),
+    ]  # fmt: skip
+    assert ScheduledBatch(0, tuple(entries), 5).sampling == batch.sampling
+    one, other = build_layout(batch.entries, 16), build_layout(entries, 16, longest_first=True)
+    assert other.num_decodes == 5
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert getattr(one, name)[one.sample_rows].tolist() == getattr(other, name)[other.sample_rows].tolist()
+    assert one.sampled_positions.tolist() == other.sampled_positions.tolist()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5.0])

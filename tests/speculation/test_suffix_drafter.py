@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from nanovllm import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.speculation.drafter import DraftRequest
@@ -121,3 +123,24 @@ def test_outputs_are_those_without_drafts_and_a_second_request_is_drafted_from_t
     drafted, accepted = after.speculation.by_source["suffix"]
     assert accepted == after.speculation.num_accepted_tokens > 100 and drafted >= accepted
     assert after.speculation.tokens_per_draft > 2.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_are_those_without_drafts_where_nothing_repeats(overlap):
+    """With overlap a request would miss a step for each draft that it waited for."""
+    prompts = random_prompts(8, low=5, high=90, seed=6)
+    params = [SamplingParams(temperature=1.0, seed=9, max_tokens=20 + 3 * number) for number in range(8)]
+    found = []
+    for speculation in (None, "suffix"):
+        with open_llm(speculation=speculation, overlap=overlap, max_num_batched_tokens=80) as llm:
+            found.append((token_ids(generate(llm, prompts, params)), llm.stats().num_steps))
+    assert found[0] == found[1]
+
+
+def test_outputs_of_an_engine_with_overlap_are_drafted_from_the_first():
+    prompts = random_prompts(5, low=20, high=60, seed=4)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=40)
+    with open_llm(speculation="suffix", overlap=True) as llm:
+        wanted, before = token_ids(generate(llm, prompts, params)), llm.stats().num_steps
+        assert token_ids(generate(llm, prompts, params)) == wanted
+        assert llm.stats().num_steps - before < 25

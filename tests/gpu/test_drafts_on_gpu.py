@@ -1,0 +1,167 @@
+"""Drafts on a GPU, with graphs and without: the tokens without drafts, and steps in the shapes of decodes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.execution.buckets import GraphShape
+from nanovllm.speculation import costs
+from tests.support import layer_kinds
+from tests.support.equality import model, prompts, reference
+from tests.support.llms import assert_idle_and_whole
+from tests.support.mock_drafts import KnownAnswers
+from tests.support.structured import EOS, form
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 48, "block_size": 16}
+PROMPTS = random_prompts(6, low=5, high=90, seed=1)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "cold": {"temperature": 1e-4, "top_k": 20},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.6},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 1},
+    "bad words": {"temperature": 0.0, "bad_words": ["the cat", "e", "a"]},
+    "min_tokens": {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 9},
+    "n": {"temperature": 1.0, "n": 3},
+    "structured": {"temperature": 1.0, "structured_output": form("json_schema")},
+    "structured, penalties": {"structured_output": form("json_schema"), "presence_penalty": 0.4, "logprobs": 1},
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs, overlapped": {},
+    "graphs, one by one": {"overlap": False},
+    "no graphs, overlapped": {"cuda_graphs": False},
+    "small pool": {"num_kv_blocks": 22, "max_num_batched_tokens": 80},
+}
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_free(monkeypatch):
+    """Every draft is verified."""
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model"), eos_token_ids=[EOS]))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("other"), "qwen3", num_layers=1, seed=3))
+
+
+def open_llm(folder: str, **options: Any) -> LLM:
+    return LLM(folder, dtype="float32", **(OPTIONS | options))
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(**{"seed": 5, "max_tokens": 40} | KINDS[name])
+
+
+def answers(llm: LLM, name: str) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, params_of(name), use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    assert_idle_and_whole(llm)
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+@functools.cache
+def expected(folder: str) -> dict[str, list[list[list[int]]]]:
+    with open_llm(folder) as llm:
+        return {name: answers(llm, name) for name in KINDS}
+
+
+def known(folder: str, name: str) -> dict[tuple[int, ...], list[list[int]]]:
+    return dict(zip(map(tuple, PROMPTS), expected(folder)[name], strict=True))
+
+
+def mostly_right(_: Any, drafts: list[int]) -> list[int]:
+    """Wrong from the sixth on, and at every seventh token."""
+    return [(d + 1) % VOCAB_SIZE if index > 4 or d % 7 == 0 else d for index, d in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_of_every_kind_have_the_tokens_without_drafts(folder, way):
+    with open_llm(folder, speculation="suffix", **WAYS[way]) as llm:
+        drafting = llm._engine.scheduler.drafting
+        for name in KINDS:
+            for change in (lambda _, drafts: drafts, mostly_right):
+                drafting.drafter = KnownAnswers(known(folder, name), change)
+                before = llm.stats().speculation.num_accepted_tokens
+                assert answers(llm, name) == expected(folder)[name], name
+                assert llm.stats().speculation.num_accepted_tokens > before + 20, name
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_repeated_text_is_drafted(folder, name):
+    with open_llm(folder, speculation="suffix") as llm:
+        for _ in "cold", "drafted from the first":
+            before = llm.stats().num_steps
+            assert answers(llm, name) == expected(folder)[name]
+        assert llm.stats().num_steps - before < 25
+        assert llm.stats().speculation.by_source["suffix"][1] > 100
+
+
+def test_a_copy_of_the_model_draws_its_tokens_and_another_changes_none(folder, other):
+    for draft_model in (folder, other):
+        with open_llm(folder, speculation="draft", draft_model=draft_model) as llm:
+            for name in ("greedy", "sampled", "top-p", "penalties"):
+                assert answers(llm, name) == expected(folder)[name], name
+            stats = llm.stats().speculation
+            assert stats.num_failures == 0 and stats.num_draft_tokens > 100
+            assert draft_model != folder or stats.num_accepted_tokens > 0.98 * stats.num_draft_tokens
+
+
+def test_greedy_tokens_are_those_of_transformers():
+    batch, wanted = prompts(), [reference(model("qwen3"), prompt) for prompt in prompts()]
+    drafter = KnownAnswers({tuple(p): [tokens] for p, tokens in zip(batch, wanted, strict=True)}, mostly_right)
+    greedy = SamplingParams(temperature=0.0, max_tokens=len(wanted[0]))
+    with LLM(model("qwen3"), tokenizer=tiny_tokenizer(), speculation=drafter, **OPTIONS) as llm:
+        for _ in "cold", "warm":
+            outputs = llm.generate(batch, greedy, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+
+
+@pytest.mark.parametrize("family", ["Gemma3Text", "Mistral"])
+def test_windows_have_the_tokens_of_transformers(family, tmp_path):
+    layer_kinds.model(family).save_pretrained(tmp_path)
+    batch, wanted = layer_kinds.prompts(), layer_kinds.expected(family, 40)
+    drafter = KnownAnswers({tuple(p): [tokens] for p, tokens in zip(batch, wanted, strict=True)}, mostly_right)
+    own = {"speculation": drafter, "max_model_len": 256, "dtype": "float32", "tokenizer": tiny_tokenizer()}
+    with LLM(str(tmp_path), **(OPTIONS | own)) as llm:
+        outputs = llm.generate(batch, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert llm.stats().speculation.num_accepted_tokens > 40
+
+
+def test_steps_with_drafts_replay_the_graphs_of_decodes(folder, monkeypatch):
+    with open_llm(folder, speculation=KnownAnswers(known(folder, "greedy"))) as llm:
+        executor, shapes = llm._engine.model_runner._executor, []
+        captured = executor._captured_shape
+
+        def noted(shape: GraphShape) -> GraphShape:
+            shapes.append((shape, captured(shape) in executor._forwards.graphs))
+            return captured(shape)
+
+        monkeypatch.setattr(executor, "_captured_shape", noted)
+        assert answers(llm, "greedy") == expected(folder)["greedy"]
+        drafted = [(shape, is_captured) for shape, is_captured in shapes if not shape.num_tiles]
+        assert len(drafted) > 3 and all(is_captured for _, is_captured in drafted)
+        assert max(shape.num_rows for shape, _ in drafted) == 48  # 8 rows of each of 6 sequences
+
+
+def test_drafts_run_through_in_bfloat16(folder):
+    with LLM(folder, dtype="bfloat16", speculation="suffix", **OPTIONS) as llm:
+        for name in ("greedy", "sampled", "structured"):
+            for _ in "cold", "drafted from the first":
+                outputs = llm.generate(PROMPTS, params_of(name), use_tqdm=False)
+                assert not any(output.error for output in outputs)
+        assert llm.stats().speculation.num_accepted_tokens > 100
+        assert_idle_and_whole(llm)
