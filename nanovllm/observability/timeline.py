@@ -31,7 +31,7 @@ class Run:
     """A trace, in microseconds since its first event.
 
     steps: (start, end, *STEP_VALUES) of each.
-    groups: used blocks of each cache group after a step, by its number; empty with a single group.
+    groups: further words about a step, by its number: used blocks of each of several cache groups, drafts.
     """
 
     lanes: list[Lane]
@@ -39,6 +39,8 @@ class Run:
     end: int
     is_cut_short: bool  # the trace lacks its end: open spans extend to its last event
     groups: dict[int, str] = field(default_factory=dict)
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 def read_trace(path: str | os.PathLike[str]) -> Run:
@@ -49,7 +51,7 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
     begun: dict[int, tuple[int, int, dict[str, Any]]] = {}  # by lane: state, start, arguments
     steps: list[tuple[int, ...]] = []
     groups: dict[int, str] = {}
-    last = 0
+    last = num_drafts = num_accepted = 0
     for event in _events(text, path):
         number, phase, time = event.get("tid", 0), event["ph"], event.get("ts", 0)
         last = max(last, time + event.get("dur", 0))
@@ -57,6 +59,9 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
             steps.append((time, time + event["dur"], *[event["args"].get(name, 0) for name in STEP_VALUES]))
         elif event["pid"] == ENGINE and phase == "i" and event["name"] == "groups":
             groups[event["args"]["step"]] = event["args"]["words"]
+        elif event["pid"] == ENGINE and phase == "C" and event["name"] == "drafts":
+            num_drafts += event["args"]["computed"]
+            num_accepted += event["args"]["accepted"]
         elif event["pid"] == REQUESTS and phase == "M" and event["name"] == "thread_name":
             lanes[number] = Lane(event["args"]["name"])
         elif phase == "B":
@@ -68,7 +73,7 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
         lanes[number].spans.append((state, start, max(start, last), arguments))
     if not steps:
         raise ValueError(f"{os.fspath(path)!r} holds no step; record a run with --trace.")
-    return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short, groups))
+    return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short, groups, num_drafts, num_accepted))
 
 
 def _events(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -102,11 +107,13 @@ def summary(run: Run) -> str:
     columns = dict(zip(STEP_VALUES, zip(*[step[2:] for step in run.steps], strict=True), strict=True))
     preempted = sum(span[0] == STATES.index("preempted") for lane in run.lanes for span in lane.spans)
     prefill, decode, cached = (sum(columns[name]) for name in ("prefill", "decode", "cached"))
-    parts = (
+    parts = [
         f"{len(run.lanes):,} sequences, {len(run.steps):,} steps, {run.end / 1e6:,.3f} s",
         f"{prefill:,} prefill, {decode:,} decode, {cached:,} cached tokens",
         f"{100 * (prefill + decode) / sum(columns['budget']):.1f} % of the budget of {max(columns['budget']):,} used",
         f"at most {max(columns['used_blocks']):,} of {max(columns['blocks']):,} blocks",
         f"{preempted:,} preemptions",
-    )
+    ]
+    if run.num_drafts:
+        parts.append(f"{run.num_accepted:,} of {run.num_drafts:,} drafts accepted")
     return "; ".join(parts) + ("; the trace was cut short" if run.is_cut_short else "")

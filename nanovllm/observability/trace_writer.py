@@ -290,13 +290,18 @@ class TraceWriter(Observer):
             "update_dur": end - update_begin,
         }
         lines = _STEP % values
+        events: _Events = []
         if len(record.cache_groups) > 1:
             used = {group.name: group.num_used_blocks for group in record.cache_groups}
-            words = {"step": record.step_id, "words": record.group_usage}
-            lines += ",\n" + _event_lines([
-                {"name": "blocks by group", "ph": "C", "pid": ENGINE, "ts": end, "args": used},
-                {"name": "groups", "ph": "i", "s": "p", "pid": ENGINE, "ts": end, "args": words},
-            ])  # fmt: skip
+            events.append({"name": "blocks by group", "ph": "C", "pid": ENGINE, "ts": end, "args": used})
+        if record.num_draft_tokens:
+            drafts = {"computed": record.num_draft_tokens, "accepted": record.num_accepted_tokens}
+            events.append({"name": "drafts", "ph": "C", "pid": ENGINE, "ts": begin_us, "args": drafts})
+        if details := record.details:
+            words = {"step": record.step_id, "words": details}
+            events.append({"name": "groups", "ph": "i", "s": "p", "pid": ENGINE, "ts": end, "args": words})
+        if events:
+            lines += ",\n" + _event_lines(events)
         return lines
 
     # ------------------------------------------------------------------------------------------------------ file

@@ -30,11 +30,13 @@ from nanovllm.server.live.engine_snapshot import (
     group_rows,
     pool_map,
     pool_usage,
+    step_row,
     take_snapshot,
     with_queue_positions,
 )
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
+from nanovllm.speculation import costs
 from tests.support.async_llms import OPTIONS, bounded
 from tests.support.blocks import SIZE, A, B, computed, make_manager, release
 from tests.support.scheduling import make_scheduler, make_sequence
@@ -128,6 +130,23 @@ async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress():
     assert free + cached + used + shared == OPTIONS["num_kv_blocks"] - 1
     assert snapshot.counters["output_tokens"] <= stats.num_output_tokens
     assert snapshot.steps[-1].num_used_blocks == used + shared
+
+
+@bounded
+async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_tokens(monkeypatch):
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)
+    steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    options = OPTIONS | {"speculation": "suffix"}
+    async with AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **options) as llm:
+        for _ in "first", "drafted from the first":
+            _ = [output async for output in llm.generate([7] * 40, params)]
+        snapshot = await llm.inspect(lambda engine: take_snapshot(engine, steps))
+        stats = await llm.stats()
+    assert snapshot.drafts == stats.speculation.by_source and snapshot.drafts["suffix"][1] > 20
+    rows_of_steps = [dict(zip(STEP_VALUES, step_row(record, 0.0), strict=True)) for record in steps]
+    assert sum(row["accepted"] for row in rows_of_steps) == stats.speculation.num_accepted_tokens
+    assert any("drafts accepted" in row["groups"] for row in rows_of_steps)
 
 
 @bounded

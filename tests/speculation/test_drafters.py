@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepError, StructuredOutput
+from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
+from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.speculation.drafter import DraftRequest
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
@@ -82,6 +83,20 @@ def test_tokens_that_a_form_forces_are_drafts_that_cannot_fail(temperature):
     drafted, accepted = stats.speculation.by_source["grammar"]
     assert drafted == accepted == stats.speculation.num_draft_tokens > sum(map(len, wanted)) / 2
     assert stats.num_steps < num_steps / 2
+
+
+def test_traces_and_step_records_show_drafts_and_nothing_without_them(tmp_path, wanted, right):
+    for drafter, is_drafted in ((right, True), (Recorder(), False)):
+        records: list[StepRecord] = []
+        path = tmp_path / f"{is_drafted}.json"
+        with TraceWriter(path) as trace, open_llm(speculation=drafter, trace=trace, on_step=records.append) as llm:
+            assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
+            count = llm.stats().speculation.num_draft_tokens
+        run = read_trace(path)
+        assert (run.num_drafts, run.num_accepted) == (count, count) and (count > 50) == is_drafted
+        words = {record.step_id: record.details for record in records if record.details}
+        assert words == run.groups and bool(words) == is_drafted
+        assert (f"{count} of {count} drafts accepted" in summary(run)) == is_drafted
 
 
 class Broken:

@@ -19,8 +19,8 @@ function windowStarts(steps) {
 }
 
 /** Tokens per second, over the second before each step. */
-function tokenRates(steps, name) {
-  const sums = prefixSums(steps, (step) => step[name]);
+function tokenRates(steps, numTokens) {
+  const sums = prefixSums(steps, numTokens);
   return windowStarts(steps).map((first, index) => (sums[index + 1] - sums[first]) / (RATE_WINDOW_US / 1e6));
 }
 
@@ -50,11 +50,13 @@ function lastValue(values, end) {
 const FIGURES = [
   {
     name: "Output", about: "Decoded tokens per second, over the last second", color: "decode",
-    read({ steps, index, isIdle }) {
-      const decode = tokenRates(steps, "decode"), prefill = tokenRates(steps, "prefill");
+    read({ steps, index, isIdle, look }) {
+      const decode = tokenRates(steps, (s) => s.decode + s.accepted), prefill = tokenRates(steps, (s) => s.prefill);
       const at = (rates) => (isIdle || index < 0 ? 0 : rates[index]);
-      return { value: [count(at(decode)), "tok/s"], more: `prefill ${count(at(prefill))} tok/s`, values: decode,
-               text: (value) => count(value) + " tok/s" };
+      const drafts = Object.entries(look?.drafts ?? {}).map(
+        ([source, [drafted, accepted]]) => ` · ${percent(accepted / drafted)} % of ${source} drafts right`);
+      return { value: [count(at(decode)), "tok/s"], more: `prefill ${count(at(prefill))} tok/s${drafts.join("")}`,
+               values: decode, text: (value) => count(value) + " tok/s" };
     },
   },
   {

@@ -36,6 +36,7 @@ MAX_POSITIONS = 256  # questions of pages with a reported queue position
 STEP_VALUES = (
     "step", "time", "start", "sequences", "decode", "prefill", "cached", "running", "waiting", "used_blocks",
     "schedule_us", "execute_us", "update_us", "ttfts_us", "groups", "budget", "predicted_us",
+    "accepted",
 )  # fmt: skip
 REQUEST_VALUES = (
     "id", "sample", "state", "computed", "known", "prompt", "cached", "limit", "age_us", "preemptions", "client",
@@ -56,6 +57,7 @@ class EngineSnapshot:
     machine: "device" and "dtype" of the weights; with replicas, only if set as options.
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     budget: tokens, error and goal (microseconds) of `BudgetStats`, with an itl_goal.
+    drafts: with speculation, tokens drafted and accepted of each source.
     """
 
     time: float
@@ -70,6 +72,7 @@ class EngineSnapshot:
     machine: dict[str, str] = field(default_factory=dict)
     queue_positions: dict[str, int] = field(default_factory=dict)
     budget: tuple[int, float | None, int] | None = None
+    drafts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -121,6 +124,7 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         time.perf_counter() - began,
         _machine(engine),
         budget=None if scheduler.budget is None else _budget(scheduler.budget.stats()),
+        drafts={} if scheduler.drafting is None else scheduler.drafting.stats().by_source,
     )
 
 
@@ -173,6 +177,7 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
         time.perf_counter() - began,
         {name: option for name in ("device", "dtype") if (option := getattr(pool.config, name)) != "auto"},
         budget=None if stats.budget is None else _budget(stats.budget),
+        drafts={} if stats.speculation is None else stats.speculation.by_source,
     )
 
 
@@ -234,9 +239,10 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         record.num_used_blocks,
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
-        record.group_usage,
+        record.details,
         record.budget,
         None if record.predicted_time is None else round(1e6 * record.predicted_time),
+        record.num_accepted_tokens,
     )
 
 

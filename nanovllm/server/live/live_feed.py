@@ -86,6 +86,8 @@ class SnapshotMessages:
                 "groups": group_rows(steps),
                 "pool": None if knows_pool else self.pool,
             }
+            if self.snapshot.drafts:
+                data["drafts"] = self.snapshot.drafts
             self._messages[last_step, knows_pool] = named_event("look", data)
         return self._messages[last_step, knows_pool]
 
