@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.cli.flags import model_source
@@ -36,6 +37,12 @@ def add_workload_flags(
     )
     parser.add_argument("--seed", type=int, metavar="INT", help="seed of drawn workloads and arrivals (default 0)")
     parser.add_argument("--requests", type=positive, metavar="INT", help="keep the first INT requests of each workload")
+    if not several:
+        parser.add_argument(
+            "--draft-acceptance", type=_share, metavar="FLOAT",
+            help="with --speculation: how often a simulated draft is right, if those before it are; accepted by "
+            "verified drafts of a recorded run",
+        )  # fmt: skip
 
 
 def add_arrival_flags(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -91,6 +98,14 @@ def positive(text: str) -> int:
     value = _count(text)
     if value == 0:
         raise argparse.ArgumentTypeError("0 is too small; it must be at least 1")
+    return value
+
+
+def _share(text: str) -> float:
+    """Parse a number from 0 to 1, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{value:g} is no share; it must be from 0 to 1")
     return value
 
 
@@ -150,6 +165,8 @@ def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
             "fixed tokens or its own seed, and its own arrivals. Leave --seed out, or give a --rate with --arrivals "
             "poisson."
         )
+    if (acceptance := getattr(options, "draft_acceptance", None)) is not None:
+        workloads = [replace(workload, draft_acceptance=acceptance) for workload in workloads]
     return workloads
 
 

@@ -327,6 +327,30 @@ def test_what_is_not_simulated_is_refused():
         run([])
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_simulated_drafts_are_right_as_often_as_in_the_recorded_run(overlap):
+    """Where rows are free, a step of 7 drafts brings 8 tokens if all are right."""
+    cost = CostModel(HostCost(), DeviceCost(knee=64, fixed=1.0), HostCost(), launch_blocks=False)
+    workload, num_steps = Workload("test", [request(10, 41), request(10, 41)]), {}
+    for acceptance in (0.0, 0.7, 1.0):
+        drafted = replace(workload, draft_acceptance=acceptance)
+        simulation = simulate(drafted, config(overlap=overlap, speculation="suffix"), cost)
+        [stats] = simulation.stats
+        assert all(m.num_output_tokens == 41 and len(m.itls) == 40 for m in simulation.requests)
+        num_steps[acceptance] = stats.num_steps
+        if acceptance != 0.7:
+            drafts = stats.speculation
+            assert drafts.num_accepted_tokens == acceptance * drafts.num_draft_tokens
+    assert num_steps[1.0] <= 8 < num_steps[0.7] < 30 < num_steps[0.0]
+
+
+def test_a_simulation_of_speculation_needs_its_acceptance():
+    with pytest.raises(ValueError, match="speculation is 'suffix', but a simulation has no text"):
+        run([request(10, 3)], speculation="suffix")
+    with pytest.raises(ValueError, match=r"draft_acceptance is 0\.5, but without speculation"):
+        simulate(Workload("test", [request(10, 3)], draft_acceptance=0.5), config(), PER_TOKEN)
+
+
 @pytest.mark.parametrize("option", ["--gpu-memory-utilization=0.5", "--record-itl", "--engine-seed=1", "--revision=a"])
 def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
     with pytest.raises(SystemExit):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager
@@ -29,6 +29,9 @@ from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.tools.simulate.simulated_drafts import SimulatedDrafts
 
 ONE_POOL = CachePools((CacheGroup(),), (0,))  # of num_kv_blocks
 
@@ -70,6 +73,8 @@ class _Request:
 class Replica:
     """Steps like an engine: requests that arrive during a step are added before the next one.
 
+    drafts: draws the tokens of steps, with speculation.
+
     Args:
         config: fully resolved options (limits and pool).
         draw_token: iterator of unique token ids, so that outputs share no prefixes.
@@ -107,6 +112,7 @@ class Replica:
         self._device_free = 0.0
         self._in_flight: deque[_Launched] = deque()
         self._requests: dict[str, _Request] = {}
+        self.drafts: SimulatedDrafts | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -166,18 +172,20 @@ class Replica:
         waits = self.now
         times.read_time = max(waits, done)
         times.wait_time = times.read_time - waits
-        advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
+        drawn = islice(self._draw_token, num_samples) if self.drafts is None else self.drafts.draws(batch)
+        advanced = self.scheduler.update(batch, drawn)
         update_time = self._cost_model.update.seconds(len(batch.entries), len(batch.prefills))
         self.now = now = times.delivered_time = times.read_time + update_time
         ended = {}
         for sequence in advanced:
             request = self._requests[sequence.request_id]
-            request.token_times.append(now)
-            if len(request.token_times) == 1:
-                times.tokens.ttfts.append(now - sequence.arrival_time)
-                times.tokens.request_ttfts.append(times.tokens.ttfts[-1])
-            else:
-                times.tokens.itls[now - request.token_times[-2]] += 1
+            while len(request.token_times) < sequence.num_output_tokens:
+                request.token_times.append(now)
+                if len(request.token_times) == 1:
+                    times.tokens.ttfts.append(now - sequence.arrival_time)
+                    times.tokens.request_ttfts.append(times.tokens.ttfts[-1])
+                else:
+                    times.tokens.itls[now - request.token_times[-2]] += 1
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]

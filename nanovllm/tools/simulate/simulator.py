@@ -82,6 +82,7 @@ def simulate(
     """
     check_one_process("nanovllm simulate", {"data_parallel_size": config.data_parallel_size})
     _check_options(config, cost_model, num_replicas, index_delay)
+    _check_drafts(config, workload.draft_acceptance)
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):
@@ -91,6 +92,11 @@ def simulate(
     make = Replica if index_delay is None else partial(IndexedReplica, delay=index_delay)
     hooks = [records.append if keep_steps else None for records in steps]
     replicas = [make(config, cost_model, drawn, on_step=hook, pools=pools) for hook in hooks]
+    if workload.draft_acceptance is not None:
+        from nanovllm.tools.simulate.simulated_drafts import SimulatedDrafts
+
+        for replica in replicas:
+            replica.drafts = SimulatedDrafts(replica.scheduler, cost_model, workload.draft_acceptance, drawn)
     run = _Run(workload.requests, replicas, route or round_robin(), cost_model.front_delay)
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]
@@ -165,6 +171,16 @@ def _check_options(config: EngineConfig, cost_model: CostModel, num_replicas: in
         raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
     if not (math.isfinite(cost_model.front_delay) and cost_model.front_delay >= 0.0):
         raise ValueError(f"front_delay is {cost_model.front_delay}; it must be 0 seconds or more.")
+
+
+def _check_drafts(config: EngineConfig, acceptance: float | None) -> None:
+    if config.speculation is not None and acceptance is None:
+        raise ValueError(
+            f"speculation is {config.speculation!r}, but a simulation has no text to draft from. Pass "
+            "--draft-acceptance: num_accepted_tokens by num_draft_tokens of a run's statistics."
+        )
+    if config.speculation is None and acceptance is not None:
+        raise ValueError(f"draft_acceptance is {acceptance:g}, but without speculation nothing is drafted.")
 
 
 def _check(number: int, request: TimedRequest, max_model_len: int) -> None:

@@ -29,7 +29,7 @@ def take_share(workload: Workload, share: float) -> Workload:
         if index in chosen or request.after in kept:
             kept[index] = len(requests)
             requests.append(replace(request, after=None if request.after is None else kept[request.after]))
-    return Workload(workload.name, requests, {**workload.parameters, "share": share})
+    return replace(workload, requests=requests, parameters={**workload.parameters, "share": share})
 
 
 def smallest_share(workload: Workload, max_num_seqs: int) -> float:

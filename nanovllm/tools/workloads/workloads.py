@@ -56,6 +56,7 @@ class Workload:
     name: str
     requests: list[TimedRequest]
     parameters: dict[str, Any] = field(default_factory=dict)
+    draft_acceptance: float | None = None  # of a recorded run with speculation, for simulations of it
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -79,7 +80,8 @@ class Workload:
         """Return the workload of the first `count` requests."""
         if count >= len(self.requests):
             return self
-        return Workload(f"{self.name}[:{count}]", self.requests[:count], {**self.parameters, "first": count})
+        name, parameters = f"{self.name}[:{count}]", {**self.parameters, "first": count}
+        return replace(self, name=name, requests=self.requests[:count], parameters=parameters)
 
     def hurried(self) -> Workload:
         """Return the requests with all arrivals at 0; `after` still holds."""
@@ -285,9 +287,8 @@ def paced(workload: Workload, rate: float) -> Workload:
         )
     factor = len(free) / rate / max(free)
     requests = [r if r.after is not None else replace(r, arrival=r.arrival * factor) for r in workload.requests]
-    return Workload(
-        f"{workload.name} own {rate:g}/s", requests, {**workload.parameters, "rate": rate, "arrivals": "own"}
-    )
+    parameters = {**workload.parameters, "rate": rate, "arrivals": "own"}
+    return replace(workload, name=f"{workload.name} own {rate:g}/s", requests=requests, parameters=parameters)
 
 
 def _check_rate(rate: float) -> None:
@@ -307,7 +308,8 @@ def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters
     for index, time in zip(free, times, strict=True):
         requests[index] = replace(requests[index], arrival=time)
     name = f"{workload.name} {parameters['arrivals']} {rate:g}/s" + (f" by {burst}" if burst > 1 else "")
-    return Workload(name, requests, {**workload.parameters, **parameters, "arrival_seed": seed})
+    parameters = {**workload.parameters, **parameters, "arrival_seed": seed}
+    return replace(workload, name=name, requests=requests, parameters=parameters)
 
 
 # ----------------------------------------------------------------------------------------------------------- drawing

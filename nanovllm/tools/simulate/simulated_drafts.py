@@ -1,0 +1,51 @@
+"""Drafts in virtual time: right as often as in a recorded run, chosen and accepted by the engine's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from random import Random
+
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.execution.cost_model import CostModel
+from nanovllm.scheduler import Scheduler
+from nanovllm.speculation.drafter import DraftRequest
+from nanovllm.speculation.lengths import DraftCosts, DraftLengths
+from nanovllm.speculation.speculation import Speculation
+
+ANY_TOKEN = 2**31
+
+
+class SimulatedDrafts:
+    """The drafter of a replica, which has as many drafts for each sequence and step as are asked for.
+
+    Args:
+        acceptance: probability that a draft is right if those before it are.
+        draw_token: iterator of unique token ids.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, cost_model: CostModel, acceptance: float, draw_token: Iterator[int]
+    ) -> None:
+        self._acceptance, self._draw_token, self._choice = acceptance, draw_token, Random(0)
+        config = scheduler.config
+        costs = DraftCosts(config, cost=cost_model.step_cost(overlap=config.overlap))
+        scheduler.drafting = Speculation(
+            config,
+            scheduler.block_manager,
+            self,
+            DraftLengths(costs, config.num_speculative_tokens, row_sizes=costs.row_sizes),
+            vocab_size=ANY_TOKEN,
+            source=str(config.speculation),
+        )
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[*islice(self._draw_token, request.max_tokens)] for request in requests]
+
+    def draws(self, batch: ScheduledBatch) -> Iterator[int]:
+        """The tokens of a step, in order: at right drafts these, else unique ones."""
+        for entry in batch.entries:
+            drafts = batch.drafts.get(entry.sequence, ())
+            for row in range(entry.num_samples):
+                is_right = row < len(drafts) and self._choice.random() < self._acceptance
+                yield drafts[row] if is_right else next(self._draw_token)
