@@ -116,6 +116,8 @@ class Speculation(Observer):
         if not in_flight:
             return list(running)
         held = {sequence for batch in in_flight for sequence in batch.drafts}
+        if not held and not self._is_worth:
+            return list(running)
         return [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
 
     def _waits(self, sequence: Sequence) -> bool:
