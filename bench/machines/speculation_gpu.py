@@ -6,7 +6,7 @@
 Weights are random but for the output projection: the token after t is t + 1 by a wide margin, so that a drafter knows
 the true continuation without a run that records it, and bfloat16 changes no token. Each draft is right with the
 probability --acceptance. One engine runs with drafts and without in turn; `nothing` is a drafter that proposes nothing,
-`always 3` and `always 7` verify so many drafts whatever they cost.
+`suffix` finds nothing, since no text repeats; `always 3` and `always 7` verify so many drafts whatever they cost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ import torch
 from random_models import NoText, device, random_model  # beside this file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.model import loader
+from nanovllm.speculation.build import SUFFIX_BYTES
 from nanovllm.speculation.lengths import DraftLengths
+from nanovllm.speculation.speculation import Speculation
+from nanovllm.speculation.suffix import SuffixDrafter
 
-WAYS = ("without", "drafts", "nothing", "always 3", "always 7")
+WAYS = ("without", "drafts", "nothing", "suffix", "always 3", "always 7")
 
 
 class Successors:
@@ -102,25 +106,32 @@ def main() -> None:
     rows = []
     with engine(given.shape, drafter, **limits) as llm:
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
-        scheduler, drafting = llm._engine.scheduler, llm._engine.scheduler.drafting
-        lengths, vocab_size = drafting.lengths, llm._engine.model_runner.binding.vocab_size
-        drafter.vocab_size = vocab_size
-
-        def use(way: str) -> None:
-            scheduler.drafting = None if way == "without" else drafting
-            drafting.drafter = Nothing() if way == "nothing" else drafter
-            drafting.lengths = DraftLengths(None, int(way[-1])) if way.startswith("always") else lengths
+        scheduler, drafter.vocab_size = llm._engine.scheduler, llm._engine.model_runner.binding.vocab_size
+        lengths = scheduler.drafting.lengths
+        made: dict[str, Speculation | None] = {"without": None, "drafts": scheduler.drafting}
+        for way in WAYS[2:]:
+            source = {"nothing": Nothing(), "suffix": SuffixDrafter(SUFFIX_BYTES)}.get(way, drafter)
+            own = DraftLengths(None, int(way[-1])) if way.startswith("always") else lengths
+            parts = scheduler.config, scheduler.block_manager, source, own
+            made[way] = Speculation(*parts, vocab_size=drafter.vocab_size, source=way)
+            llm._engine.observers.append(made[way])
 
         for count in given.requests:
-            prompts = [choice.choices(range(vocab_size - given.output - 8), k=given.prompt) for _ in range(count)]
+            prompts = [
+                choice.choices(range(drafter.vocab_size - given.output - 8), k=given.prompt) for _ in range(count)
+            ]
             rates: dict[str, list[float]] = {way: [] for way in WAYS}
             notes: dict[str, str] = {}
             for number in range(given.rounds + 1):
                 for way in WAYS:
-                    use(way)
-                    before, steps = drafting.stats(), llm.stats().num_steps
+                    first_tokens = range(drafter.vocab_size - given.output - 8)
+                    prompts = [choice.choices(first_tokens, k=given.prompt) for _ in range(count)]  # none repeats
+                    scheduler.drafting = speculation = made[way]
+                    before = SpeculationStats() if speculation is None else speculation.stats()
+                    steps = llm.stats().num_steps
                     seconds = run(llm, prompts, given.output)
-                    after, steps = drafting.stats(), llm.stats().num_steps - steps
+                    after = SpeculationStats() if speculation is None else speculation.stats()
+                    steps = llm.stats().num_steps - steps
                     if number:  # after one that captures and learns
                         rates[way].append(count * given.output / seconds)
                     entries = after.num_drafts - before.num_drafts
