@@ -1,15 +1,16 @@
 """Tokens per second with speculation over those without, in turn, on the default model.
 
-    python bench/machines/speculation.py                                    edit, extract, chat and W with suffix drafts
+    python bench/machines/speculation.py                                    all parts with suffix drafts
     python bench/machines/speculation.py --parts edit chat --rounds 5
     python bench/machines/speculation.py --parts edit --draft-model FOLDER  drafts of a small model instead
 
 edit: a text is to be written again with a word replaced. extract: its facts as JSON of a schema. chat: questions, whose
     answers repeat little. All three one request after the other.
-W: 64 requests at once, of random tokens: hardly a draft is found, and none pays. idle: the same with a drafter that
+W: 64 requests at once, of random tokens: hardly a draft is found, and none pays. idle: W and chat with a drafter that
     proposes nothing.
-Both engines are of one process and run each part in turn, each request with an empty prefix cache and no outputs to
-draft from. Outputs are compared: in bfloat16 they may part where two tokens are nearly equal.
+The engines are of one process and run each part in turn, request by request in the first three, each with an empty
+prefix cache and no outputs to draft from. Ratios are of processor time, which other work on the machine changes least;
+those of time follow. Outputs are compared: in bfloat16 they may part where two tokens are nearly equal.
 """
 
 from __future__ import annotations
@@ -76,28 +77,64 @@ def conversations(part: str) -> tuple[list[list[dict[str, str]]], dict[str, Any]
     return [[{"role": "user", "content": text}] for text in texts], options
 
 
-def run(llm: LLM, part: str) -> tuple[float, list[list[int]]]:
-    """Tokens per second of a part, and its outputs."""
-    outputs = []
-    if part in ("W", "idle"):
+class Rates:
+    """Tokens, and processor and wall seconds, of one engine and part."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self.processor, self.wall = 0, 0.0, 0.0
+        self.token_ids: list[list[int]] = []
+
+    def generate(self, llm: LLM, requests: list[Any], params: Any, *, chats: bool) -> None:
+        llm.reset_prefix_cache()
+        begin = time.process_time(), time.perf_counter()
+        if chats:
+            salt = str(begin)  # no output is drafted from another
+            outputs = llm.chat(requests, params, cache_salt=salt, use_tqdm=False)
+        else:
+            outputs = llm.generate(requests, params, use_tqdm=False)
+        self.processor += time.process_time() - begin[0]
+        self.wall += time.perf_counter() - begin[1]
+        self.token_ids += [output.outputs[0].token_ids for output in outputs]
+        self.num_tokens = sum(map(len, self.token_ids))
+
+
+def run(llms: list[LLM], part: str) -> list[Rates]:
+    """A part, by each engine in turn."""
+    rates = [Rates() for _ in llms]
+    pieces: list[tuple[list[Any], Any]]
+    if part == "W":
         requests = specs.build("W").requests
         params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=r.num_output_tokens) for r in requests]
-        llm.reset_prefix_cache()
-        begin = time.perf_counter()
-        outputs = llm.generate([r.prompt_token_ids for r in requests], params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        pieces = [([r.prompt_token_ids for r in requests], params)]
     else:
-        seconds = 0.0
         messages, options = conversations(part)
-        for number, conversation in enumerate(messages):
-            llm.reset_prefix_cache()
-            begin = time.perf_counter()
-            salt = f"{part} {number} {begin}"  # no output is drafted from another
-            params = SamplingParams(temperature=0.0, **options)
-            outputs += llm.chat(conversation, params, cache_salt=salt, use_tqdm=False)
-            seconds += time.perf_counter() - begin
-    token_ids = [output.outputs[0].token_ids for output in outputs]
-    return sum(map(len, token_ids)) / seconds, token_ids
+        pieces = [([message], SamplingParams(temperature=0.0, **options)) for message in messages]
+    for requests, params in pieces:
+        for own, llm in zip(rates, llms, strict=True):
+            own.generate(llm, requests, params, chats=part != "W")
+    return rates
+
+
+def compare(llms: list[LLM], part: str, rounds: int, name: str) -> None:
+    """Print the ratio of a part, the second engine's over the first's."""
+    run(llms, part)  # to warm up
+    before = llms[1].stats().speculation
+    results = [run(llms, part) for _ in range(rounds)]
+    after = llms[1].stats().speculation
+    assert before is not None and after is not None
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    each = [[own.num_tokens / own.wall for own in column] for column in zip(*results, strict=True)]
+    processor = sorted(b.num_tokens / b.processor * a.processor / a.num_tokens for a, b in results)
+    wall = sorted(b.num_tokens / b.wall * a.wall / a.num_tokens for a, b in results)
+    pairs = [(one, other) for a, b in results for one, other in zip(a.token_ids, b.token_ids, strict=True)]
+    print(
+        f"{name}: ratio {statistics.median(processor):.3f} ({processor[0]:.3f} to {processor[-1]:.3f}); of time "
+        f"{statistics.median(wall):.3f} ({wall[0]:.3f} to {wall[-1]:.3f}), {statistics.median(each[0]):.0f} and "
+        f"{statistics.median(each[1]):.0f} tokens/s; {accepted} of {drafted} drafts accepted; "
+        f"{sum(one == other for one, other in pairs)} of {len(pairs)} outputs equal",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -106,7 +143,7 @@ def main() -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     model = str(ensure_default_model()) if given.model == DEFAULT_MODEL else given.model
@@ -115,32 +152,15 @@ def main() -> None:
     drafts: dict[str, Any] = {"speculation": "suffix"}
     if given.draft_model:
         drafts = {"speculation": "draft", "draft_model": given.draft_model}
-    if given.parts == ["idle"]:
-        drafts = {"speculation": Nothing()}
-    with LLM(model, **options) as without, LLM(model, **options, **drafts) as with_drafts:
-        for part in given.parts:
-            rates: list[list[float]] = [[], []]
-            before = with_drafts.stats().speculation
-            for number in range(given.rounds + 1):
-                answers = []
-                for own, llm in zip(rates, (without, with_drafts), strict=True):
-                    rate, token_ids = run(llm, part)
-                    answers.append(token_ids)
-                    if number:  # after one to warm up
-                        own.append(rate)
-            same = sum(a == b for a, b in zip(*answers, strict=True))
-            after = with_drafts.stats().speculation
-            assert before is not None and after is not None
-            drafted = after.num_draft_tokens - before.num_draft_tokens
-            accepted = after.num_accepted_tokens - before.num_accepted_tokens
-            medians = [statistics.median(own) for own in rates]
-            ratios = sorted(b / a for a, b in zip(*rates, strict=True))
-            print(
-                f"{part}: {medians[0]:.0f} tokens/s without, {medians[1]:.0f} with, ratio "
-                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}); {accepted} of {drafted} "
-                f"drafts accepted; {same} of {len(answers[0])} outputs equal",
-                flush=True,
-            )
+    with LLM(model, **options) as without:
+        if found := [part for part in given.parts if part != "idle"]:
+            with LLM(model, **options, **drafts) as llm:
+                for part in found:
+                    compare([without, llm], part, given.rounds, part)
+        if "idle" in given.parts:
+            with LLM(model, **options, speculation=Nothing()) as llm:
+                for part in ("W", "chat"):
+                    compare([without, llm], part, given.rounds, f"idle, {part}")
 
 
 if __name__ == "__main__":
