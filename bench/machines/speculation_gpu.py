@@ -62,7 +62,7 @@ def counting_model(shape: str) -> Any:
     embedding = model.get_input_embeddings().weight.data
     head = torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device=embedding.device)
     head.weight.data = embedding.roll(1, dims=0) * (4096 / embedding.shape[1])  # a logit of about 80 for the next one
-    embedding *= 1000  # far above what the layers add
+    embedding *= 5000  # far above what the layers add
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(head)
     return model
