@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
+from nanovllm.speculation import costs
 from tests.support.equality import model, prompts, reference
 from tests.support.shared_gpu import share_one_gpu
 from tests.support.tiny_models import save_tiny
@@ -61,6 +62,17 @@ def test_embeddings_are_those_of_one_gpu(folder, options):
             generate(llm, GREEDY)
     for own, other in zip(*found, strict=True):
         np.testing.assert_allclose(own, other, atol=2e-2)
+
+
+def test_drafts_change_no_token(folder, monkeypatch):
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # every draft is verified
+    params = SamplingParams(seed=5, temperature=0.8, top_p=0.9, max_tokens=30)
+    with LLM(folder, **SMALL, enforce_eager=True) as llm:
+        expected = generate(llm, params)
+    with LLM(folder, **SMALL, attention_backend="flex", speculation="suffix") as llm:
+        for _ in "cold", "drafted from the first":
+            assert generate(llm, params) == expected
+        assert llm.stats().speculation.num_accepted_tokens > 20
 
 
 def test_a_rank_that_ends_ends_the_engine(folder):
