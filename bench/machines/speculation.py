@@ -6,11 +6,12 @@
 
 edit: a text is to be written again with a word replaced. extract: its facts as JSON of a schema. chat: questions, whose
     answers repeat little. All three one request after the other.
-W: 64 requests at once, of random tokens: hardly a draft is found, and none pays. idle: W and chat with a drafter that
+W: 64 requests at once, of random tokens; drafts have room once some have ended. idle: W and chat with a drafter that
     proposes nothing.
-The engines are of one process and run each part in turn, request by request in the first three, each with an empty
-prefix cache and no outputs to draft from. Ratios are of processor time, which other work on the machine changes least;
-those of time follow. Outputs are compared: in bfloat16 they may part where two tokens are nearly equal.
+One engine runs each part with speculation and without in turn, request by request in the first three, with an empty
+prefix cache and no outputs of earlier runs to draft from. Ratios are of processor time, which other work on the machine
+changes least; those of time follow, and the share of the calls that speculation adds to a step. Outputs are compared:
+in bfloat16 they may part where two tokens are nearly equal.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.observability.step_records import StepObservers
 from nanovllm.tools.workloads import specs
 
 PARTS = ("edit", "extract", "chat", "W", "idle")
@@ -87,20 +89,49 @@ class Rates:
     def generate(self, llm: LLM, requests: list[Any], params: Any, *, chats: bool) -> None:
         llm.reset_prefix_cache()
         begin = time.process_time(), time.perf_counter()
-        if chats:
-            salt = str(begin)  # no output is drafted from another
-            outputs = llm.chat(requests, params, cache_salt=salt, use_tqdm=False)
-        else:
-            outputs = llm.generate(requests, params, use_tqdm=False)
+        answer = llm.chat if chats else llm.generate
+        outputs = answer(requests, params, cache_salt=str(begin), use_tqdm=False)  # none is drafted from another run
         self.processor += time.process_time() - begin[0]
         self.wall += time.perf_counter() - begin[1]
         self.token_ids += [output.outputs[0].token_ids for output in outputs]
         self.num_tokens = sum(map(len, self.token_ids))
 
 
-def run(llms: list[LLM], part: str) -> list[Rates]:
-    """A part, by each engine in turn."""
-    rates = [Rates() for _ in llms]
+class Switch:
+    """An engine with speculation, and the same one as without: an engine of its own has other memory.
+
+    seconds: processor time of the engine's thread in calls that an engine without speculation does not make.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.seconds = llm, 0.0
+        engine = llm._engine
+        self._drafting, self._observers = engine.scheduler.drafting, engine.observers
+        for owner, name in ((self._drafting, "may_run"), (self._drafting, "place"), (self._observers, "step_ended")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def set(self, *, is_on: bool) -> None:
+        self.llm._engine.scheduler.drafting = self._drafting if is_on else None
+        self.llm._engine.observers = self._observers if is_on else StepObservers()
+
+    def counts(self) -> tuple[int, int]:
+        stats = self._drafting.stats()
+        return stats.num_draft_tokens, stats.num_accepted_tokens
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds += time.thread_time() - begin
+
+        return timed
+
+
+def run(switch: Switch, part: str) -> list[Rates]:
+    """A part without and with speculation, in turn for each piece of it."""
+    rates = [Rates(), Rates()]
     pieces: list[tuple[list[Any], Any]]
     if part == "W":
         requests = specs.build("W").requests
@@ -110,20 +141,19 @@ def run(llms: list[LLM], part: str) -> list[Rates]:
         messages, options = conversations(part)
         pieces = [([message], SamplingParams(temperature=0.0, **options)) for message in messages]
     for requests, params in pieces:
-        for own, llm in zip(rates, llms, strict=True):
-            own.generate(llm, requests, params, chats=part != "W")
+        for own, is_on in zip(rates, (False, True), strict=True):
+            switch.set(is_on=is_on)
+            own.generate(switch.llm, requests, params, chats=part != "W")
     return rates
 
 
-def compare(llms: list[LLM], part: str, rounds: int, name: str) -> None:
-    """Print the ratio of a part, the second engine's over the first's."""
-    run(llms, part)  # to warm up
-    before = llms[1].stats().speculation
-    results = [run(llms, part) for _ in range(rounds)]
-    after = llms[1].stats().speculation
-    assert before is not None and after is not None
-    drafted = after.num_draft_tokens - before.num_draft_tokens
-    accepted = after.num_accepted_tokens - before.num_accepted_tokens
+def compare(switch: Switch, part: str, rounds: int, name: str) -> None:
+    """Print the ratio of a part with speculation over that without."""
+    run(switch, part)  # to warm up
+    before, switch.seconds = switch.counts(), 0.0
+    results = [run(switch, part) for _ in range(rounds)]
+    drafted, accepted = (after - first for after, first in zip(switch.counts(), before, strict=True))
+    switch.set(is_on=True)
     each = [[own.num_tokens / own.wall for own in column] for column in zip(*results, strict=True)]
     processor = sorted(b.num_tokens / b.processor * a.processor / a.num_tokens for a, b in results)
     wall = sorted(b.num_tokens / b.wall * a.wall / a.num_tokens for a, b in results)
@@ -132,7 +162,8 @@ def compare(llms: list[LLM], part: str, rounds: int, name: str) -> None:
         f"{name}: ratio {statistics.median(processor):.3f} ({processor[0]:.3f} to {processor[-1]:.3f}); of time "
         f"{statistics.median(wall):.3f} ({wall[0]:.3f} to {wall[-1]:.3f}), {statistics.median(each[0]):.0f} and "
         f"{statistics.median(each[1]):.0f} tokens/s; {accepted} of {drafted} drafts accepted; "
-        f"{sum(one == other for one, other in pairs)} of {len(pairs)} outputs equal",
+        f"{sum(one == other for one, other in pairs)} of {len(pairs)} outputs equal; its calls take "
+        f"{switch.seconds / sum(b.processor for _, b in results):.2%}",
         flush=True,
     )
 
@@ -152,15 +183,16 @@ def main() -> None:
     drafts: dict[str, Any] = {"speculation": "suffix"}
     if given.draft_model:
         drafts = {"speculation": "draft", "draft_model": given.draft_model}
-    with LLM(model, **options) as without:
-        if found := [part for part in given.parts if part != "idle"]:
-            with LLM(model, **options, **drafts) as llm:
-                for part in found:
-                    compare([without, llm], part, given.rounds, part)
-        if "idle" in given.parts:
-            with LLM(model, **options, speculation=Nothing()) as llm:
-                for part in ("W", "chat"):
-                    compare([without, llm], part, given.rounds, f"idle, {part}")
+    if found := [part for part in given.parts if part != "idle"]:
+        with LLM(model, **options, **drafts) as llm:
+            switch = Switch(llm)
+            for part in found:
+                compare(switch, part, given.rounds, part)
+    if "idle" in given.parts:
+        with LLM(model, **options, speculation=Nothing()) as llm:
+            switch = Switch(llm)
+            for part in ("W", "chat"):
+                compare(switch, part, given.rounds, f"idle, {part}")
 
 
 if __name__ == "__main__":

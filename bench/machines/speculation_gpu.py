@@ -76,19 +76,17 @@ def engine(shape: str, drafter: Any, **options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
-    """Seconds of a run, prompts included; raises RuntimeError for other tokens than the right ones."""
+def run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, int]:
+    """Seconds of a run, prompts included, and the number of outputs that do not count on from their prompt."""
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_tokens)
     llm.reset_prefix_cache()
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
+    seconds, num_wrong = time.perf_counter() - begin, 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        vocab_size = llm._engine.model_runner.binding.vocab_size
-        wanted = [(prompt[-1] + 1 + number) % vocab_size for number in range(num_tokens)]
-        if output.outputs[0].token_ids != wanted:
-            raise RuntimeError(f"the model does not count: {output.outputs[0].token_ids[:10]} after {prompt[-1]}")
-    return seconds
+        wanted = [*range(prompt[-1] + 1, prompt[-1] + 1 + num_tokens)]
+        num_wrong += output.outputs[0].token_ids != wanted
+    return seconds, num_wrong
 
 
 def main() -> None:
@@ -129,7 +127,7 @@ def main() -> None:
                     scheduler.drafting = speculation = made[way]
                     before = SpeculationStats() if speculation is None else speculation.stats()
                     steps = llm.stats().num_steps
-                    seconds = run(llm, prompts, given.output)
+                    seconds, num_wrong = run(llm, prompts, given.output)
                     after = SpeculationStats() if speculation is None else speculation.stats()
                     steps = llm.stats().num_steps - steps
                     if number:  # after one that captures and learns
@@ -141,6 +139,7 @@ def main() -> None:
                     notes[way] = (
                         f"{steps} steps of {1e3 * seconds / steps:.2f} ms; {per_entry[0]:.1f} drafts an entry, "
                         f"{per_entry[1]:.1f} accepted, {entries / count:.0f} entries a request"
+                        + (f"; {num_wrong} OUTPUTS DO NOT COUNT" if num_wrong else "")
                     )
             for way in WAYS:
                 ratios = sorted(a / b for a, b in zip(rates[way], rates["without"], strict=True))

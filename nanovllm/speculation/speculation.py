@@ -205,10 +205,12 @@ class Speculation(Observer):
     def _usable(self, request: DraftRequest, proposed: SequenceABC[int]) -> list[int]:
         """The drafts before the first that cannot be drawn or ends the sequence; tokens forced by a grammar first."""
         sequence, limit = request.sequence, request.max_tokens
+        matcher = sequence.matcher
+        if not proposed and matcher is None:
+            return []
         sequence.drafting.source = self._source
         stops = sequence.stop_token_ids
         usable = list(takewhile(lambda token_id: token_id not in stops, islice(proposed, limit)))
-        matcher = sequence.matcher
         if matcher is None:
             return usable
         try:
