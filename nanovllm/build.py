@@ -280,13 +280,13 @@ def resolve_options(
     choose = AttentionChoice.beside_mixers if binding.mixers else AttentionChoice.for_model
     choice = choose(layers, device, config)
     obstacle = why_not_captured(binding, config.block_size) if choice.uses_graphs else None
-    captures = choice.captures(config, device, obstacle)
-    config = replace(config, cuda_graphs=captures, attention_backend=choice.backend)
-    if choice.uses_graphs and not binding.is_live:
+    config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
+    may_fuse = choice.uses_graphs and not binding.is_live and not binding.mixers
+    if may_fuse:
         binding.merge_linears()
     if choice.uses_graphs:
         compile_ahead(binding, config)
-    if choice.uses_graphs and not binding.is_live:
+    if may_fuse:
         binding.fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
     block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]

@@ -72,7 +72,11 @@ class ModelRunner:
             groups=pools.groups_of_layers(), num_records=pools.num_blocks[-1],
         )  # fmt: skip
         self._executor: DirectExecutor | GraphExecutor
-        if choice.uses_graphs:
+        if choice.uses_graphs and binding.mixers:
+            from nanovllm.execution.state_graphs import StateGraphExecutor
+
+            self._executor = StateGraphExecutor(binding, config, self.sampler, pools)
+        elif choice.uses_graphs:
             self._executor = GraphExecutor(binding, config, self.sampler, pools)
         else:
             self._executor = build_direct(binding, config, choice, pools, self.sampler)

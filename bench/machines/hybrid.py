@@ -1,16 +1,18 @@
-"""A model with recurrent states on a CPU: decodes against `transformers`, shared prefixes, memory of states.
+"""A model with recurrent states: decodes against `transformers`, shared prefixes, memory of states; decodes on a GPU.
 
     python bench/machines/hybrid.py streams --count 16     # tokens a second, generate of `transformers` in the same run
     python bench/machines/hybrid.py prefix                 # first token behind a shared prefix against recomputing it
     python bench/machines/hybrid.py caching                # requests with and without a prefix cache, nothing shared
     python bench/machines/hybrid.py memory                 # slots of states that running sequences pin
+    python bench/machines/hybrid.py gpu --shape 9b         # decodes against their floor by bytes, and `transformers`
 
-Random weights in the shape of Qwen3.5 0.8B (`--shape 0.8b`) or smaller. One JSON object a line, on stdout.
+Random weights in the shape of Qwen3.5 0.8B (`--shape 0.8b`), 9B or smaller. One JSON object a line, on stdout.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -18,33 +20,51 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from random_models import NoText  # beside this file
+from gpu_timing import read_rate  # beside this file
+from random_models import NoText, copy_rate, device
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from nanovllm import LLM, SamplingParams, StepRecord
+from nanovllm.model import loader
 
 _RECURRENT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 SHAPES: dict[str, dict[str, Any]] = {
+    "9b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32, "num_attention_heads": 16,
+           "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248_320, "linear_num_key_heads": 16,
+           "linear_num_value_heads": 32, "tie_word_embeddings": False, **_RECURRENT},
     "0.8b": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
              "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248_320, "linear_num_key_heads": 16,
              "linear_num_value_heads": 16, **_RECURRENT},
     "0.1b": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 65_536, "linear_num_key_heads": 8,
              "linear_num_value_heads": 8, **_RECURRENT},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "linear_num_key_heads": 2,
+             "linear_num_value_heads": 4, **_RECURRENT},
 }  # fmt: skip
+
+
+def random_model(shape: str) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        **{"tie_word_embeddings": True, **SHAPES[shape]}, dtype=torch.bfloat16, max_position_embeddings=32_768
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device()):
+            return Qwen3_5ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def checkpoint(shape: str) -> Path:
     """Folder of a model with random weights, written once a machine."""
     folder = Path(tempfile.gettempdir()) / f"nanovllm-random-hybrid-{shape}"
     if not (folder / "config.json").exists():
-        torch.manual_seed(0)
-        config = Qwen3_5TextConfig(
-            **SHAPES[shape], dtype=torch.bfloat16, tie_word_embeddings=True, max_position_embeddings=32_768
-        )
-        Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(folder)
+        random_model(shape).save_pretrained(folder)
     return folder
 
 
@@ -67,6 +87,19 @@ def seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
     return time.perf_counter() - begin
 
 
+def own_seconds(model: Any, prompts: list[list[int]], num_tokens: int) -> float:
+    """Seconds of the model's own `generate`."""
+    inputs = torch.tensor(prompts, device=model.device)
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), min_new_tokens=num_tokens, max_new_tokens=num_tokens,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+    output.cpu()
+    return time.perf_counter() - begin
+
+
 def streams(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first tokens of `count` requests of 128 tokens, and tokens a second from then on."""
     prompts = prompts_of(args.shape, args.count, 128)
@@ -74,19 +107,8 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
         seconds(llm, prompts, 2)
         ours = [statistics.median(seconds(llm, prompts, n) for _ in range(args.repeats)) for n in (1, args.tokens)]
     model = AutoModelForCausalLM.from_pretrained(checkpoint(args.shape), dtype=torch.bfloat16).eval()
-    inputs = torch.tensor(prompts)
-
-    def generate(num_tokens: int) -> float:
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), min_new_tokens=num_tokens, max_new_tokens=num_tokens,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        return time.perf_counter() - begin
-
-    generate(2)
-    theirs = [statistics.median(generate(n) for _ in range(args.repeats)) for n in (1, args.tokens)]
+    own_seconds(model, prompts, 2)
+    theirs = [statistics.median(own_seconds(model, prompts, n) for _ in range(args.repeats)) for n in (1, args.tokens)]
     figures: dict[str, Any] = {"streams": args.count}
     for name, (first, whole) in (("ours", ours), ("transformers", theirs)):
         figures[name] = args.count * (args.tokens - 1) / (whole - first)
@@ -142,9 +164,49 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return {"slots_a_sequence": max(held), "mean": statistics.fmean(held), "bytes_of_a_slot": record_bytes}
 
 
+def gpu(args: argparse.Namespace) -> dict[str, Any]:
+    """Decodes of 1 and of 64 requests, as a share of the floor by bytes: weights, states read and written, K and V."""
+    model, load, found = random_model(args.shape), loader.load, {}
+    rate = read_rate() if device() == "cuda" else copy_rate(2**28)
+    # The embedding is read only where the head is the same tensor.
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
+    counts = [count for count in (1, 64) if count <= args.count]
+    with (  # the model is the engine's own, as a loaded one is
+        mock.patch.object(loader, "load", lambda *arguments: dataclasses.replace(load(*arguments), is_live=False)),
+        LLM(model, max_model_len=1024, max_num_seqs=args.count, enable_prefix_caching=False) as llm,
+    ):
+        groups = llm._engine.model_runner.pools.groups
+        token_bytes = groups[0].block_bytes / llm.config.block_size
+        print(json.dumps({"rate": rate, "weights": weights, "state": groups[-1].block_bytes, "token": token_bytes,
+                          "graphs": llm.config.cuda_graphs, "backend": llm.config.attention_backend,
+                          "kernels": all(x.kernel_forward for x in llm._engine.model_runner.binding.mixers.layers)}),
+              flush=True)  # fmt: skip
+        for count in counts:
+            prompts = prompts_of(args.shape, count, 128)
+            seconds(llm, prompts, args.tokens)
+            first, whole = (
+                statistics.median(seconds(llm, prompts, n) for _ in range(args.repeats)) for n in (1, args.tokens)
+            )
+            step = (whole - first) / (args.tokens - 1)
+            of_sequence = 2 * groups[-1].block_bytes + (128 + args.tokens / 2) * token_bytes
+            floor = (weights + count * of_sequence) / rate
+            found[count] = {"step_ms": step * 1e3, "floor_ms": floor * 1e3, "share": floor / step,
+                            "tokens_a_second": count / step, "first_s": first}  # fmt: skip
+            print(json.dumps({"requests": count, **found[count]}), flush=True)
+    for count in counts:
+        prompts = prompts_of(args.shape, count, 128)
+        own_seconds(model, prompts, 2)
+        first, whole = (own_seconds(model, prompts, n) for n in (1, 33))
+        found[count]["transformers"] = count * 32 / (whole - first)
+        found[count]["transformers_first_s"] = first
+        print(json.dumps({"requests": count, **found[count]}), flush=True)
+    return {str(count): figures for count, figures in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("streams", "prefix", "caching", "memory"))
+    parser.add_argument("what", choices=("streams", "prefix", "caching", "memory", "gpu"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="0.8b")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)

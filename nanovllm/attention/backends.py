@@ -85,22 +85,18 @@ class AttentionChoice:
     def beside_mixers(
         cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig
     ) -> AttentionChoice:
-        """For a model with recurrent layers: uncompiled, and on a GPU without graphs, which do not capture them yet.
+        """For a model with recurrent layers: nothing is compiled on a CPU.
 
-        Raises ValueError as `for_model`, and for a backend or graphs that the user set.
+        Raises ValueError as `for_model`, and for a backend that the user set where no layer attends.
         """
         wanted = config.attention_backend
         if not layers and wanted not in ("auto", "sdpa"):
             raise ValueError(f"attention_backend is {wanted!r}, but no layer of this model attends. Leave it out.")
-        if device.type == "cuda" and (wanted not in ("auto", "sdpa") or config.cuda_graphs):
-            option = "cuda_graphs=True" if config.cuda_graphs else f"attention_backend={wanted!r}"
-            raise ValueError(
-                f"{option} lays steps out for CUDA graphs, which do not capture layers with recurrent states yet. "
-                "Leave it out: attention is 'sdpa', without graphs."
-            )
-        if not layers or device.type == "cuda":
-            return cls("sdpa", compiles=False, uses_graphs=False, kernels=())
-        return replace(cls.for_model(layers, device, config), compiles=False)
+        if layers:
+            choice = cls.for_model(layers, device, config)
+            return replace(choice, compiles=choice.uses_graphs)
+        uses_graphs = device.type == "cuda" and wanted == "auto" and _may_compile(config, device)
+        return cls("flex" if uses_graphs else "sdpa", uses_graphs, uses_graphs, kernels=())
 
     def captures(self, config: EngineConfig, device: torch.device, obstacle: str | None = None) -> bool:
         """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable.

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
-from nanovllm.attention.operator import AttentionLayer
+from nanovllm.attention.operator import AttentionLayer, NoAttention
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
@@ -101,6 +101,21 @@ class GpuFlexAttention:
         for kind, step in zip(self.kinds, steps, strict=True):
             kind.fill(step, shares=kind is self._sharing)
         return GpuFlexPlan(self.kinds, steps)
+
+
+class NoGpuAttention:
+    """The backend of a model without attention: its tiles give the shape of a step."""
+
+    compiles_each_size = False
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size, self.inputs = block_size, TableInputs(block_size)
+
+    def plan(self, layout: BatchLayout) -> Tiles:
+        return Tiles.from_layout(layout, self.block_size)
+
+    def fill(self, inputs: Any) -> NoAttention:
+        return NoAttention()
 
 
 class KindCalls:
@@ -217,8 +232,10 @@ def build_gpu_attention(
     *,
     max_decodes: int,
     max_tiles: int,
-) -> GpuFlexAttention:
+) -> GpuFlexAttention | NoGpuAttention:
     """The backend of an engine, of a fully resolved config; `max_decodes` and `max_tiles` bound a step."""
+    if not layers:
+        return NoGpuAttention(config.block_size)
     return GpuFlexAttention(
         options=[KernelOptions.for_layer(layer, device, config.block_size) for layer in layers_by_kind(layers)],
         groups=kind_groups(layers, pools),

@@ -139,10 +139,13 @@ class Buckets:
     """Rounds a step's rows (by `RowSizes`), tiles and samples up.
 
     `usual` lists all sizes of rows, but not of tiles: many short chunks in one step need more tiles.
+
+    Args:
+        only_decodes: capture no step with chunks.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._block_size = config.block_size
+    def __init__(self, config: EngineConfig, *, only_decodes: bool = False) -> None:
+        self._block_size, self._only_decodes = config.block_size, only_decodes
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two.
@@ -163,7 +166,7 @@ class Buckets:
 
     def may_capture(self, shape: GraphShape) -> bool:
         """Whether the graphs' memory holds a step of this shape."""
-        return shape.num_tiles <= self.max_captured_tiles
+        return shape.num_tiles <= (0 if self._only_decodes else self.max_captured_tiles)
 
     def num_samples(self, count: int, *, is_rare: bool = False) -> int:
         """The number of sample rows, rounded up; heads with rare options have fewer sizes."""
@@ -201,7 +204,7 @@ class Buckets:
         most, rows = self.max_decodes, self.max_rows
         sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
         largest = GraphShape(most, rows, self._tiles(rows, self._more[0]))
-        return [largest, *(GraphShape(size, size, 0) for size in sizes)]
+        return [*([] if self._only_decodes else [largest]), *(GraphShape(size, size, 0) for size in sizes)]
 
     def coarse(self) -> list[GraphShape]:
         """The usual shapes that start-up captures: with padding they hold all others."""
@@ -220,12 +223,18 @@ class Buckets:
         """Shapes worth capturing while idle: any number of decodes, alone and together with chunks of a few prompts."""
         sizes = self._sizes
         shapes = [GraphShape(size, size, 0) for size in sizes.decodes]
+        if self._only_decodes:
+            return shapes
         rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
             GraphShape(count, size, self._tiles(size, self._more[0]))
             for count, size in itertools.product(sizes.mixed_decodes, rows)
             if count < size and (count or size <= self._budget)
         ]
+
+    def with_chunks(self) -> GraphShape:
+        """A full step of chunks alone."""
+        return GraphShape(0, self._budget, self._tiles(self._budget, self._more[0]))
 
     def largest(self) -> GraphShape:
         """Upper bound of every input's size."""

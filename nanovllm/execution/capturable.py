@@ -48,6 +48,8 @@ def why_not_captured(binding: ModelBinding, block_size: int) -> str | None:
     try:
         rows = torch.zeros(MIN_ROWS, dtype=torch.int64, device=binding.device)
         step = AttentionStep(NoAttention(), MIN_ROWS)
+        if binding.mixers:
+            binding.mixers.set_decodes(rows, rows)
         binding.forward_step(step, rows, rows, rows, rows)  # the first call also creates buffers
         with HostTransfers() as transfers:
             binding.forward_step(step, rows, rows, rows, rows)

@@ -26,6 +26,7 @@ from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.step_inputs import StepFeature
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_pool import GraphPool
@@ -50,13 +51,14 @@ class GraphExecutor:
         pools: of the cache groups.
     """
 
+    further_inputs: tuple[StepFeature, ...] = ()  # of a packed step
+    captures_chunks = True
+
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         use_write_kernel()
-        self._binding = binding
-        self._sampler = sampler
-        self._block_size = config.block_size
-        self._captures = config.cuda_graphs
-        self._buckets = Buckets(config)
+        self._binding, self._sampler = binding, sampler
+        self._block_size, self._captures = config.block_size, config.cuda_graphs
+        self._buckets = Buckets(config, only_decodes=not self.captures_chunks)
         max_blocks = -(-config.max_model_len // config.block_size)
         self.backend = build_gpu_attention(
             binding.layers, binding.device, config, pools, max_decodes=self._buckets.max_decodes,
@@ -64,7 +66,8 @@ class GraphExecutor:
         )  # fmt: skip
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
-        features = SampleInputs(), RowInputs(kind_groups(binding.layers, pools)), self.backend.inputs
+        rows = RowInputs(kind_groups(binding.layers, pools))
+        features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
         self._packing = cache(lambda shape: StepPacking(shape, max_samples, features))
         largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):

@@ -72,10 +72,10 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     of_kinds = [KernelOptions.for_layer(layer, binding.device, config.block_size) for layer in firsts]
     buckets = Buckets(config)
     # Of queries and outputs.
-    head_values = max(layer.traits.num_heads * (layer.traits.head_dim + layer.traits.value_dim) for layer in firsts)
-    tile_bytes = config.block_size * head_values * binding.layers[0].dtype.itemsize
+    head_values = [layer.traits.num_heads * (layer.traits.head_dim + layer.traits.value_dim) for layer in firsts]
+    tile_bytes = config.block_size * max(head_values, default=0) * binding.dtype.itemsize
     # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
-    sampling = buckets.max_decodes * (2 * binding.layers[0].dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
+    sampling = buckets.max_decodes * (2 * binding.dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
     sampling *= binding.vocab_size
     max_blocks = -(-config.max_model_len // config.block_size)
     tables = 0
@@ -90,7 +90,8 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
         # In the graphs' pool, in float32: logits after penalties, and masked logits for filters.
         graphs += 8 * buckets.max_decodes * binding.vocab_size
-        graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+        num_layers = len(binding.layers) + (len(binding.mixers.layers) if binding.mixers else 0)
+        graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * num_layers
     tiles = buckets.max_tiles * tile_bytes
     splits = sum(split_bytes(options, buckets.max_decodes) for options in of_kinds)
     return tiles + sampling + splits + tables + graphs

@@ -113,6 +113,17 @@ class RowInputs(StepFeature):
             rows[padded : padded + layout.num_tokens - real] = of_layout[real:]
 
 
+class StateInputs(StepFeature):
+    """Slots of the decodes' recurrent states; the null block for padding, and to read where a sequence begins."""
+
+    inputs = StepInput("state_reads", np.int64, ("decodes",)), StepInput("state_writes", np.int64, ("decodes",))
+
+    def fill(self, to: Any, step: HostStep) -> None:
+        states, real = step.layout.others[-1], step.layout.num_decodes
+        assert states.state_reads is not None and states.state_writes is not None
+        to.state_reads[:real], to.state_writes[:real] = states.state_reads[:real], states.state_writes[:real]
+
+
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
     """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
 

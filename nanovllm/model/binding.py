@@ -189,12 +189,14 @@ class ModelBinding:
         """Compile the decoder layers, and on a GPU the small modules around them."""
         if not self.is_live:  # quantised weights are an engine's own
             packed_linears.warn_of_dequantising(self.model)
-        self._compiled_calls = compile_calls(self.model, self.layer_modules)
+        layers = self.mixers.without(self.layer_modules) if self.mixers else self.layer_modules
+        self._compiled_calls = compile_calls(self.model, layers)
         self.min_rows = 2
 
     @property
     def may_stack_layers(self) -> bool:
-        return self._passes_keywords and not self.is_live and self.ranks is None  # a stack has no all-reduce
+        is_alone = self.ranks is None and not self.mixers  # a stack has no all-reduce, and attention alone
+        return self._passes_keywords and not self.is_live and is_alone
 
     def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
         """Run all layers in one launch in steps of few decodes, if `run_decodes` shows the same results."""

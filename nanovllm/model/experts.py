@@ -86,7 +86,7 @@ class PackedExperts:
         rows = self._up(self._call, hidden_states[order // top_k], counts)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
         rows = self._down(self._call, rows, counts)
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # older releases have none
             rows = module.post_expert_norm(rows)
         rows = rows * top_k_weights.reshape(-1)[order, None]
         in_order = torch.empty_like(rows)

@@ -23,18 +23,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.model.patches import Change
+from nanovllm.model.state_chunks import Chunk, StepChunks
 from nanovllm.model.state_layers import CacheStates, StateLayer, StateName
 from nanovllm.model.unsupported import unsupported
 from nanovllm.process.device import to_device
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_states import StateKernels
+    from nanovllm.kernels.triton_states import TritonStateKernels
 
 logger = logging.getLogger("nanovllm")
 
@@ -44,12 +47,14 @@ class StatePart(NamedTuple):
 
     rows: of the flat batch; a sequence each if `is_batch`, else the chunk of one sequence.
     reads, writes: slots, [num_sequences] int64, or a chunk's one; reads is None for a sequence that begins.
+    may_begin: whether the state read from the null block is 0, in a graph that serves steps of any sequences.
     """
 
     rows: slice | Tensor
     is_batch: bool
     reads: Any
     writes: Any
+    may_begin: bool = False
 
     def take(self, values: Tensor) -> Tensor:
         """Rows of [1, num_rows, ...] as [num_sequences, length, ...]."""
@@ -60,6 +65,14 @@ class StatePart(NamedTuple):
         if not isinstance(self.rows, slice) or self.is_batch:
             return [self]
         return [self._replace(rows=slice(row, row + 1)) for row in range(self.rows.start, self.rows.stop)]
+
+    def states(self, slots: Tensor) -> Tensor:
+        """A copy of the states that a batch reads, of a pool [num_slots, ...]."""
+        states = slots[self.reads]
+        if self.may_begin:
+            begins = self.reads.eq(NULL_BLOCK)
+            states.masked_fill_(begins.view(-1, *[1] * (states.dim() - 1)), 0)
+        return states
 
     def put(self, result: Tensor, output: Tensor) -> None:
         if self.is_batch:
@@ -72,24 +85,33 @@ _EACH_ROW = StatePart(slice(None), True, None, slice(0))
 _TWO_ROWS = StatePart(slice(2), False, None, slice(0))
 
 
-def parts_of(layout: BatchLayout, device: torch.device) -> list[StatePart]:
-    """The parts of a step, of the layout of the group of states."""
+def parts_of(layout: BatchLayout, device: torch.device, num_padding: int = 0) -> list[StatePart]:
+    """The parts of a step, of the layout of the group of states.
+
+    Args:
+        num_padding: rows between decodes and chunks.
+    """
     entries, num_decodes, bounds = layout.entries, layout.num_decodes, layout.row_starts.tolist()
     assert layout.state_reads is not None and layout.state_writes is not None
     slots = np.stack([layout.state_reads, layout.state_writes])
     reads, writes = to_device(slots, device)
     begins = [entry.start == 0 for entry in entries]
     parts = []
+    may_begin = device.type != "cpu"  # its kernels read zeros from the null block
+    if may_begin:
+        begins[:num_decodes] = [False] * num_decodes
     if not any(begins[:num_decodes]):
         if num_decodes:
-            parts.append(StatePart(slice(0, num_decodes), True, reads[:num_decodes], writes[:num_decodes]))
+            slots_of = reads[:num_decodes], writes[:num_decodes]
+            parts.append(StatePart(slice(0, num_decodes), True, *slots_of, may_begin))
     elif going_on := [index for index in range(num_decodes) if not begins[index]]:
         rows = torch.tensor(going_on, device=device)
         parts.append(StatePart(rows, True, reads[rows], writes[rows]))
     for index in range(len(entries)):
         if index >= num_decodes or begins[index]:
             read, write = (slice(slot, slot + 1) for slot in slots[:, index].tolist())
-            rows_of = slice(bounds[index], bounds[index + 1])
+            shift = num_padding if index >= num_decodes else 0
+            rows_of = slice(bounds[index] + shift, bounds[index + 1] + shift)
             parts.append(StatePart(rows_of, False, None if begins[index] else read, write))
     return parts
 
@@ -108,13 +130,14 @@ class Mixers:
 
     def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
         config = model.config.get_text_config(decoder=True)
-        self._name = type(model).__name__
+        self._name, self.device = type(model).__name__, next(model.parameters()).device
         self._num_layers = getattr(config, "num_hidden_layers", 1)
         self._num_states = getattr(config, "number_of_conv_states", 1)
         self.found = [layer for module in recurrent if (layer := StateLayer.from_module(module)) is not None]
         self.layers: list[StateLayer] = []
         self._parts: list[StatePart] = []
-        self.kernels: StateKernels | None = None
+        self._chunks: StepChunks | None = None  # of the step
+        self.kernels: StateKernels | TritonStateKernels | None = None
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -157,6 +180,11 @@ class Mixers:
                 "leave it out."
             )
         return config
+
+    def without(self, layers: Sequence[nn.Module]) -> list[nn.Module]:
+        """The decoder layers that hold no mixer."""
+        mixers = {layer.module for layer in self.layers}
+        return [layer for layer in layers if mixers.isdisjoint(layer.modules())]
 
     @property
     def shapes(self) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
@@ -205,13 +233,23 @@ class Mixers:
 
     # ------------------------------------------------------------------------------------------------------ steps
 
-    def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
-        """Args: layout: of the group of states."""
-        self.set_parts(parts_of(layout, device))
+    def begin_step(self, layout: BatchLayout, device: torch.device, num_padding: int = 0) -> None:
+        """Args: as of `parts_of`."""
+        self.set_parts(parts_of(layout, device, num_padding))
+
+    def set_decodes(self, reads: Tensor, writes: Tensor) -> None:
+        """The next step has decodes alone, with these slots [num_rows] int64, the null block for padding."""
+        self.set_parts([StatePart(slice(0, len(reads)), True, reads, writes, may_begin=True)])
 
     def set_parts(self, parts: list[StatePart]) -> None:
         """The parts of the next step."""
         self._parts = parts
+        chunks = [
+            Chunk(part.rows, None if part.reads is None else part.reads.start, part.writes.start)
+            for part in parts
+            if isinstance(part.rows, slice) and not part.is_batch
+        ]
+        self._chunks = StepChunks(chunks, self.device) if chunks else None
         decodes = next((part for part in parts if part.is_batch), None)
         if self.kernels is not None and decodes is not None:
             self.kernels.reads, self.kernels.writes = decodes.reads, decodes.writes
@@ -228,13 +266,23 @@ class Mixers:
     ) -> Any:
         given, output = layer.named(args, kwargs), None
         # Not where the owner has set a forward.
-        by_kernel = layer.kernel_forward if getattr(forward, "__func__", None) is type(layer.module).forward else None
+        is_own = getattr(forward, "__func__", None) is type(layer.module).forward
+        by_kernel = layer.kernel_forward if is_own else None
+        together = self._chunks if is_own and layer.chunks is not None else None
+        if together is not None:
+            output = self.compute_chunks(layer, pool, given, together)
         for part in self._parts:
             if part.is_batch and by_kernel is not None:
                 output = self.compute(layer, pool, by_kernel, given, part, output, in_place=layer.in_place)
-            else:
+            elif part.is_batch or together is None:
                 output = self.compute(layer, pool, forward, given, part, output)
         return output
+
+    def compute_chunks(self, layer: StateLayer, pool: list[Tensor], given: dict[str, Any], chunks: StepChunks) -> Any:
+        """Run the chunks of a step in one call; returns the output of all rows, 0 in those of decodes."""
+        assert layer.chunks is not None and layer.chunk_forward is not None
+        states = layer.chunks.begin(chunks, dict(zip(layer.states, pool, strict=True)))
+        return self._call(layer, layer.chunk_forward, given, chunks, states, None)
 
     def compute(
         self,
@@ -256,7 +304,7 @@ class Mixers:
             if name in in_place:
                 state = slots
             elif part.is_batch:
-                state = slots[part.reads]
+                state = part.states(slots)
             else:
                 state = slots[part.writes]  # computed in place
                 if part.reads != part.writes:
@@ -276,8 +324,8 @@ class Mixers:
         layer: StateLayer,
         forward: Callable[..., Any],
         given: dict[str, Any],
-        part: StatePart,
-        states: CacheStates,
+        part: StatePart | StepChunks,
+        states: LinearAttentionLayer,
         output: Any,
     ) -> Any:
         """Run the module's own forward for one part; returns the output of all rows, made unless given."""

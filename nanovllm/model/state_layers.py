@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
+
+if TYPE_CHECKING:
+    from nanovllm.model.state_chunks import ChunkFunctions
 
 # A forward's argument with the cache, by release of `transformers`.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
@@ -38,6 +41,8 @@ class StateLayer:
     goes_on: bool = True
     kernel_forward: Callable[..., Any] | None = None  # its forward for decodes, with kernels for its functions
     in_place: frozenset[StateName] = frozenset()  # states that these kernels update in their slots
+    chunks: ChunkFunctions | None = None  # that compute several chunks in one call
+    chunk_forward: Callable[..., Any] | None = None  # its forward with these
 
     @classmethod
     def from_module(cls, module: nn.Module) -> StateLayer | None:
@@ -52,6 +57,12 @@ class StateLayer:
     def num_bytes(self) -> int:
         """Bytes of one sequence's states."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The globals that its forward names."""
+        forward: Any = inspect.unwrap(type(self.module).forward)
+        return {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
 
     def with_functions(
         self, by_name: Mapping[str, tuple[str, Callable[..., Any]]]

@@ -1,5 +1,5 @@
 """Decodes by Triton's interpreter, those that read shared blocks together and those of layers beyond plain attention;
-and a sum over ranks.
+recurrent states in slots; and a sum over ranks.
 
 tests/gpu/test_shared_decodes.py and test_layer_kinds_on_gpu.py are for a GPU.
 
@@ -52,6 +52,13 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
     for contexts in ([100, 7, 33, 0, 16], [300], [250, 120]):
         case = PagedCase([(context, 1) for context in contexts], head_dim=48, groups=2, **TRAITS[trait])
         case.check(run(case, "cpu", by_kernel=True))
+
+
+def test_recurrent_states_in_slots_equal_torch():
+    from nanovllm.kernels.state_checks import first_wrong
+    from nanovllm.kernels.triton_states import load_state_kernels
+
+    assert first_wrong(load_state_kernels()) is None
 
 
 def test_a_sum_over_ranks_does_not_wait_for_a_peer_that_has_gone_on():

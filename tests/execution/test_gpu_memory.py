@@ -35,7 +35,8 @@ def layer_of(dtype: torch.dtype) -> AttentionLayer:
 def binding(monkeypatch) -> Any:
     monkeypatch.setattr(Gpu, "from_device", classmethod(lambda *_: H200))
     return SimpleNamespace(
-        layers=[layer_of(torch.bfloat16)] * 28, device=torch.device("cpu"), vocab_size=1000,
+        layers=[layer_of(torch.bfloat16)] * 28, device=torch.device("cpu"), vocab_size=1000, dtype=torch.bfloat16,
+        mixers=None,
         caches=SimpleNamespace(num_bytes=lambda num_slots: 1000 * num_slots),
     )  # fmt: skip
 

@@ -57,6 +57,16 @@ def test_packed_experts_compute_what_the_library_computes(class_name, dtype):
             )
 
 
+def test_experts_of_releases_without_a_norm_behind_them_are_packed():
+    module = experts_of(tiny_class_model("Qwen3NextForCausalLM"))[0]
+    inputs = routed(module, 5, torch.float32)
+    with torch.no_grad():
+        expected = grouped_mm_experts_forward(module, *inputs)
+        vars(module).pop("has_post_expert_norm", None)  # before transformers 5.24
+        found = PackedExperts(module, kernels(torch.float32))(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+
+
 @pytest.mark.parametrize("is_packed", [False, True], ids=["grouped", "packed"])
 def test_a_row_does_not_depend_on_the_rows_beside_it_beyond_rounding(is_packed):
     module = experts_of(tiny_class_model("OlmoeForCausalLM"))[0]

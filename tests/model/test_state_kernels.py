@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpp_states import StateKernels, first_wrong, load_state_kernels
+from nanovllm.kernels.cpp_states import StateKernels, load_state_kernels
 from nanovllm.kernels.processor_classes import VARIABLE, targets
+from nanovllm.kernels.state_checks import first_wrong
 from nanovllm.model import state_kernels
 from tests.support.class_cases import own_answers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model

@@ -104,5 +104,8 @@ def _small_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Mod
     return [
         module
         for module in modules_of(model)
-        if module not in within and not module._modules and not isinstance(module, products)
+        if module not in within
+        and not module._modules
+        and not isinstance(module, products)
+        and all(parameter.dim() < 2 for parameter in module.parameters())
     ]

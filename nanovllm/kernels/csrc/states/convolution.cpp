@@ -94,9 +94,9 @@ extern "C" void convolution(const void* inputs, int is_bfloat16, int64_t stride,
                             const int64_t* sizes, int activates, int num_threads) {
   const int64_t size = sizes[1] * sizes[2];
   if (is_bfloat16)
-    update<bfloat16>(inputs, stride, {(bfloat16*)pool, reads, writes, size}, weight, bias, output, sizes,
+    update<bfloat16>(inputs, stride, {(bfloat16*)pool, reads, writes, nullptr, size}, weight, bias, output, sizes,
                      activates != 0, num_threads);
   else
-    update<float>(inputs, stride, {(float*)pool, reads, writes, size}, weight, bias, output, sizes, activates != 0,
+    update<float>(inputs, stride, {(float*)pool, reads, writes, nullptr, size}, weight, bias, output, sizes, activates != 0,
                   num_threads);
 }

@@ -12,8 +12,13 @@ template <class T>
 struct Slots {
   T* pool;
   const int64_t *reads, *writes;
-  int64_t size;  // elements of one state
+  const int64_t* starts;  // first row of each sequence, and their end; null if each has one row
+  int64_t size;           // elements of one state
 
+  int64_t first_row(int64_t sequence) const { return starts ? starts[sequence] : sequence; }
+  int64_t num_rows(int64_t sequence) const { return starts ? starts[sequence + 1] - starts[sequence] : 1; }
+  // Whether it reads the null slot: its state is 0.
+  bool begins(int64_t sequence) const { return reads[sequence] == 0; }
   const T* read(int64_t sequence) const { return pool + reads[sequence] * size; }
   T* write(int64_t sequence) const { return pool + writes[sequence] * size; }
 };

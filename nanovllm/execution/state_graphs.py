@@ -1,0 +1,58 @@
+"""The executor of CUDA graphs for models with recurrent states: graphs of decodes, and steps with chunks without.
+
+A graph reads and writes the slots of states that the packed step names; the pool and these numbers keep their
+addresses. Padding reads and writes the null block. A chunk is a call of its own for each recurrent layer, so steps with
+chunks are launched one by one, laid out and padded as the others.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanovllm.attention.operator import AttentionStep
+from nanovllm.attention.tiles import Tiles
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
+from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.cuda_graphs import GraphExecutor
+from nanovllm.execution.step_inputs import StateInputs
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.mixers import Mixers, StatePart
+from nanovllm.model.state_kernels import add_kernels
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.sampler import Sampler
+
+
+class StateGraphExecutor(GraphExecutor):
+    """See `GraphExecutor`; the group of states is the last of `pools`."""
+
+    further_inputs = (StateInputs(),)
+    captures_chunks = False
+
+    def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
+        assert binding.mixers is not None
+        self._mixers: Mixers = binding.mixers
+        super().__init__(binding, config, sampler, pools.paged)
+        with binding.installed():
+            add_kernels(self._mixers)
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        shape = self._buckets.with_chunks()
+        self._inputs.zero_()
+        self._mixers.set_parts([StatePart(slice(0, shape.num_rows), False, None, slice(NULL_BLOCK, NULL_BLOCK + 1))])
+        self._forward(shape)  # compiles the calls of chunks
+
+    def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
+        super()._upload(shape, layout, tiles, draws)
+        if shape.num_tiles:
+            num_padding = shape.num_decodes - layout.num_decodes
+            self._mixers.begin_step(layout.others[-1], self._binding.device, num_padding)
+
+    def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
+        if not shape.num_tiles:
+            inputs = self._packing(shape).views(self._inputs)
+            self._mixers.set_decodes(inputs.state_reads, inputs.state_writes)
+        return super()._attention_step(shape)

@@ -1,0 +1,88 @@
+"""The executor of CUDA graphs for recurrent states without a GPU: greedy tokens are those of `transformers`.
+
+A graph is a function that is called again, with what the packed step holds then. tests/gpu has the real ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, build
+from nanovllm.attention import flex_gpu_options
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.execution import cuda_graphs
+from nanovllm.execution.state_graphs import StateGraphExecutor
+from nanovllm.model import state_kernels
+from nanovllm.model.binding import ModelBinding
+from tests.support.class_cases import own_answers
+from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
+
+NUM_TOKENS = 14
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 224, "max_num_seqs": 4, "num_kv_blocks": 7, "max_num_batched_tokens": 90, "block_size": 64,
+}  # fmt: skip
+
+
+class CalledAgain:
+    """A pool of graphs that run their function at each replay."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def capture(self, run: Callable[[], None], **_: Any) -> Any:
+        run()
+        return type("Graph", (), {"replay": staticmethod(run)})
+
+    def synchronize(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    compute_without_kernels(monkeypatch)
+    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
+    for module in (flex_gpu_options, state_kernels):
+        monkeypatch.setattr(module, "find_kernel", lambda *_: None)
+    choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
+    monkeypatch.setattr(AttentionChoice, "beside_mixers", classmethod(lambda *_: choice))
+    monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(ModelBinding, "compile_layers", lambda _: None)
+    monkeypatch.setattr(cuda_graphs, "GraphPool", CalledAgain)
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
+
+
+def prompts() -> list[list[int]]:
+    """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
+    choice = random.Random(5)
+    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]
+    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
+    return [*own, shared + own[2][:9], shared + own[3][:40]]
+
+
+@pytest.mark.parametrize("class_name", ["Qwen3_5ForCausalLM", "Mamba2ForCausalLM"])
+def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
+    """With hits, preemption and steps of decodes, of chunks and of both; every slot held NaN before."""
+    model = tiny_class_model(class_name)
+    with LLM(model, **OPTIONS) as llm:
+        runner = llm._engine.model_runner
+        executor = runner._executor
+        assert isinstance(executor, StateGraphExecutor)
+        assert {shape.num_tiles for shape in executor._forwards.graphs} == {0}
+        for states in runner.binding.caches.of_records:
+            for state in states:
+                state.fill_(float("nan"))
+        for _ in range(2):
+            found = [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY, use_tqdm=False)]
+            assert found == own_answers(model, prompts(), NUM_TOKENS)
+        llm._engine.check_integrity()
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().prefix_cache_hits > 0
