@@ -58,7 +58,7 @@ class AttentionChoice:
                 raise ValueError(f"attention_backend='flash' is unavailable: {missing}. Use 'auto' or 'flex'.")
         if wanted == "cpp":
             try:
-                kernels = _load_kernels(layers, device)
+                kernels = _load_kernels(layers, device, config.exact_activations)
             except ProcessorClassError:  # a user's mistake
                 raise
             except (KernelBuildError, ValueError) as error:
@@ -203,7 +203,7 @@ def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTr
     return None
 
 
-def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device) -> tuple[Kernels, ...]:
+def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device, exact_rows: bool) -> tuple[Kernels, ...]:
     if device.type != "cpu":
         raise ValueError(f"its kernels run on a CPU, and the model is on {device}")
     load_kernels = find_kernel("cpp", "load_kernels")
@@ -215,4 +215,4 @@ def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device) -> tup
     if refused is not None:
         raise ValueError(refused)
     kinds, dtype = kinds_of(layer.traits for layer in layers), layers[0].dtype
-    return tuple(load_kernels(dtype, kind.head_dim, kind.num_groups, kind.value_dim) for kind in kinds)
+    return tuple(load_kernels(dtype, kind.head_dim, kind.num_groups, kind.value_dim, exact_rows) for kind in kinds)

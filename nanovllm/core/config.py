@@ -209,8 +209,7 @@ class EngineConfig:
     kv_events_topic: str = option("", 'first frame of each message; some routers read "kv@POD@MODEL" from it.')
     kv_events_rank: int = option(
         0,
-        "number of this engine among those that one server runs; added to the ports of kv_events and "
-        "kv_events_replay, and told in each batch.",
+        "this engine's number in its server; added to the ports of kv_events and kv_events_replay, sent in each batch.",
         check=partial(integer, low=0),
     )
     data_parallel_size: int = option(
@@ -236,10 +235,10 @@ class EngineConfig:
         '"int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.',
         check=partial(one_of, choices=QUANTIZATIONS),
         refused={
-            TENSOR_PARALLEL: "quantised weights are a CPU's, and of one process. Use data_parallel_size, or leave it "
-            "out."
+            TENSOR_PARALLEL: "quantised weights are a CPU's, of one process. Use data_parallel_size, or leave it out."
         },
     )
+    exact_activations: bool = option(False, "15 bits for activations where a CPU multiplies quantised weights with 8.")
     revision: str | None = option(None, "branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(False, "run code that comes with a hub model.")
     tensor_parallel_size: int = option(

@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     routing: str | None
     generation_config: str
     quantization: str | None
+    exact_activations: bool
     revision: str | None
     trust_remote_code: bool
     tensor_parallel_size: int

@@ -51,6 +51,9 @@ class Kernels:
 
     Args:
         target: name of the processor class that it is compiled for.
+
+    Attributes:
+        least_byte_rows: rows in a product from which quantised weights are multiplied with rows of 8 bits; 0 if none.
     """
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int, target: str) -> None:
@@ -59,6 +62,8 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(functions, name)
             function.argtypes, function.restype = arguments, None
+        functions.least_byte_rows.restype = c_int64
+        self.least_byte_rows: int = functions.least_byte_rows()
         self.decode: Any = functions.paged_decode_attention
         self.chunk: Any = functions.paged_chunk_attention
         self.attention_inputs: Any = functions.attention_inputs
@@ -72,11 +77,14 @@ class Kernels:
         return can_pack(linears, self.dtype)
 
 
-def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: int | None = None) -> Kernels:
+def load_kernels(
+    dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: int | None = None, exact_rows: bool = False
+) -> Kernels:
     """Kernels for the best processor class that passes the start check, cached on disk.
 
     Args:
         value_dim: defaults to head_dim.
+        exact_rows: multiply quantised weights with rows of 15 bits instead of 8, where rows become bytes.
 
     Raises KernelBuildError if no class compiles or passes, ProcessorClassError, and ValueError for an unsupported dtype
     or head size.
@@ -88,7 +96,7 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
             f"{head_dim if head_dim % LANES else value_dim}."
         )
     sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
-    options = [f"-D{name}={size}" for name, size in sizes.items()]
+    options = [*(f"-D{name}={size}" for name, size in sizes.items()), f"-DEXACT_ROWS={exact_rows:d}"]
     for target, library in compiled_targets(partial(built_library, "kernels", options, SOURCES)):
         kernels = Kernels(library, dtype, num_groups, target.name)
         wrong = first_wrong(kernels, head_dim, value_dim)

@@ -19,6 +19,7 @@ from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack, pack_qua
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
+_BYTE_RUN = 32  # neighbours of a row with one scale, where rows become bytes: kRunOfRows in `csrc/few_rows.h`
 PAGE = 32  # tokens per block: enough for a decode's longest runs
 # Relative to a row's norm. Measured without matrix tiles: up to 4.1e-3 in bfloat16, where results and attention weights
 # are rounded by up to 2^-9 each, and 1.6e-6 in float32. A wrong factor of 0.99 exceeds it.
@@ -111,11 +112,22 @@ def _product_rows(
         rows = _random(generator, kernels.dtype, num_rows, depth)
         if product.panels:  # one large element, so that all others are in the low plane of split rows
             rows[:, 0] = 64
-        expected = rows.double() @ weight.T + bias.double()
+        multiplied = rows.double()
+        if product.panels and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
+            multiplied = _in_bytes(rows)
+        expected = multiplied @ weight.T + bias.double()
         for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
             own = torch.empty(num_rows, num_outputs, dtype=dtype, device="cpu")
             function(ctypes.byref(product), rows.data_ptr(), own.data_ptr(), num_rows, torch.get_num_threads())
             yield name.format(num_rows), own, expected
+
+
+def _in_bytes(rows: Tensor) -> Tensor:
+    """Rows rounded as the kernels round them: to 8 bits, with a scale for each run; float64."""
+    runs = rows.float().unflatten(1, (-1, _BYTE_RUN))
+    most = runs.abs().amax(dim=2, keepdim=True)
+    inverse = torch.full_like(most, 127) / most  # `127 / most` rounds twice
+    return ((runs.double() * inverse.double()).round() * (most / 127).double()).flatten(1)
 
 
 def _attention(

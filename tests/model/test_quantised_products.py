@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.kernels import cpp
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import PackedProduct, can_pack
+from nanovllm.kernels.processor_classes import targets
 from nanovllm.model.fast.packed_linears import PackedHead, PackedLinear, pack_linear_layers
 from nanovllm.model.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
@@ -24,7 +25,7 @@ SOME_ROWS = 16  # that are multiplied with each run's whole numbers, in bfloat16
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def kernels(request) -> Kernels:
-    return load_kernels(request.param, 64, 3)
+    return load_kernels(request.param, 64, 3, exact_rows=targets({})[0].name != "amx")  # else `test_byte_products.py`
 
 
 def layer(kind: str, dtype: torch.dtype, num_outputs: int = 160, depth: int = 512, *, bias: bool = True):
@@ -63,7 +64,7 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
             error = (own(rows).double() - expected).abs().max() / expected.abs().max()
             if kind == "int8" or kernels.dtype == torch.float32:
                 assert error < (3e-6 if kernels.dtype == torch.float32 else 2e-4)
-            elif num_rows <= SOME_ROWS:
+            elif num_rows <= SOME_ROWS or kernels.target != "amx":
                 assert error < 2e-4 or torch.equal(own(rows), other(rows))  # a processor without VNNI or matrix tiles
             else:
                 assert torch.equal(own(rows), other(rows)) and error < 0.02

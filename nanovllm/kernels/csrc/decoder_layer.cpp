@@ -186,6 +186,9 @@ void multiply_alone(const Product& product, const Element* rows, Output* output,
 
 }  // namespace
 
+// The number of rows from which rows of products with quantised weights have 8 bits; 0 if they never have.
+extern "C" int64_t least_byte_rows() { return kPlanesOfRows == 1 && takes_bytes(kRunOfRows) ? kFewRows + 1 : 0; }
+
 // output [num_rows, num_outputs] = rows [num_rows, depth] times the weight, plus the bias; rounded to ELEMENT or not.
 extern "C" void linear(const Product* product, const Element* rows, Element* output, int64_t num_rows,
                        int num_threads) {

@@ -5,9 +5,11 @@
 // cache while rows pass over it, 12 at a time with 12 x 32 sums in registers; meanwhile the next panel is prefetched.
 // So weights are read from memory once, the only cost that counts with few rows, and with many rows each load serves
 // several products. With matrix tiles bfloat16 is multiplied 32 rows at a time; int8 weights of most depths are
-// multiplied without widening (byte_tiles.h), and other kinds too for up to 16 rows (run_tiles.h).
+// multiplied without widening (byte_tiles.h), and other kinds too for up to 16 rows (run_tiles.h). Without matrix tiles
+// all quantised kinds are multiplied as bytes (byte_rows.h).
 #pragma once
 
+#include "byte_rows.h"
 #include "byte_tiles.h"
 #include "run_tiles.h"
 
@@ -43,6 +45,7 @@ struct ProductRows {
   int64_t depth;
   bool is_tiled = false;
   PlaneMemory* planes = nullptr;  // where the product splits them, if it does
+  ByteMemory* bytes = nullptr;    // the same, without matrix tiles
 
   // Of sixteen neighbours from element k on, a multiple of 16.
   Element* place(int64_t row, int64_t k) const {
@@ -59,8 +62,8 @@ struct ProductRows {
 };
 
 // Kind of a panel's product: in vectors or matrix tiles of ELEMENT, or quantised (few_rows.h, run_tiles.h,
-// byte_tiles.h).
-enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes };
+// byte_tiles.h, byte_rows.h).
+enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes };
 
 inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
   const bool fits = depth % kRunOfRows == 0 && (kind != kBytes || depth <= kDeepestBytes);
@@ -70,6 +73,7 @@ inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
 inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
   const bool suits = suits_tiles(rows.depth);
   if (kind == kBytes && rows.planes != nullptr) return Form::kByPlanes;
+  if (kind != kPlain && rows.bytes != nullptr) return Form::kByBytes;
   if (takes_few_rows(kind, rows.depth, num_rows)) return Form::kByFewRows;
   if (suits && num_rows <= kRowsOfRuns && takes_runs(kind)) return Form::kByRuns;
   return suits ? Form::kByTiles : Form::kByVectors;
@@ -86,9 +90,17 @@ inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
   return &own;
 }
 
+// The same for a product with panels of any quantised kind.
+inline ByteMemory* bytes_for(const Product& product, int64_t num_rows) {
+  static thread_local ByteMemory own;
+  if (product.panels == nullptr || num_rows <= kFewRows || !takes_bytes(product.depth)) return nullptr;
+  own.reserve(num_rows, product.depth);
+  return &own;
+}
+
 // Contiguous rows for a product.
 inline ProductRows plain_rows(const Product& product, const Element* rows, int64_t num_rows) {
-  return {(Element*)rows, product.depth, false, planes_for(product, num_rows)};
+  return {(Element*)rows, product.depth, false, planes_for(product, num_rows), bytes_for(product, num_rows)};
 }
 
 // Rows in `memory` for whole tiles of rows, in the product's fastest order.
@@ -185,13 +197,13 @@ struct Sums {
 };
 
 // Sums of a panel before its first block; row_scales: for sums in two planes.
-inline Sums sums_of(const Product& product, int64_t number, const float* row_scales) {
+inline Sums sums_of(const Product& product, int64_t number, Form form, const float* row_scales) {
   const auto [offset, kind] = product.panel(number);
   Sums own;
   own.first_output = number * kPanel;
   own.row_scales = row_scales;
   own.low_scale = own.high_scale = Floats{} + 1.0f;
-  if (kind == kBytes) {
+  if (kind == kBytes && form != Form::kByBytes) {
     const float* scales = (const float*)(product.weight + offset);
     own.low_scale = load(scales), own.high_scale = load(scales + kLanes);
     if (row_scales == nullptr) own.low_scale /= unit_of(own.low_scale), own.high_scale /= unit_of(own.high_scale);
@@ -210,11 +222,13 @@ template <class Take>
 void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, int num_threads, const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
   const PlaneRows planes{rows.planes, num_rows, depth};
-  const bool has_planes = rows.planes != nullptr, suits = suits_tiles(depth);
-  const int64_t unit = has_planes ? planes.rows_of_tile() : suits ? kTileRows : 1;
-  const int64_t at_once = has_planes ? unit : suits ? kRowsOfTiles : kRowsAtOnce;
+  const ByteRows bytes{rows.bytes, num_rows, depth};
+  const bool has_planes = rows.planes != nullptr, has_bytes = rows.bytes != nullptr, suits = suits_tiles(depth);
+  const int64_t unit = has_planes ? planes.rows_of_tile() : has_bytes ? bytes.rows_of_group() : suits ? kTileRows : 1;
+  const int64_t at_once = has_planes ? unit : has_bytes ? kRowsAtOnce / unit * unit : suits ? kRowsOfTiles : kRowsAtOnce;
   const int64_t num_units = (num_rows + unit - 1) / unit;
   if (has_planes) planes.fill(rows.at);
+  if (has_bytes) bytes.fill(rows.at);
   IntegerRows* few_rows = nullptr;  // the rows for other quantised kinds, made on first use
   RunRows* run_rows = nullptr;
   Tiles tiles;
@@ -240,7 +254,8 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       wide.widen(form == Form::kByTiles ? kTileDepth : depth);
       const float* row_scales = form == Form::kByPlanes ? planes.memory->scales()
                                 : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
-      Sums own = sums_of(product, number, row_scales);
+      const BytePanel byte_panel(kind, packed, form == Form::kByBytes ? depth : 0);
+      Sums own = sums_of(product, number, form, row_scales);
       const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
       // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves.
       const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
@@ -265,6 +280,7 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
           case Form::kByPlanes:
             tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);
             break;
+          case Form::kByBytes: bytes.multiply(byte_panel, own.row, own.end, to); break;
           case Form::kByTiles:
             tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
             break;

@@ -1,0 +1,137 @@
+"""Products of quantised weights with rows as bytes, on processors that multiply bytes (VNNI) without matrix tiles."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.kernels import cpp
+from nanovllm.kernels.cpp import Kernels, load_kernels
+from nanovllm.kernels.processor_classes import VARIABLE, processor_flags, targets
+from nanovllm.model.fast.packed_linears import PackedHead
+from nanovllm.model.quantised import FORMATS, QuantisedLinear
+from tests.support.quantised import random_blocks
+from tests.support.tiny_models import save_tiny
+
+# Compiler flags that leave this processor without tiles, and without AVX-512 as well, by the instructions needed.
+VARIANTS = {
+    "avx512_vnni": "-mno-amx-bf16 -mno-amx-int8 -mno-amx-tile",
+    "avx_vnni": "-mno-amx-bf16 -mno-amx-int8 -mno-amx-tile -mno-avx512f",
+}
+OWN = [flag for flag in VARIANTS if flag in processor_flags()]
+RUN, DEPTH = 32, 512
+pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not OWN, reason="a CPU's own, with VNNI")
+
+
+@pytest.fixture(scope="module", params=[(name, exact) for name in OWN for exact in (False, True)], ids=str)
+def kernels(request) -> Kernels:
+    name, exact = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpp, "FLAGS", (*cpp.FLAGS, *VARIANTS[name].split()))
+        own = load_kernels(torch.bfloat16, 64, 3, exact_rows=exact)
+    first = 5 if name == "avx512_vnni" else 1
+    assert own.least_byte_rows == (0 if exact else first) and own.target == targets({})[0].name
+    return own
+
+
+def layer(kind: str, num_outputs: int = 96, depth: int = DEPTH) -> QuantisedLinear:
+    bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return QuantisedLinear.from_blocks(kind, random_blocks(kind, num_outputs, depth), bias, dtype=torch.bfloat16)
+
+
+def rows_of(num_rows: int, depth: int = DEPTH) -> torch.Tensor:
+    """Runs of very different sizes."""
+    generator = torch.Generator().manual_seed(num_rows)
+    sizes = 10 ** (4 * torch.rand(num_rows, depth // RUN, 1, generator=generator) - 2)
+    return (torch.randn(num_rows, depth // RUN, RUN, generator=generator) * sizes).flatten(1).bfloat16()
+
+
+def rounded(rows: torch.Tensor, largest: int) -> torch.Tensor:
+    """Each run as whole numbers up to `largest` times a scale."""
+    runs = rows.float().unflatten(1, (-1, RUN))
+    most = runs.abs().amax(dim=2, keepdim=True)
+    inverse = torch.full_like(most, largest) / most  # `largest / most` rounds twice
+    whole = (runs.double() * inverse.double()).round()  # as a fused multiplication and addition rounds
+    return (whole * (most / largest).double()).flatten(1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_product_is_that_of_rows_rounded_run_by_run(kind, num_threads, kernels):
+    """To 8 bits, or 15 in two planes; among any number of rows a row has the same bits."""
+    quantised, before = layer(kind), torch.get_num_threads()
+    head, rows, weight = PackedHead(quantised, kernels), rows_of(43), quantised.dequantise().double()
+    first = max(kernels.least_byte_rows, 5)
+    largest = 127 if kernels.least_byte_rows else 127 * 128
+    expected = rounded(rows, largest) @ weight.T + quantised.bias.double()
+    sizes = rows.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)
+    try:
+        torch.set_num_threads(num_threads)
+        whole = head(rows).clone()
+        assert ((whole.double() - expected).abs() <= (3e-6 if kernels.least_byte_rows else 2e-5) * sizes + 1e-6).all()
+        for size in (first, 6, 7, 8, 13, 24):
+            assert torch.equal(torch.cat([head(part).clone() for part in rows.split(size) if len(part) >= first]),
+                               torch.cat([part for part in whole.split(size) if len(part) >= first]))  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_that_are_nothing_tiny_or_no_number_stay_so(kind, kernels):
+    quantised, rows = layer(kind), rows_of(9)
+    rows[0], rows[1, 7], rows[2, 70], rows[3, 511] = 0, torch.inf, -torch.inf, torch.nan
+    rows[4], rows[5], rows[6] = 1e-39, 1e-36, 1e33
+    output = PackedHead(quantised, kernels)(rows)
+    assert torch.equal(output[0], quantised.bias.float())
+    assert not output[1:4].isfinite().any() and output[4:].isfinite().all()
+    expected = rows[6:].double() @ quantised.dequantise().double().T + quantised.bias.double()
+    assert ((output[6:].double() - expected).norm(dim=1) <= 0.02 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
+@pytest.mark.parametrize("name", OWN)
+def test_products_of_bytes_keep_within_their_memory(name, tmp_path):
+    """A build with AddressSanitizer, in a process of its own."""
+    script = f"""
+        import torch
+        from nanovllm.kernels import cpp
+        from nanovllm.model.fast.packed_linears import PackedLinear
+        from nanovllm.model.quantised import FORMATS, QuantisedLinear
+        from tests.support.quantised import random_blocks
+
+        cpp.FLAGS = (*cpp.FLAGS, "-fsanitize=address", "-O1", *{VARIANTS[name].split()})
+        for exact in (False, True):
+            kernels = cpp.load_kernels(torch.bfloat16, 64, 3, exact_rows=exact)
+            for kind in FORMATS:
+                layer = QuantisedLinear(kind, random_blocks(kind, 64, 256), dtype=torch.bfloat16)
+                packed, rows = PackedLinear(layer, kernels), torch.ones(33, 256).bfloat16()
+                assert all(packed(rows[:n]).isfinite().all() for n in (1, 4, 5, 6, 7, 13, 33))
+        print("no complaints")
+    """
+    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "LD_PRELOAD": library.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "NANOVLLM_CACHE": str(tmp_path),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_engine_multiplies_as_its_option_says(exact, tmp_path, monkeypatch):
+    lesser = [target.name for target in targets({}) if target.name in ("avx512_bf16", "avx512")]
+    monkeypatch.setenv(VARIABLE, lesser[0] if lesser else targets({})[0].name)
+    folder = save_tiny(tmp_path / "model", "llama", dtype=torch.bfloat16, hidden_size=192)
+    sizes = {"num_kv_blocks": 40, "block_size": 16, "quantization": "int8"}
+    with LLM(str(folder), exact_activations=exact, **sizes) as llm:
+        (own,) = llm._engine.model_runner._choice.kernels
+        assert (own.least_byte_rows == 0) == exact
