@@ -75,6 +75,7 @@ def main() -> None:
     requests = WORKLOADS["W"]().requests[: args.requests]
     works = {
         "one stream": ([[1, 5, 9, 20, 31]], [100]),
+        "16 streams": ([[1, 5, 9, 20, number] for number in range(16)], [50] * 16),
         "W": ([request.prompt_token_ids for request in requests], [request.num_output_tokens for request in requests]),
     }
     times: dict[tuple[str, str | None], list[float]] = {key: [] for key in itertools.product(works, KINDS)}
@@ -82,8 +83,8 @@ def main() -> None:
         for (name, (prompts, lengths)), kind in itertools.product(works.items(), KINDS):
             times[name, kind].append(processor_time(llms[kind], prompts, lengths))
     text = args.text.read_text(encoding="utf-8")
-    print("| quantization | MB of weights | one stream, tokens/s | W, tokens/s | perplexity |")
-    print("|---|---|---|---|---|")
+    print("| quantization | MB of weights |", "".join(f" {name}, tokens/s |" for name in works), "perplexity |")
+    print("|---" * (len(works) + 3) + "|")
     for kind, llm in llms.items():
         cells = [str(kind), f"{num_weight_bytes(llm) / 1e6:.0f}"]
         for name, (_, lengths) in works.items():

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not OWN, reason="a 
 def kernels(request) -> Kernels:
     name, exact = request.param
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VARIABLE, raising=False)
         patch.setattr(cpp, "FLAGS", (*cpp.FLAGS, *VARIANTS[name].split()))
         own = load_kernels(torch.bfloat16, 64, 3, exact_rows=exact)
     first = 5 if name == "avx512_vnni" else 1

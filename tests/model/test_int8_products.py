@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    return load_kernels(torch.bfloat16, 64, 3, exact_rows=targets({})[0].name != "amx")  # else `test_byte_products.py`
+    return load_kernels(torch.bfloat16, 64, 3, exact_rows=targets()[0].name != "amx")  # else `test_byte_products.py`
 
 
 def has_integer_tiles(kernels: Kernels) -> bool:

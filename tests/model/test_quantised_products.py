@@ -25,7 +25,7 @@ SOME_ROWS = 16  # that are multiplied with each run's whole numbers, in bfloat16
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def kernels(request) -> Kernels:
-    return load_kernels(request.param, 64, 3, exact_rows=targets({})[0].name != "amx")  # else `test_byte_products.py`
+    return load_kernels(request.param, 64, 3, exact_rows=targets()[0].name != "amx")  # else `test_byte_products.py`
 
 
 def layer(kind: str, dtype: torch.dtype, num_outputs: int = 160, depth: int = 512, *, bias: bool = True):
