@@ -235,7 +235,7 @@ def test_each_sequence_of_a_comparison_has_a_median_of_its_own(off, monkeypatch)
     own[:, 8:] *= 1 + off * 2 * TOLERANCE[torch.float32]
     step = SimpleNamespace(plan=SimpleNamespace(rows_of_sequences=lambda: [8, 8]))
     monkeypatch.setattr(fused_layers, "running_step", lambda handle: step)
-    fused = Mock(return_value=own)
+    fused = Mock(return_value=own, has_byte_rows=False)
     angles = torch.zeros(1, 16, 4), torch.zeros(1, 16, 4)
     kwargs = {"position_embeddings": angles, STEP_HANDLE: None}
     equations = Mock(blocks=[SimpleNamespace(kind="Layer")])

@@ -21,6 +21,7 @@ from nanovllm.model.fast.decoder_block import Parts, describe_blocks
 from nanovllm.model.fast.distances import check_change
 from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.packed_linears import AnyLinear
+from nanovllm.model.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -54,6 +55,8 @@ class FusedLayer:
         self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
         self.linears: list[AnyLinear] = list(block.linears.values())  # packed here
+        is_quantised = any(isinstance(linear, QuantisedLinear) for linear in self.linears)
+        self.has_byte_rows = is_quantised and kernels.least_byte_rows > 0  # activations of 8 bits
 
         def product(*names: str, interleave: bool = False) -> PackedProduct:
             linears = [block.linears[name] for name in names]
@@ -269,4 +272,4 @@ def _compare(index: int, fused: FusedLayer, equations: LayerEquations, args: Any
     except (TypeError, KeyError, AttributeError) as error:
         raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
     for parts in zip(*(states[0].split(num_rows) for states in (before, output, own)), strict=True):
-        check_change(kind, *parts)
+        check_change(kind, *parts, has_byte_rows=fused.has_byte_rows)
