@@ -170,7 +170,7 @@ class Scheduler:
             self.start(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Move a sequence from the queue to those that run; it has blocks, or gets them from the caller."""
+        """Move a sequence with blocks, or whose blocks the caller allocates, from the queue to the running ones."""
         self.waiting.remove(sequence)
         if self.block_manager.wanted:
             self.block_manager.wanted.remove(sequence)

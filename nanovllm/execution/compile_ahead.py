@@ -83,7 +83,7 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
     """Kernels of merged linears, fused attention and stacked layers, for `num_rows` rows."""
     calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
-    if not binding.mixers:  # beside these, layers of attention run as they are
+    if not binding.mixers:  # with these, attention layers run uncompiled
         calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     if binding.may_stack_layers:
         calls += compile_calls_of(binding.layer_modules, binding.layers, binding.device, block_size)

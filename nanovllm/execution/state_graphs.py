@@ -1,7 +1,7 @@
 """The executor of CUDA graphs for models with recurrent states: graphs of decodes, and steps with chunks without.
 
 A graph reads and writes the slots of states that the packed step names; the pool and these numbers keep their
-addresses. Padding reads and writes the null block. A chunk is a call of its own for each recurrent layer, so steps with
+addresses. Padding reads and writes the null block. A chunk is a separate call for each recurrent layer, so steps with
 chunks are launched one by one, laid out and padded as the others.
 """
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Check = Iterator[tuple[str, Tensor, Tensor]]  # a result's name, the result, and what is right
+Check = Iterator[tuple[str, Tensor, Tensor]]  # a result's name, the result, the expected one
 
 
 def first_wrong(kernels: Any, device: str = "cpu") -> str | None:

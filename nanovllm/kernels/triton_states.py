@@ -124,7 +124,7 @@ def _apply_state_space(
 class TritonStateKernels:
     """Functions called as those of `transformers`, with a pool [num_slots, ...] as the state.
 
-    For the arguments see `StateKernels` of `cpp_states`. They raise ValueError for what they do not serve, before
+    For the arguments see `StateKernels` of `cpp_states`. They raise ValueError for sizes that they do not serve, before
     anything is changed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Chunks of several sequences in one call of a recurrent layer, by functions in the place of its own.
+"""Chunks of several sequences in one call of a recurrent layer, by functions that replace its own.
 
 The layer's projections and norms run once over the rows of all chunks. Its functions that mix rows get them here, with
 the states of the chunks' slots. On a CPU a C++ kernel takes the rows as they are. Else the library's own function gets
@@ -167,9 +167,9 @@ class ChunkFunctions:
         pool, chunks = self._pool["conv_states", self._number], self.chunks
         width, states = pool.shape[-1], chunks.slots.read(pool).to(inputs.dtype)
         pieces = inputs[0].split(chunks.lengths, 1)
-        behind = [torch.cat(pair, 1) for pair in zip(states.unbind(0), pieces, strict=True)]
-        chunks.slots.write(pool, torch.stack([piece[:, -width:] for piece in behind]))
-        found = self._own["causal_conv1d_fn"](torch.cat(behind, 1)[None], weight, *args, **kwargs)
+        extended = [torch.cat(pair, 1) for pair in zip(states.unbind(0), pieces, strict=True)]
+        chunks.slots.write(pool, torch.stack([piece[:, -width:] for piece in extended]))
+        found = self._own["causal_conv1d_fn"](torch.cat(extended, 1)[None], weight, *args, **kwargs)
         lengths = [length for own in chunks.lengths for length in (width, own)]
         return torch.cat(found.split(lengths, 2)[1::2], 2)
 

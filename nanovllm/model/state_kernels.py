@@ -82,7 +82,7 @@ def use_chunks(mixers: Mixers) -> None:
 
 
 def _computes_chunks(mixers: Mixers, layer: StateLayer) -> bool:
-    """Whether chunks, some of which begin a sequence, give the same in one call and one by one."""
+    """Whether chunks, some of which begin a sequence, give the same in one call and in several."""
     generator, device = torch.Generator("cpu").manual_seed(0), mixers.device
     lengths, reads, writes = (layer.chunk + 5, 3, layer.chunk, 1), (None, 1, 2, None), (3, 1, 4, 5)
     bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))

@@ -151,7 +151,7 @@ class DraftLengths:
         return best
 
     def _with_drafts(self, decodes: StepWork, num_drafts: int, num_drafted: int, context: int) -> StepWork:
-        """The work of decodes of which `num_drafted` verify `num_drafts` in all, each after so much context."""
+        """The work of decodes; `num_drafted` of them verify `num_drafts` in all, each after so much context."""
         if self.row_sizes is not None:
             num_decodes = decodes.num_decodes + num_drafts
             return decodes._replace(
