@@ -66,7 +66,7 @@ class PrefixTiers(Observer):
     ) -> None:  # fmt: skip
         self.manager, self.memory = manager, memory
         self._fit = LearnedCosts(config, () if pools.is_one_full else pools.groups)
-        self._num_chunk_steps = 0
+        self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
         self._works_idle = config.tensor_parallel_size == 1  # other ranks follow steps alone
         self._lock = threading.Lock()
@@ -92,9 +92,11 @@ class PrefixTiers(Observer):
     # ------------------------------------------------------------------------------------------------- costs -------
 
     def _compute_seconds(self, start: int, count: int) -> float | None:
+        """Of as many steps as the tokens take, each alone."""
         if self._num_chunk_steps < MIN_CHUNK_STEPS:
             return None
-        return self._fit.forecast((), start)(count) or None
+        end, most = start + count, self._max_step_tokens
+        return sum(self._fit.forecast((), at)(min(most, end - at)) for at in range(start, end, most)) or None
 
     def _max_load_bytes(self) -> float:
         """Most bytes of one step, by the latency goal."""

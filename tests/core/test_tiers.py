@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
 from nanovllm.execution import prefix_tiers
+from nanovllm.execution.learned_costs import LearnedCosts
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
@@ -148,6 +150,19 @@ def test_loads_that_are_slower_than_computing_do_not_happen():
         assert stats.load_seconds > stats.compute_seconds == 1e-3
         costs.compute = lambda start, count: 1e6
         assert cached(generate(llm, PROMPTS[1])) == [64]
+
+
+def test_the_time_to_compute_a_prefix_is_that_of_its_steps(monkeypatch):
+    """A GPU pads rows up to those of the largest step, and knows none beyond."""
+    with open_llm(max_num_batched_tokens=64, **HOST) as llm:
+        tiers = llm._engine.tiers
+        fit = LearnedCosts(replace(llm.config, device="cuda"))
+        tiers._fit, tiers._num_chunk_steps = fit, prefix_tiers.MIN_CHUNK_STEPS
+        assert tiers.costs.compute(32, 4096) is None  # nothing is learned yet, and nothing fails
+        asked = []
+        monkeypatch.setattr(fit, "forecast", lambda _, start: lambda count: asked.append((start, count)) or count)
+        assert tiers.costs.compute(32, 150) == 150
+        assert asked == [(32, 64), (96, 64), (160, 22)]
 
 
 def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
