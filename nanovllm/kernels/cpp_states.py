@@ -25,6 +25,7 @@ from nanovllm.kernels.state_checks import first_wrong
 
 logger = logging.getLogger("nanovllm")
 
+MAX_TAPS = 8  # of a chunk's convolution
 MAX_WIDTH = 512  # of a head's keys, and of a state space's row
 _TYPES = (torch.float32, torch.bfloat16)
 _POOL = [c_void_p] * 3  # with slots to read and to write
@@ -34,6 +35,7 @@ _SIGNATURES = {
     "delta_rule": [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + _ROWS + [c_void_p] * 2 + [c_int] * 2,
     "state_space": [c_void_p] * 3 + [c_int] + [c_void_p] * 4 + _ROWS + [c_void_p] * 2 + [c_int],
     "convolution": [c_void_p, c_int, c_int64] + _POOL + [c_void_p] * 4 + [c_int] * 2,
+    "convolution_chunks": [c_void_p, c_int, c_int64] + _ROWS + [c_void_p] * 4 + [c_int] * 2,
 }
 
 
@@ -95,19 +97,22 @@ class StateKernels:
             weight, bias: [channels, width] and [channels].
             activation: "silu" or None.
         """
-        num_sequences, num_channels, _ = inputs.shape
         rows = self._rows(inputs.transpose(1, 2))
         types = {tensor.dtype for tensor in (rows, pool, weight, bias) if tensor is not None}
+        if self._starts is not None and weight.shape[1] > MAX_TAPS:
+            raise ValueError(f"a convolution of {weight.shape[1]} inputs")
         if len(types) > 1 or activation not in (None, "silu", "swish") or weight.shape != pool.shape[1:]:
             raise ValueError(f"a convolution of {types}, {tuple(weight.shape)}, with activation {activation!r}")
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-        output = rows.new_empty(num_sequences, num_channels, 1)
-        self._functions.convolution(
-            rows.data_ptr(), _is_bfloat16(rows), rows.stride(0), *self._slots(pool, rows.dtype), weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), output.data_ptr(),
-            _numbers(num_sequences, *pool.shape[1:]), activation is not None, torch.get_num_threads(),
+        output = rows.new_empty(inputs.shape[0], inputs.shape[2], inputs.shape[1])
+        starts: list[int | None] = [] if self._starts is None else [self._starts_at]
+        function = self._functions.convolution_chunks if starts else self._functions.convolution
+        function(
+            rows.data_ptr(), _is_bfloat16(rows), rows.stride(0), *self._slots(pool, rows.dtype), *starts,
+            weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr(),
+            _numbers(len(self.reads), *pool.shape[1:]), activation is not None, torch.get_num_threads(),
         )  # fmt: skip
-        return output
+        return output.transpose(1, 2)
 
     def delta_rule(
         self,

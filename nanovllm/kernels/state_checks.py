@@ -89,6 +89,16 @@ def _chunks(kernels: Any, random: Callable[..., Tensor]) -> Check:
         rule, _ = kernels.delta_rule(query, key, value, g, beta, found[0], use_qk_l2norm_in_kernel=True)
         options = {"D": skip, "dt_softplus": True, "initial_states": found[1]}
         space, _ = kernels.state_space_chunks(value, dt, decay, query, key, chunk_size=8, **options)
+    for width in (4, 3):
+        channels, weight, bias = random(1, 40, 300), random(300, width), random(300)
+        pool = random(6, 300, width)
+        padded = [torch.zeros(width, 300, device="cpu"), channels[0, :3], pool[2].T, channels[0, 3:]]
+        rows = torch.cat([each.double() for each in padded])
+        sums = sum(rows[j + 1 : j + 41 + width] * weight[:, j].double() for j in range(width)) + bias.double()
+        with kernels.over_chunks(*slots):
+            convolved = kernels.convolution(channels.transpose(1, 2), pool, weight, bias, "silu")[0].T
+        yield "convolutions of chunks", convolved, F.silu(torch.cat([sums[:3], sums[3 + width :]]))
+        yield "states of convolutions of chunks", pool[own], torch.stack([rows[3 : 3 + width].T, rows[-width:].T])
     before = kernels.reads, kernels.writes
     for first, end, read, write in zip(bounds, bounds[1:], (0, 2), own, strict=False):
         for row in range(first, end):

@@ -135,11 +135,12 @@ class ChunkFunctions:
         kernels: `StateKernels`, in the place of the library's own functions; None for none.
 
     Attributes:
+        kernels: as given.
         by_name: functions that take the place of those, each with the kind of state that it updates.
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]], size: int, kernels: Any) -> None:
-        self._own, self._size, self._kernels = functions, size, kernels
+        self._own, self._size, self.kernels = functions, size, kernels
         self._pool: dict[tuple[str, int], Tensor] = {}
         self._number = 0  # of the convolution's state
         self.chunks: StepChunks
@@ -165,6 +166,10 @@ class ChunkFunctions:
     def _convolution(self, inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Args: inputs: [1, channels, num_rows]."""
         pool, chunks = self._pool["conv_states", self._number], self.chunks
+        if self.kernels is not None:
+            with self.kernels.over_chunks(chunks.slots.reads, chunks.slots.writes, chunks.first_rows):
+                output: Tensor = self.kernels.convolution(inputs, pool, weight, *args, **kwargs)
+            return output
         width, states = pool.shape[-1], chunks.slots.read(pool).to(inputs.dtype)
         pieces = inputs[0].split(chunks.lengths, 1)
         extended = [torch.cat(pair, 1) for pair in zip(states.unbind(0), pieces, strict=True)]
@@ -175,7 +180,7 @@ class ChunkFunctions:
 
     def _by_kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         pool, slots = self._pool["recurrent_states", 0], self.chunks.slots
-        with self._kernels.over_chunks(slots.reads, slots.writes, self.chunks.first_rows):
+        with self.kernels.over_chunks(slots.reads, slots.writes, self.chunks.first_rows):
             output: Tensor = function(*args, **(kwargs | {"initial_state": pool, "initial_states": pool}))[0]
         return output, None
 

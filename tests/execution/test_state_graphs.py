@@ -77,6 +77,7 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
         executor = runner._executor
         assert isinstance(executor, StateGraphExecutor)
         assert {shape.num_tiles for shape in executor._forwards.graphs} == {0}
+        assert all(layer.chunks is not None for layer in runner.binding.mixers.layers)
         for states in runner.binding.caches.of_records:
             for state in states:
                 state.fill_(float("nan"))

@@ -63,6 +63,8 @@ def test_decodes_over_slots_give_the_tokens_of_transformers_with_hits_and_preemp
     with LLM(model, overlap=True, **OPTIONS) as llm:
         assert all(layer.kernel_forward is not None for layer in layers_of(llm))
         assert {name for layer in layers_of(llm) for name, _ in layer.in_place} == CLASSES[class_name]
+        is_apart = class_name in ("MambaForCausalLM", "KimiLinearForCausalLM")  # one chunk after another
+        assert all((layer.chunks is None) == is_apart for layer in layers_of(llm))
         for _ in range(2):
             assert generate(llm, asked) == expected
         assert llm.stats().num_preemptions > 0
@@ -120,6 +122,24 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
         assert not any(layer.kernel_forward for layer in layers_of(llm))
         assert "decodes of Qwen3_5GatedDeltaNet update states by torch's operations: results differ by" in caplog.text
         assert generate(llm, prompts()[:3]) == own_answers(model, prompts()[:3], ANSWER)
+
+
+@pytest.mark.parametrize("way", ["raises", "differs"])
+def test_chunks_are_computed_by_the_library_where_a_kernel_does_not_serve_them(monkeypatch, kernels, way):
+    right = kernels.delta_rule
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        if way == "raises":
+            raise ValueError("rows of another kind")
+        output, pool = right(*args, **kwargs)
+        return output + 0.1, pool
+
+    monkeypatch.setitem(kernels.prefills, "torch_chunk_gated_delta_rule", wrong)
+    monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: lambda: kernels)
+    model, asked = tiny_class_model("Qwen3_5ForCausalLM"), prompts()
+    with LLM(model, **OPTIONS) as llm:
+        assert all(layer.chunks is not None and layer.chunks.kernels is None for layer in layers_of(llm))
+        assert generate(llm, asked) == own_answers(model, asked, ANSWER)
 
 
 def test_a_step_writes_no_slot_but_its_own(kernels):
