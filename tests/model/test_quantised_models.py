@@ -94,7 +94,7 @@ def log_probabilities_of(model: Any) -> list[torch.Tensor]:
 )
 def test_a_tied_head_and_its_embedding_are_one_quantised_weight(option, dtype, bound, tmp_path):
     folder = str(save_tiny(tmp_path / "model", dtype=dtype, tie_word_embeddings=True))
-    with LLM(folder, quantization=option, **OPTIONS) as llm:
+    with LLM(folder, quantization=option, exact_activations=True, **OPTIONS) as llm:
         model = llm._engine.model_runner.binding.model
         assert isinstance(model.get_input_embeddings(), QuantisedEmbedding)
         assert isinstance(model.get_output_embeddings(), QuantisedLinear) and num_fused(llm) == 2
