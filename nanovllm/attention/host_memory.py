@@ -43,7 +43,7 @@ class HostMemory:
             held = sum(part.nbytes // part.shape[1] for part in parts)
             if held != block_bytes[group]:
                 raise RuntimeError(f"blocks of cache group {group} have {held} bytes, not {block_bytes[group]}")
-        self._slab_slots = [(SLAB_BYTES << max(0, 8 * size // SLAB_BYTES).bit_length()) // size for size in block_bytes]
+        self._slab_slots = [(SLAB_BYTES << (8 * size // SLAB_BYTES).bit_length()) // size for size in block_bytes]
         self._slabs: list[list[Tensor]] = [[] for _ in block_bytes]
         self._lock = threading.Lock()  # of the slabs: a thread that reads files takes slots of new ones
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None

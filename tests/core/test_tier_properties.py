@@ -8,7 +8,12 @@ from collections import Counter
 import pytest
 
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.tiers.books import TierBooks
+from nanovllm.cache.tiers.costs import LoadCosts
+from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
+from nanovllm.core.sequence import Sequence
 from tests.support.scheduler_fuzz import walk_at_random
+from tests.support.scheduling import make_sequence
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 
 NUM_WALKS = 30
@@ -50,3 +55,36 @@ def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
     assert sum(loop.books.num_evictions for loop in loops) > 50
     reads = [loop.reads for loop in loops if loop.reads is not None]
     assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) > 10
+
+
+def waiting(compute_seconds: float, *, num_taken: int) -> tuple[TieredBlocks, Sequence, list[int]]:
+    """A prompt of three blocks, two of them in host memory, and the positions from which costs were asked for."""
+    manager, sequence, asked = TieredBlocks(9, 4), make_sequence(range(12)), list[int]()
+
+    def compute(start: int, count: int) -> float:
+        asked.append(start)
+        return compute_seconds
+
+    books, costs = TierBooks([1], 8), LoadCosts(compute)
+    costs.rates["host"] = 1.0
+    manager.attach(books, costs, root_seed="model")
+    node = manager.root_of("")
+    for index in range(2):
+        node = node.child(sequence.block_tokens(index, 4))
+        books.hold(node, 0, books.take_slot(0))
+    manager.pop_free(num_taken)
+    return manager, sequence, asked
+
+
+def test_a_prompt_that_is_faster_computed_is_not_asked_for_again_while_it_waits():
+    manager, sequence, asked = waiting(0.1, num_taken=0)
+    assert [manager.lookup(sequence) for _ in range(3)] == [[], [], []] and asked == [0]
+    manager.want(sequence)  # preempted, and queued again
+    assert manager.lookup(sequence) == [] and asked == [0, 0]
+
+
+def test_a_prompt_that_waits_for_blocks_asks_for_no_costs():
+    manager, sequence, asked = waiting(1e9, num_taken=6)
+    assert manager.lookup(sequence) == [] and asked == []
+    manager, sequence, asked = waiting(1e9, num_taken=5)
+    assert len(manager.lookup(sequence)) == 2 and asked == [0]
