@@ -17,7 +17,7 @@ DECAY = 0.85  # of a sequence's trials with each verified draft
 RECOVERY = 0.97  # of its trials with each step in which drafts did not pay, so that they are tried again
 ENGINE_DECAY = 0.998
 LEARN_EVERY = 8  # steps without drafts
-ALL_NUMBERS = 16  # of drafts are compared up to so many, then every fourth
+ALL_NUMBERS = 16  # of drafts are compared up to so many, then a sixteenth of them at least apart
 LEAST_GAIN = 1.02  # in tokens per second, of a step with drafts over one without
 
 
@@ -142,7 +142,8 @@ class DraftLengths:
             tokens += probability
             drafted.add(index)
             # The next draft costs nothing on a GPU, and hardly differs where there are many.
-            is_between = number not in sizes if sizes is not None else number > ALL_NUMBERS and number % 4 > 0
+            apart = max(1, (1 << number.bit_length()) // (2 * ALL_NUMBERS))
+            is_between = number not in sizes if sizes is not None else number % apart > 0
             if is_between and number < len(gains):
                 continue
             work = self._with_drafts(decodes, number, len(drafted), context)

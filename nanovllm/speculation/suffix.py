@@ -22,6 +22,7 @@ ROOT_TOKENS = 16  # of the prompt, which texts that share drafts begin with
 BYTES_PER_TOKEN = 300  # of the index, measured
 MAX_UNREAD = 64  # finished outputs that wait to be indexed
 TOKEN_BITS = 20
+KEY_MASK = (1 << TOKEN_BITS * LEAST_MATCH) - 1
 
 
 class SuffixIndex:
@@ -34,14 +35,19 @@ class SuffixIndex:
         self.texts: dict[int, array[int]] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}  # key -> (text, position after it), the newest last
 
-    def add(self, number: int, position: int) -> None:
-        """Index the tokens of a text that end at `position`, the position after the last of them."""
-        if position < LEAST_MATCH:
-            return
-        places = self._places.setdefault(self._key(self.texts[number], position), [])
-        places.append((number, position))
-        if len(places) > MAX_PLACES:
-            del places[0]
+    def add(self, number: int, begin: int, end: int) -> None:
+        """Index the tokens of a text that end at the positions after `begin`, up to `end`."""
+        text, places_of = self.texts[number], self._places
+        first = max(begin + 1, LEAST_MATCH)
+        key = self._key(text, first - 1)
+        for position in range(first, end + 1):
+            key = (key << TOKEN_BITS | text[position - 1]) & KEY_MASK
+            if (places := places_of.get(key)) is None:
+                places_of[key] = [(number, position)]
+                continue
+            places.append((number, position))
+            if len(places) > MAX_PLACES:
+                del places[0]
 
     def forget(self, number: int) -> None:
         """Drop a text."""
@@ -56,7 +62,7 @@ class SuffixIndex:
     @staticmethod
     def _key(text: array[int], position: int) -> int:
         key = 0
-        for token_id in text[position - LEAST_MATCH : position]:
+        for token_id in text[max(0, position - LEAST_MATCH) : position]:
             key = key << TOKEN_BITS | token_id
         return key
 
@@ -137,8 +143,7 @@ class SuffixDrafter:
         if BYTES_PER_TOKEN * (end - begin) > self._max_bytes - self.num_bytes and not self._make_room(end - begin):
             return left
         self.num_bytes += BYTES_PER_TOKEN * (end - begin)
-        for position in range(begin + 1, end + 1):
-            index.add(0, position)
+        index.add(0, begin, end)
         indexed[0] = end
         return max(0, left - (end - begin))
 
@@ -149,8 +154,7 @@ class SuffixDrafter:
             index = self._shared.setdefault(root, SuffixIndex())
             number, self._next_number = self._next_number, self._next_number + 1
             index.texts[number] = text
-            for position in range(LEAST_MATCH, len(text) + 1):
-                index.add(number, position)
+            index.add(number, 0, len(text))
             self._outputs[number] = root
             self.num_bytes += BYTES_PER_TOKEN * len(text)
             left -= len(text)
