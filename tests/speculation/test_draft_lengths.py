@@ -83,8 +83,8 @@ def test_drafts_fill_the_rows_that_a_gpu_pads_to():
     lengths.costs.work = lambda batch: StepWork.from_batch(batch, 16, sizes)
     assert sizes.padded(5, 0) == (8, 8) and sum(lengths.choose(decodes(5), [(trusted(), 7)] * 5, 100)) == 3
     lengths.costs.seconds = DeviceCost(1, fixed=1.0).seconds
-    assert sum(lengths.choose(decodes(60), [(trusted(), 7)] * 60, 4)) == 4
-    assert lengths.may_pay(decodes(60)) and not lengths.may_pay(decodes(64)), "no step has more rows"
+    assert sum(lengths.choose(decodes(30), [(trusted(), 7)] * 30, 4)) == 4
+    assert lengths.may_pay(decodes(40)) and not lengths.may_pay(decodes(64)), "no step has more rows"
 
 
 def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
