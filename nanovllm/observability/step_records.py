@@ -74,14 +74,6 @@ class StepRecord:
             return ""
         return ", ".join(f"{group.name}: {group.num_used_blocks} of {group.num_blocks}" for group in self.cache_groups)
 
-    @property
-    def details(self) -> str:
-        """Words for a viewer of the step: blocks of each cache group, drafts; mostly empty."""
-        words = [self.group_usage] if len(self.cache_groups) > 1 else []
-        if self.num_draft_tokens:
-            words.append(f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts accepted")
-        return ", ".join(words)
-
 
 StepHook = Callable[[StepRecord], None]
 

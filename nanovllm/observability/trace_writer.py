@@ -80,6 +80,14 @@ def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
+def details_of(record: StepRecord) -> str:
+    """Words for a viewer of the step: blocks of each cache group, drafts; mostly empty."""
+    words = [record.group_usage] if len(record.cache_groups) > 1 else []
+    if record.num_draft_tokens:
+        words.append(f"{record.num_accepted_tokens} of {record.num_draft_tokens} drafts accepted")
+    return ", ".join(words)
+
+
 class TraceWriter(Observer):
     """Traces the run of one engine: `with TraceWriter("out.json") as trace, LLM(model, trace=trace) as llm: ...`.
 
@@ -250,7 +258,8 @@ class TraceWriter(Observer):
             if number < num_decoding and start >= sequence.num_prompt_tokens:
                 self._enter(lane, DECODE, begin, {"step": step_id})
             else:  # includes a single last prompt token after earlier chunks
-                chunk = {"step": step_id, "start": start, "tokens": num_tokens, "cached": start - before}
+                num_cached = start - before if num_tokens else 0  # forks find nothing
+                chunk = {"step": step_id, "start": start, "tokens": num_tokens, "cached": num_cached}
                 self._enter(lane, PREFILL, begin, chunk)
                 has_chunks = True
         self._active = placed | stalled
@@ -297,7 +306,7 @@ class TraceWriter(Observer):
         if record.num_draft_tokens:
             drafts = {"computed": record.num_draft_tokens, "accepted": record.num_accepted_tokens}
             events.append({"name": "drafts", "ph": "C", "pid": ENGINE, "ts": begin_us, "args": drafts})
-        if details := record.details:
+        if details := details_of(record):
             words = {"step": record.step_id, "words": details}
             events.append({"name": "groups", "ph": "i", "s": "p", "pid": ENGINE, "ts": end, "args": words})
         if events:

@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
 from nanovllm.observability.timeline import read_trace, summary
+from nanovllm.observability.trace_writer import details_of
 from nanovllm.speculation.drafter import DraftRequest
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
@@ -94,7 +95,7 @@ def test_traces_and_step_records_show_drafts_and_nothing_without_them(tmp_path, 
             count = llm.stats().speculation.num_draft_tokens
         run = read_trace(path)
         assert (run.num_drafts, run.num_accepted) == (count, count) and (count > 50) == is_drafted
-        words = {record.step_id: record.details for record in records if record.details}
+        words = {record.step_id: words for record in records if (words := details_of(record))}
         assert words == run.groups and bool(words) == is_drafted
         assert (f"{count} of {count} drafts accepted" in summary(run)) == is_drafted
 

@@ -22,6 +22,7 @@ from nanovllm.core.outputs import EngineStats, SchedulerStats
 from nanovllm.core.sequence import Sequence as Sample
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
+from nanovllm.observability.trace_writer import details_of
 
 if TYPE_CHECKING:
     from nanovllm.replicas.pool import ReplicaPool
@@ -239,7 +240,7 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         record.num_used_blocks,
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
-        record.details,
+        details_of(record),
         record.budget,
         None if record.predicted_time is None else round(1e6 * record.predicted_time),
         record.num_accepted_tokens,
