@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.errors import StepError
+from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.tiny_models import save_tiny
@@ -61,6 +62,7 @@ def test_nothing_that_the_request_has_computed_is_computed_again(options):
         assert_idle_and_whole(llm)
 
 
+@programs_are_forked()
 def test_ranks_fork_too(tmp_path):
     with LLM(save_tiny(tmp_path), **(OPTIONS | {"tensor_parallel_size": 2})) as llm:
         stream, output = stream_of(llm, 8)

@@ -24,6 +24,7 @@ from nanovllm.cli.main import main
 from nanovllm.execution import prefix_tiers
 from nanovllm.execution.learned_costs import LearnedCosts
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
+from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
 from tests.support.tiny_classes import tiny_class_model
@@ -112,6 +113,7 @@ def test_every_loaded_block_has_the_bytes_that_were_stored():
                     assert bytes(memory.view(0, node.slots[0])) == after[node.hash]
 
 
+@programs_are_forked()
 def test_ranks_store_their_parts_each(folder, expected):
     with LLM(folder, **(OPTIONS | HOST | {"tensor_parallel_size": 2, "num_kv_blocks": 40})) as llm:
         assert token_ids(generate(llm, PROMPTS)) == expected
@@ -415,6 +417,7 @@ def test_one_process_writes_while_others_read(folder, expected, tmp_path):
             assert token_ids(outputs) == expected and cached(outputs) == [64, 64]
 
 
+@programs_are_forked()
 def test_replicas_share_a_directory(folder, expected, kept):
     options = {"prefix_cache_dir": str(kept), "data_parallel_size": 2, "routing": "round-robin"}
     with LLM(folder, **(OPTIONS | options)) as llm:

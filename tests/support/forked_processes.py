@@ -34,11 +34,14 @@ HIGH = 512  # above the numbers of files that programs are promised
 # Variables that a fork heeds too. With another difference a program starts by itself: libraries read them at import.
 HEEDED = (
     "PYTHONPATH",
+    "PYTHONSAFEPATH",
     "PYTEST_CURRENT_TEST",
     "TQDM_DISABLE",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "PIP_",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
     "NANOVLLM_",
 )
 OF_TORCH = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUBLAS_", "TRITON_")  # which it sets itself when it compiles
@@ -166,7 +169,16 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
     os.chdir(program["folder"])
     os.environ.clear()
     os.environ.update(program["environment"])
+    _find_hub()
     _count_threads()
+
+
+def _find_hub() -> None:
+    """Let the hub's library have its variables, which it reads when it is imported."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE)
+    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
 
 
 def _count_threads() -> None:
@@ -181,7 +193,8 @@ def run(arguments: list[str], paths: list[str]) -> None:
     """What `python` does with these arguments, with these paths of the interpreter's own."""
     kind, program, *rest = arguments
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = ["" if kind == "-c" else os.getcwd(), *given, *paths]
+    first = [] if os.environ.get("PYTHONSAFEPATH") else ["" if kind == "-c" else os.getcwd()]
+    sys.path[:] = [*first, *given, *paths]
     if kind == "-m":
         sys.argv = [program, *rest]
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -21,6 +21,7 @@ from nanovllm.tools.bench.step_profile import TIMED, StepProfile
 from nanovllm.tools.bench.worker import measure, run_job
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, random_requests
+from tests.support.forked_processes import programs_are_forked
 from tests.support.tiny_models import save_tiny
 
 ENGINE = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -280,6 +281,7 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
     assert theirs.split()[1:4] == ["transformers:batch_size=8", "30", "(20-40)"] and theirs.split()[-1] == "0.67"
 
 
+@programs_are_forked()
 def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, capsys):
     path, record = tmp_path / "result.json", tmp_path / "trace.json"
     arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--json", str(path), "--record", str(record)]
@@ -301,6 +303,7 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
 
 
+@programs_are_forked()
 def test_a_refusal_is_reported_with_the_name_of_its_engine(folder, capsys):
     arguments = ["--workload", "random:requests=2,prompt=500,output=13,vocab=512"]
     assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 2

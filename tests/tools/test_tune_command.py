@@ -21,6 +21,7 @@ from nanovllm.cli.tune_question import build_question
 from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.forecast import forecast
 from nanovllm.tools.workloads.files import read_trace
+from tests.support.forked_processes import programs_are_forked
 from tests.support.sweeps import CALIBRATION, as_played
 from tests.support.tiny_models import save_tiny
 
@@ -304,6 +305,7 @@ def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[ps
     return process.returncode, out, children
 
 
+@programs_are_forked()
 def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys, monkeypatch):
     folder = str(save_tiny(tmp_path / "model"))
     arguments = [
