@@ -311,13 +311,13 @@ def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overl
 
 def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transformers():
     """In the documented order; the allowed tokens and the frequency penalty, which they lack, are written out."""
-    history, num_draws, size = [4, 9, 4, 7, 1], 20_000, 24
+    history, num_draws, size = [4, 9, 4, 7, 1], 6_000, 24
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(4))
     allowed = list(range(20))
     sequences = [
         request(
             history, [[3], [7, 1, 5]], seed=seed, num_outputs=3, allowed_token_ids=allowed, temperature=0.8,
-            logit_bias={2: 1.5, 6: -2.0}, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2,
+            logit_bias={2: 1.5, 6: -2.0}, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=-0.5,
             top_k=15, top_p=0.95, min_p=0.02,
         )
         for seed in range(num_draws)
@@ -335,7 +335,7 @@ def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transfor
     for token in history[2:]:
         expected[0, token] -= 0.3
     for token in set(history[2:]):
-        expected[0, token] -= 0.2
+        expected[0, token] += 0.5
     last = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(15), TopPLogitsWarper(0.95), MinPLogitsWarper(0.02)]
     probabilities = LogitsProcessorList(last)(ids, expected)[0].softmax(dim=-1)
 
