@@ -55,7 +55,7 @@ class SigintAt:
 
 
 def open_llm(**options: Any) -> LLM:
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS, **options)
+    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS, **options)
 
 
 def tokens(output: Any) -> list[int]:

@@ -22,7 +22,7 @@ POOLS = {"roomy pool": {}, "tiny pool": {"num_kv_blocks": 17, "max_model_len": 2
 
 
 def open_llm(model: Any = None, **options: Any) -> LLM:
-    return LLM(model or tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | {"overlap": True} | options))
+    return LLM(model or tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | {"overlap": True} | options))
 
 
 def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:

@@ -30,7 +30,11 @@ POOLS: dict[str, dict[str, Any]] = {
 
 def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
     return LLM(
-        model or tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **(POOLS[pool] | options)
+        model or tiny_model(num_layers=1),
+        tokenizer=tiny_tokenizer(),
+        enforce_eager=True,
+        block_size=16,
+        **(POOLS[pool] | options),
     )
 
 
