@@ -177,7 +177,7 @@ async def test_a_tokenizer_that_cannot_encode_a_prompt_hurts_its_caller_alone(mo
 
 @bounded
 async def test_a_request_whose_logits_are_not_finite_ends_alone():
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[99] = float("nan")
     async with AsyncLLM(model, tokenizer=tiny_tokenizer(), **OPTIONS) as llm:

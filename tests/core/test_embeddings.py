@@ -71,9 +71,9 @@ def test_neighbours_generate_what_they_generate_alone(pool, overlap):
     model, prompts = tiny_model("qwen3"), edge_prompts()
     kinds = [
         GREEDY,
-        SamplingParams(seed=5, max_tokens=20, logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=0),
-        SamplingParams(seed=6, n=2, max_tokens=12, repetition_penalty=1.3),
+        SamplingParams(seed=5, max_tokens=8, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=0),
+        SamplingParams(seed=6, n=2, max_tokens=8, repetition_penalty=1.3),
     ]
     params = [kinds[number % 4] for number in range(len(prompts))]
     with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
@@ -193,7 +193,7 @@ def test_prompts_that_cannot_be_embedded_are_refused_by_number():
 @bounded
 async def test_asynchronous_ones_are_the_same_beside_streams():
     prompts = random_prompts(6, low=5, high=80)
-    expected = last_states(tiny_model(), prompts)
+    expected = last_states(tiny_model(num_layers=1), prompts)
     async with async_llms.open_llm(max_num_batched_tokens=32) as llm:
         stream = asyncio.create_task(async_llms.answer(llm.generate([9, 8, 7], async_llms.GREEDY)))
         outputs = await llm.embed(prompts, normalize=False)

@@ -60,7 +60,7 @@ def test_an_error_in_a_stream_frees_its_blocks(monkeypatch):
 
 
 def test_a_request_whose_logits_are_not_finite_ends_alone_with_an_error_that_says_so():
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = torch.nan
     prompts = [[p for p in prompt if p != 7] for prompt in random_prompts(3, low=40, high=60)]
@@ -74,7 +74,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone_with_an_error_that_say
 
 
 def test_the_blocks_of_a_request_driven_to_nan_harm_no_successor():
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = torch.nan
     llm = open_llm(model, max_model_len=128, num_kv_blocks=10)  # so few that the successors take the same ones

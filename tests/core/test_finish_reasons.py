@@ -32,7 +32,7 @@ def test_max_model_len_ends_a_request_by_length_whatever_max_tokens_asks(length)
 def test_the_end_of_sequence_token_of_the_model_ends_a_request_and_is_kept():
     prompt = random_prompts(1)[0]
     answer = greedy_answer(prompt)
-    llm = open_llm(tiny_model(eos_token_id=answer[4]))
+    llm = open_llm(tiny_model(num_layers=1, eos_token_id=answer[4]))
     (output,) = generate(llm, prompt)
     assert output.outputs[0].token_ids == answer[: answer.index(answer[4]) + 1]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", answer[4])
@@ -43,7 +43,7 @@ def test_each_of_several_end_of_sequence_tokens_of_the_generation_config_ends_a_
     prompt = random_prompts(1)[0]
     answer = greedy_answer(prompt)
     unseen = next(token for token in range(VOCAB_SIZE) if token not in answer)
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     model.generation_config.eos_token_id = [unseen, answer[place]]
     (output,) = generate(open_llm(model), prompt)
     assert output.outputs[0].token_ids == answer[: answer.index(answer[place]) + 1]
@@ -53,7 +53,7 @@ def test_each_of_several_end_of_sequence_tokens_of_the_generation_config_ends_a_
 def test_ignore_eos_goes_on_past_the_end_of_sequence_token():
     prompt = random_prompts(1)[0]
     answer = greedy_answer(prompt)
-    llm = open_llm(tiny_model(eos_token_id=answer[4]))
+    llm = open_llm(tiny_model(num_layers=1, eos_token_id=answer[4]))
     (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     assert output.outputs[0].token_ids == answer
     assert output.outputs[0].finish_reason == "length"
@@ -71,7 +71,7 @@ def test_a_stop_token_ends_a_request_even_if_eos_is_ignored():
 def test_no_end_of_sequence_token_is_drawn_before_min_tokens():
     prompt = random_prompts(1)[0]
     eos = greedy_answer(prompt)[0]
-    llm = open_llm(tiny_model(eos_token_id=eos))
+    llm = open_llm(tiny_model(num_layers=1, eos_token_id=eos))
     assert token_ids(generate(llm, prompt)) == [[eos]]
     (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=40, min_tokens=30))
     assert len(output.outputs[0].token_ids) > 30

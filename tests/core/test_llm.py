@@ -182,5 +182,5 @@ def test_using_a_closed_llm_is_a_runtime_error_that_names_the_remedy(use):
 
 def test_an_llm_built_inside_inference_mode_works_outside_of_it():
     with torch.inference_mode():
-        llm = open_llm(tiny_model())
+        llm = open_llm(tiny_model(num_layers=1))
     assert token_ids(generate(llm, [5, 6, 7])) == token_ids(generate(shared_llm(), [5, 6, 7]))

@@ -94,7 +94,7 @@ def test_max_num_seqs_bounds_the_sequences_that_run_at_once():
 
 
 def test_setting_only_max_num_batched_tokens_works():
-    llm = LLM(tiny_model(), enforce_eager=True, max_num_batched_tokens=128, kv_cache_memory_bytes=2**28)
+    llm = LLM(tiny_model(num_layers=1), enforce_eager=True, max_num_batched_tokens=128, kv_cache_memory_bytes=2**28)
     prompts = random_prompts(12, low=1, high=300)
     assert llm.config.max_num_batched_tokens == 128
     assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))

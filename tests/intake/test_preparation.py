@@ -20,7 +20,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 def open_llm(tokenizer: Any = None, **options: Any) -> AsyncLLM:
-    return AsyncLLM(tiny_model(), tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
+    return AsyncLLM(tiny_model(num_layers=1), tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
 
 
 async def ended(outputs: Any) -> list[int]:

@@ -26,6 +26,7 @@ from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import bounded, in_engine_steps, offline
+from tests.support.forked_processes import programs_are_forked
 from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
 
@@ -328,12 +329,12 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
 
 @bounded
 async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
-    """Sixty clients on a pool with room for about three; a third of them disconnect."""
-    prompts = [[5 + number, 6, 7] * 20 for number in range(60)]
+    """Forty-five clients on a pool with room for about three; a third of them disconnect."""
+    prompts = [[5 + number, 6, 7] * 20 for number in range(45)]
     wanted = await asyncio.to_thread(
         offline().generate,
         prompts,
-        [SamplingParams(seed=number, max_tokens=40) for number in range(60)],
+        [SamplingParams(seed=number, max_tokens=40) for number in range(45)],
         use_tqdm=False,
     )
     with serving(num_kv_blocks=34, max_num_seqs=16) as running:
@@ -352,7 +353,7 @@ async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block(
                         return None
                 return got
 
-            answers = await asyncio.gather(*map(tokens, range(60)))
+            answers = await asyncio.gather(*map(tokens, range(45)))
         for number, (answer, output) in enumerate(zip(answers, wanted, strict=True)):
             assert answer == (None if number % 3 == 0 else output.outputs[0].token_ids)
         await asyncio.to_thread(comes_true, running.is_idle)
@@ -505,6 +506,7 @@ def start_command(folder: Path, *options: str) -> tuple[subprocess.Popen[str], s
     raise AssertionError(f"it ended with {process.wait()}")
 
 
+@programs_are_forked()
 def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits_with_0(tmp_path):
     process, url = start_command(save_tiny(tmp_path / "tiny"), "--drain-timeout", "0.3")
     try:

@@ -20,7 +20,7 @@ KINDS = ["cumulative", "delta", "final"]
 
 
 def open_llm(**options: Any) -> AsyncLLM:
-    return AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+    return AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
 def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -36,7 +36,7 @@ def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 @functools.cache
 def offline() -> LLM:
     """The offline engine over the same model."""
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS)
 
 
 def answers(prompts: list[Any], params: Any = GREEDY) -> list[tuple[list[int], str]]:

@@ -19,7 +19,7 @@ SAMPLED = SamplingParams(seed=7, max_tokens=12)
 
 
 def open_llm(model: Any = None, **options: Any) -> LLM:
-    return LLM(model or tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+    return LLM(model or tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
 @functools.cache

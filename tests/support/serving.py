@@ -82,7 +82,7 @@ def serving(
     Args:
         send_buffer: bytes that the system keeps of what a client has not read.
     """
-    model = tiny_model() if model is None else model
+    model = tiny_model(num_layers=1) if model is None else model
     engine = front_door(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own)

@@ -15,4 +15,4 @@ def params(max_tokens: int = 12, **options: Any) -> SamplingParams:
 
 
 def open_llm(trace: TraceWriter, **options: Any) -> LLM:
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **(OPTIONS | options))
+    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), trace=trace, **(OPTIONS | options))
