@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "nanovllm"
@@ -31,13 +31,18 @@ def logged_texts() -> set[str]:
 
 def says(text: str, quoted: str) -> bool:
     """Whether a text of the source can read as quoted, whose gaps stand for anything."""
+    return _pattern(quoted).search(text) is not None
+
+
+@functools.cache
+def _pattern(quoted: str) -> re.Pattern[str]:
     parts = [part for part in re.split(rf"\s*{GAP}\s*", quoted.strip()) if part]
-    return re.search(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None
+    return re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
 
 
-def _trees() -> Iterator[ast.AST]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _trees() -> list[ast.AST]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def _text(node: ast.AST) -> str | None:

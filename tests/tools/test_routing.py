@@ -181,6 +181,7 @@ def test_a_long_shared_prompt_piles_up_on_no_replica_and_conversations_hit_as_in
 
 
 @functools.cache
+@functools.cache
 def hit_rate(num_replicas: int, num_blocks: int, policy: str = "prefix-aware", index_delay: int | None = None) -> float:
     """Of conversations that need more blocks than all replicas have."""
     workload = poisson(chat(conversations=80, turns=5), 10.0)
