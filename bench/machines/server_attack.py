@@ -154,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a model, or 'tiny' (default %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of attacks (default: all)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of counts and times (default %(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of counts, times and bodies (default %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
