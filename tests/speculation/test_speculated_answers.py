@@ -57,6 +57,11 @@ def _noisy(request: DraftRequest, drafts: list[int]) -> list[int]:
     return [token_id if RNG.random() < 0.8 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
 
 
+def _nearly_right(request: DraftRequest, drafts: list[int]) -> list[int]:
+    """Of answers so short that more noise would leave no run of drafts whole."""
+    return [token_id if RNG.random() < 0.95 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
+
+
 def _with_a_stop_inside(request: DraftRequest, drafts: list[int]) -> list[int]:
     stops = sorted(request.sequence.stop_token_ids) or [EOS]
     place = RNG.randint(0, len(drafts))
@@ -76,7 +81,7 @@ CHANGES: dict[str, Callable[[DraftRequest, list[int]], list[int]]] = {
 
 @functools.cache
 def ending_model() -> Any:
-    return tiny_model(eos_token_id=EOS)
+    return tiny_model(num_layers=1, eos_token_id=EOS)
 
 
 def open_llm(module: Any = None, **options: Any) -> LLM:
@@ -140,14 +145,23 @@ def test_outputs_with_drafts_are_those_without(name, change):
         assert llm.stats().num_output_tokens == sum(len(c.token_ids) for o in wanted for c in o.outputs)
         if change == "right" and name != "stop tokens":
             assert llm.stats().num_steps < max(len(c.token_ids) for o in wanted for c in o.outputs) * 0.6 + 4
-        assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted), "with a warm cache"
+        if change == "mostly right":
+            assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted), "with a warm cache"
+
+
+def structured_params(kind: str) -> list[SamplingParams]:
+    return [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
+
+
+@functools.cache
+def structured(kind: str) -> list[Any]:
+    with open_llm() as llm:
+        return generate(llm, PROMPTS, structured_params(kind))
 
 
 @pytest.mark.parametrize(("kind", "change"), cells(FORMS))
 def test_structured_outputs_with_drafts_are_those_without(kind, change):
-    params = [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
-    with open_llm() as llm:
-        wanted = generate(llm, PROMPTS, params)
+    params, wanted = structured_params(kind), structured(kind)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
         assert described(generate(llm, PROMPTS, params)) == described(wanted)
         counts = llm._engine.scheduler.drafting.counts
@@ -179,14 +193,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def of_every_kind() -> list[Any]:
+    with open_llm() as llm:
+        return generate(llm, *requests())
+
+
 @pytest.mark.parametrize(("name", "change"), cells(SETTINGS))
 def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change):
-    batch, params = requests()
-    with open_llm() as llm:
-        wanted = generate(llm, batch, params)
+    (batch, params), wanted = requests(), of_every_kind()
     drafter = KnownAnswers(answers_of(batch, wanted), CHANGES[change])
     with open_llm(speculation=drafter, **SETTINGS[name]) as llm:
-        for _ in "cold", "warm":
+        for _ in range(2 if change == "mostly right" else 1):  # cold, and then warm
             assert described(generate(llm, batch, params)) == described(wanted)
         counts, stats = llm._engine.scheduler.drafting.counts, llm.stats()
         assert sum(counts.drafted) > (0 if change == "with a stop token inside" else 40)
