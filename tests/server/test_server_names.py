@@ -8,6 +8,7 @@ from nanovllm.server.settings import ServerSettings
 from tests.support.serving import serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+OLLAMA = {"model": "x", "messages": CHAT["messages"], "options": {"num_predict": 2}}
 
 
 def test_a_model_has_several_names_and_answers_with_the_first():
@@ -28,7 +29,7 @@ def test_every_name_is_answered_where_the_server_is_told_to():
     with serving({"any_model_name": True}) as running, running.http() as http:
         body = CHAT | {"model": "claude-small"}
         for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
-            answer = http.post(path, json=body if path != "/api/chat" else {"model": "x", "messages": CHAT["messages"]})
+            answer = http.post(path, json=body if path != "/api/chat" else OLLAMA)
             assert answer.status_code == 200, answer.text
         assert http.get("/v1/models/claude-small").json()["id"] == "claude-small"
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
