@@ -38,7 +38,7 @@ def thinking_tokenizer(template: str = THINKING_TEMPLATE) -> Any:
 
 def ending_model() -> Any:
     """A tiny model whose answers end with END."""
-    return tiny_model(num_layers=1, eos_token_id=tiny_tokenizer().convert_tokens_to_ids(END))
+    return tiny_model(eos_token_id=tiny_tokenizer().convert_tokens_to_ids(END))
 
 
 def says(running: Serving, monkeypatch: pytest.MonkeyPatch, text: str) -> int:
