@@ -148,9 +148,9 @@ class Engine:
         request = self.requests.pop(request_id)
         if request.deadline is not None:
             self._deadlines.remove((request.deadline, request_id))
-        if self._failed_steps:
-            for sequence in request.sequences:
-                self._failed_steps.pop(sequence, None)
+        for sequence in request.sequences:
+            sequence.samples = ()  # a reference cycle
+            self._failed_steps.pop(sequence, None)
         if self._in_flight and not self.requests:
             self._drop_in_flight(has_failed=False)
 

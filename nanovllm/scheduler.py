@@ -1,9 +1,9 @@
 """Decides which sequences compute how many tokens in each step; pure Python, counts only, never a token's value.
 
-Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight,
-`schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for their blocks,
-and the pool holds one sequence of max_model_len. Its client loses the last slot only to one that was served less by
-more than both cost again, so each turn brings tokens, and it always finishes.
+Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight and waits
+for no files, `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for
+their blocks, and the pool holds one sequence of max_model_len. Its client loses the last slot only to one that was
+served less by more than both cost again, so each turn brings tokens, and it always finishes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's batch; None if all work is in flight."""
+        """The next step's batch; None if all work is in flight or waits for files."""
         self._step_id += 1
         self.block_manager.begin_step()
         exchange = self._exchange_slot() if self.waiting.is_shared else None
@@ -113,7 +113,7 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
             if num_samples and sequence.samples and self.stats.num_preemptions == num_preemptions:
                 num_slots = self.config.max_num_seqs - len(self.running) - sum(map(len, drafts.values()))
-                entries += fork_samples(self.block_manager, sequence, num_slots, self.start)
+                entries += fork_samples(self.block_manager, sequence, num_slots, self.waiting, self.start)
         batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes - len(drafts), copies, budget, drafts)
         self.in_flight.append(batch)
         self.stats.num_steps += 1

@@ -1,4 +1,4 @@
-"""Attention of chunks on a Hopper GPU: this engine's kernel against FlexAttention and PyTorch's own, and float32.
+"""Attention of chunks on a Hopper GPU: this engine's kernel against PyTorch's own, and float32.
 
 python bench/machines/prompt_attention.py --check        compares with a dense float32 reference
 python bench/machines/prompt_attention.py                TFLOP/s, in turn, by context and rows of a step
@@ -137,7 +137,7 @@ def seconds(call: Callable[[], None], *, calls: int = 10, repeats: int = 7) -> f
 
 
 def measure() -> None:
-    print(f"{'heads':>12} {'step':>24} {'own':>8} {'cudnn':>8}  TFLOP/s")
+    print(f"{'heads':>12} {'step':>24} {'own':>8} {'torch':>8}  TFLOP/s")
     for shape in ((16, 8, 128), (32, 8, 128), (9, 3, 64)):
         for chunks in (
             [(0, 8192)], [(57344, 8192)], [(114688, 8192)], [(0, 1024)] * 8, [(8192, 512)], [(0, 2048)] * 4,

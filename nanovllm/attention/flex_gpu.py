@@ -68,9 +68,8 @@ class GpuFlexAttention:
         ]  # fmt: skip
         self._has_spans = any(kind.prompts is not None for kind in self.kinds)
         num_groups = 1 + max(groups) if groups else 0
-        self.inputs = TableInputs(
-            self.block_size, num_groups, has_spans=self._has_spans
-        )  # of a packed step, for `fill`
+        # Of a packed step, for `fill`.
+        self.inputs = TableInputs(self.block_size, num_groups, has_spans=self._has_spans)
         self.compiles_each_size = any(kind.compiles_each_size for kind in self.kinds)
         # Beginnings of block tables are those of the first group. Only one kind's decodes read them together, since how
         # many do depends on its heads.
@@ -193,7 +192,8 @@ class GpuFlexPlan:
         if not len(tile_rows):
             attended: Tensor = calls.decodes.attend(query, key_cache, value_cache, scaling, None, sinks)
             return attended
-        output = query.new_empty(*query.shape[:2], value_cache.shape[2])
+        shape = *query.shape[:2], value_cache.shape[2]
+        output = query.new_zeros(shape) if calls.chunks is None else query.new_empty(shape)  # padding is not written
         if count:
             calls.decodes.attend(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
         if calls.chunks is None:

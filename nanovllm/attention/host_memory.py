@@ -49,7 +49,8 @@ class HostMemory:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loaded: torch.cuda.Event | None = None  # after the load launched last
         self._stores: deque[tuple[torch.cuda.Event, set[tuple[int, int]]]] = deque()  # perhaps unfinished: their slots
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()  # loads that are not measured
+        # Loads that are not measured yet; ranks other than the first never do.
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=64)
         self._measured: list[tuple[int, float]] = []
 
     @property

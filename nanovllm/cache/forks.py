@@ -15,6 +15,7 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledSequence
+from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.sequence import GroupTables, Sequence
 
 
@@ -51,11 +52,12 @@ def fork_blocks(manager: BlockManager, source: Sequence, target: Sequence, num_t
 
 
 def fork_samples(
-    manager: BlockManager, source: Sequence, max_samples: int, start: Callable[[Sequence], None]
+    manager: BlockManager, source: Sequence, max_samples: int, waiting: ClientQueue, start: Callable[[Sequence], None]
 ) -> list[ScheduledSequence]:
     """Fork waiting samples from the one that computes the last token of their prompt in the step being scheduled.
 
     Args:
+        waiting: the queue, whose order samples keep.
         start: lets a waiting sequence run.
 
     Returns their entries, which draw from its last row.
@@ -67,7 +69,7 @@ def fork_samples(
     for sample in source.samples:
         if sample.is_running or sample.is_finished or not sample.shared_prompt or sample.lacks_prompt_logprobs:
             continue
-        if len(entries) >= max_samples or not can_fork(manager, source, num_tokens):
+        if len(entries) >= max_samples or waiting.first is not sample or not can_fork(manager, source, num_tokens):
             break
         fork_blocks(manager, source, sample, num_tokens)
         start(sample)

@@ -88,7 +88,7 @@ class Admission:
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
         # Prompts being computed for all their samples; recurrent states are not shared in this way.
-        shared = {s.shared_prompt for s in prefills if s.samples}
+        shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
         overtaken: list[Sequence] = []
         num_looked_past = 0
         for sequence in waiting:
@@ -96,8 +96,9 @@ class Admission:
                 break
             if sequence.num_in_flight_tokens:
                 continue  # preempted with a token in flight: it comes back once that is read
-            if sequence.samples and not blocks.cuts_chunks and 0 != sequence.shared_prompt in shared:
-                continue  # a fork, once the prompt is computed
+            if shared and sequence.shared_prompt in shared and not blocks.cuts_chunks:
+                slots -= 1  # a fork, once the prompt is computed
+                continue
             hits = blocks.lookup(sequence)
             start = len(hits) * blocks.block_size
             lacking = sequence.num_known_tokens - start
@@ -116,8 +117,8 @@ class Admission:
             if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
                 break
             yield sequence, size, hits
-            if sequence.samples:
-                shared.add(sequence.shared_prompt)
+            if sequence.samples and (prompt := sequence.shared_prompt):
+                shared.add(prompt)
             if left:
                 reserved += self.blocks_lacking(sequence)
             if is_partial:

@@ -118,7 +118,7 @@ class ScheduledBatch:
     budget: tokens that the step might have.
     drafts: of sequences that would decode otherwise. Their entries compute the last known token and the drafts, and
         draw after each.
-    prefills: the chunks.
+    prefills: the chunks, and forks without rows.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, since their logits take memory.
     draws_runs: whether some sequence draws more than one token.

@@ -72,7 +72,7 @@ class StepWork(NamedTuple):
             shared = round(share * shared)
         if state_bytes and groups:
             context += round(num_decodes * 2 * state_bytes * block_size / sum(group.block_bytes for group in groups))
-        num_chunks = len(batch.entries) - num_decodes - num_runs
+        num_chunks = sum([entry.num_new_tokens > 0 for entry in batch.entries[num_decodes:]]) - num_runs  # no forks
         if sizes is not None:
             num_single += run_rows
             _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes

@@ -235,7 +235,14 @@ def host_memory(binding: ModelBinding, config: EngineConfig, pools: CachePools) 
         sizes = [group.block_bytes for group in pools.groups]
         caches.host = HostMemory(caches, sizes, config.block_size, binding.device)
         in_pools = [size * count for size, count in zip(sizes, pools.num_blocks, strict=True)]
-        caches.host.pin([(config.prefix_cache_host_bytes or 0) * part // sum(in_pools) for part in in_pools])
+        num_bytes = config.prefix_cache_host_bytes or 0
+        try:
+            caches.host.pin([num_bytes * part // sum(in_pools) for part in in_pools])
+        except RuntimeError as error:
+            raise ValueError(
+                f"prefix_cache_host_bytes is {num_bytes:,} for each of {config.tensor_parallel_size} ranks, and this "
+                f"machine cannot pin so much memory ({error}). Set fewer bytes."
+            ) from error
     return caches.host
 
 
@@ -280,6 +287,7 @@ def file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools, 
         "groups": [[*group.kind.spans, list(group.layers), group.block_bytes] for group in pools.groups],
         "blocks": shapes,
         "quantization": config.quantization,
+        "exact_activations": config.exact_activations,
         "nanovllm": nanovllm.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,8 +1,8 @@
 """The executor of CUDA graphs for models with recurrent states: graphs of decodes, and steps with chunks without.
 
 A graph reads and writes the slots of states that the packed step names; the pool and these numbers keep their
-addresses. Padding reads and writes the null block. A chunk is a separate call for each recurrent layer, so steps with
-chunks are launched one by one, laid out and padded as the others.
+addresses. Padding reads and writes the null block. The shapes of a recurrent layer's chunks vary from step to step, so
+steps with chunks are launched one by one, laid out and padded as the others.
 """
 
 from __future__ import annotations

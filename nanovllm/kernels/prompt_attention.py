@@ -26,6 +26,7 @@ _THREADS = 384
 _ALIGNMENT = 1024
 _HEAD_DIMS = (64, 128)
 _MAX_MAPS = 1024
+_MAX_CHECKED = 8192  # window of the check at start-up, in tokens
 TOLERANCE = 8e-3  # of the check at start-up: bfloat16 rounds to 4e-3
 _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 3, 3
 _SOURCES = Path(__file__).with_name("prompt_attention_cuda")
@@ -117,9 +118,11 @@ class PromptAttention:
             step: int32, spans [num_spans, 3] of consecutive rows of one sequence: first row, its position, number of
                 rows up to 128, 0 for padding; starts of their block tables [num_spans]; block tables, concatenated.
             scaling: of the scores, above 0.
-            sinks: [num_heads] float32.
+            sinks: [num_heads].
         """
         sizes, (spans, starts, tables) = self._sizes, step
+        if sinks is not None:
+            sinks = sinks.detach().float()  # which the kernel reads
         maps = self._map(query, TILE_ROWS), self._map(keys, sizes.block_size), self._map(values, sizes.block_size)
         with torch.cuda.device(self._device):
             self._function.launch(
@@ -137,9 +140,12 @@ class PromptAttention:
 
     @torch.inference_mode()
     def error_of_a_step(self) -> float:
-        """Largest difference from dense float32 attention in a step of two chunks, relative to the largest value."""
+        """Largest difference from dense float32 attention, relative to the largest value.
+
+        The step has two chunks, one of them beyond the window, with sinks and without.
+        """
         sizes, block = self._sizes, self._sizes.block_size
-        chunks = [(0, 150), (3 * TILE_ROWS + 5, 40)]  # first position, rows
+        chunks = [(0, 150), (max(3 * TILE_ROWS, min(sizes.window or 0, _MAX_CHECKED)) + 5, 40)]  # first position, rows
         counts = [-(-(start + rows) // block) for start, rows in chunks]
         generator = torch.Generator(self._device).manual_seed(0)
 
@@ -148,24 +154,24 @@ class PromptAttention:
 
         tables = torch.arange(sum(counts), 0, -1, dtype=torch.int32, device=self._device)
         keys, values = random(2, (sum(counts) + 1) * block, sizes.num_kv_heads, sizes.head_dim)
-        query = random(sum(rows for _, rows in chunks), sizes.num_heads, sizes.head_dim)
-        spans = torch.tensor([(150, 389, 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], dtype=torch.int32)
-        starts = torch.tensor([counts[0], 0, 0, 0], dtype=torch.int32)
-        output = torch.full_like(query, torch.nan)
-        step = spans.to(self._device), starts.to(self._device), tables
-        self.attend(query, keys, values, step, sizes.head_dim**-0.5, output)
-        expected, row, table = [], 0, 0
-        for (start, rows), count in zip(chunks, counts, strict=True):
-            positions = torch.arange(start + rows, device=self._device)
-            slots = tables[table + positions // block].long() * block + positions % block
-            own = torch.arange(start, start + rows, device=self._device)[:, None]
-            is_seen = (positions <= own) & (positions > own - (sizes.window or len(positions)))
-            parts = query[row : row + rows], keys[slots], values[slots]
-            q, k, v = (part.float().transpose(0, 1) for part in parts)
-            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
-            expected.append(attended.transpose(0, 1))
-            row, table = row + rows, table + count
-        return float((output.float() - torch.cat(expected)).abs().max() / torch.cat(expected).abs().max())
+        query, sinks = random(sum(rows for _, rows in chunks), sizes.num_heads, sizes.head_dim), random(sizes.num_heads)
+        spans, starts = [(150, chunks[1][0], 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], [counts[0], 0, 0, 0]
+        span_table, start_table = (torch.tensor(x, dtype=torch.int32, device=self._device) for x in (spans, starts))
+        step = span_table, start_table, tables
+        errors = []
+        for given in (None, sinks):
+            output = torch.full_like(query, torch.nan)
+            self.attend(query, keys, values, step, sizes.head_dim**-0.5, output, given)
+            expected, row, table = [], 0, 0
+            for (start, rows), count in zip(chunks, counts, strict=True):
+                positions = torch.arange(start + rows, device=self._device)
+                slots = tables[table + positions // block].long() * block + positions % block
+                own = query[row : row + rows]
+                expected.append(_dense_attention(own, keys[slots], values[slots], sizes.window, given))
+                row, table = row + rows, table + count
+            right = torch.cat(expected)
+            errors.append(float((output.float() - right).abs().max() / right.abs().max()))
+        return max(errors) if all(error >= 0.0 for error in errors) else math.nan
 
     def _map(self, tensor: Tensor, num_rows: int) -> Any:
         key = tensor.data_ptr(), num_rows, *tensor.shape, *tensor.stride()
@@ -174,6 +180,21 @@ class PromptAttention:
                 self._maps.clear()
             found = self._maps[key] = _tensor_map(tensor, num_rows)
         return found
+
+
+def _dense_attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    """Attention of a chunk's last rows in float32: query [rows, heads, head_dim], keys and values of all positions."""
+    rows, length = len(query), len(keys)
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (part.float().repeat_interleave(groups, 1) for part in (keys, values))
+    positions = torch.arange(length, device=query.device)
+    own = positions[length - rows :, None]
+    is_seen = (positions <= own) & (positions > own - (window or length))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * query.shape[2] ** -0.5
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, rows, 1)], 2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, :length], values)
 
 
 class _TensorMap(ctypes.Structure):

@@ -2,13 +2,14 @@
 
 A mixer reads and writes its states (the last inputs of a convolution, a recurrent matrix) through the cache of
 `transformers`. In a step our call takes the place of its `forward`: the module's own forward runs once for all decodes
-and once for each chunk, over a cache that holds the states of their slots::
+and once for all chunks, over a cache that holds the states of their slots::
 
-    flat rows   | a  b  c | d  d  d  d | e  e |
-    calls       [3, 1, H]   [1, 4, H]    [1, 2, H]
+    flat rows   | a  b  c | d  d  d  d  e  e |
+    calls       [3, 1, H]   [1, 6, H]
 
-A chunk's states are views of its slot. Those of decodes are gathered from the read slots and scattered to the write
-slots, unless kernels read and write them there (`state_kernels`).
+Functions that know where each chunk begins take the place of the module's (`state_chunks`); a module without such
+functions runs once for each chunk, whose states are views of its slot. States of decodes are gathered from the read
+slots and scattered to the write slots, unless kernels read and write them there (`state_kernels`).
 """
 
 from __future__ import annotations

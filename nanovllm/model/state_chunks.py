@@ -24,6 +24,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from nanovllm.process.device import to_device
 
+CALL_SIZES = 8  # short chunks in a call of a step of few rows
+
 
 class Chunk(NamedTuple):
     """Rows of one sequence, and its slots; None to read where it begins."""
@@ -112,8 +114,15 @@ class StepChunks:
             by_count: dict[int, list[int]] = {}
             for index, chunk in enumerate(self.chunks):
                 by_count.setdefault(-(-chunk.length // size), []).append(index)
+            most = max(self.num_rows, CALL_SIZES * size)  # places, so that padding takes no more memory than one chunk
+            parts = [
+                (count, members[first : first + num_members])
+                for count, members in by_count.items()
+                for num_members in [max(1, most // (count * size))]
+                for first in range(0, len(members), num_members)
+            ]
             groups, found, num_places = [], np.zeros(self.num_rows, np.int64), 0
-            for count, members in by_count.items():
+            for count, members in parts:
                 starts, lengths = (np.array(values)[members, None] for values in (self.starts, self.lengths))
                 numbers = np.arange(count * size)[None]
                 places, is_padding = starts + np.minimum(numbers, lengths - 1), numbers >= lengths

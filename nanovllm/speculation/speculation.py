@@ -28,6 +28,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
+from nanovllm.speculation.suffix import SuffixDrafter
 
 logger = logging.getLogger("nanovllm")
 
@@ -106,7 +107,7 @@ class Speculation(Observer):
         self._plans_lengths: bool = getattr(drafter, "plans_lengths", False)  # before it drafts
         self._is_worth = True  # whether drafts may pay in a step like the last one
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
-        self._expects: Callable[[Sequence], bool] | None = getattr(drafter, "expects", None)
+        self._suffixes = drafter if isinstance(drafter, SuffixDrafter) else None
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
         self._manager = block_manager
 
@@ -118,6 +119,8 @@ class Speculation(Observer):
         held = {sequence for batch in in_flight for sequence in batch.drafts}
         if not held and not self._is_worth:
             return list(running)
+        if self._suffixes is not None:
+            self._suffixes.begin_step()
         return [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
 
     def _waits(self, sequence: Sequence) -> bool:
@@ -130,7 +133,7 @@ class Speculation(Observer):
             return False
         if num_known + 1 >= sequence.max_num_tokens or sequence.params.logits_processors:
             return False
-        return self._expects is None or sequence.matcher is not None or self._expects(sequence)
+        return self._suffixes is None or sequence.matcher is not None or self._suffixes.expects(sequence)
 
     def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
         # Each row takes memory for its logits, so there are at most max_num_seqs of them.

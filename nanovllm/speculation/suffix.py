@@ -97,6 +97,11 @@ class SuffixDrafter:
         self._outputs: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # number -> root, the oldest first
         self._unread: deque[tuple[tuple[object, ...], array[int]]] = deque(maxlen=MAX_UNREAD)  # outputs
         self._next_number = 1
+        self._left = 0  # tokens that a step's `expects` may still index
+
+    def begin_step(self) -> None:
+        """Index finished outputs, so that they do not pile up while `expects` refuses drafts."""
+        self._left = self._index_outputs(SLICE)
 
     def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
         left = self._index_outputs(SLICE)
@@ -108,8 +113,7 @@ class SuffixDrafter:
 
     def expects(self, sequence: Sequence) -> bool:
         """Whether the tokens read so far were seen before: without that, those in flight hardly were."""
-        self._index_outputs(1)
-        self._index_own(sequence, 0)
+        self._left = self._index_own(sequence, self._left)
         own, _ = self._own[sequence]
         shared = self._shared.get(_root(sequence)) if self._shared else None
         indexes = (own,) if shared is None else (own, shared)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.attention.tiles import SPAN_ROWS, spans_of
+from nanovllm.kernels import prompt_attention
+from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention
 
 CHUNKS = {
     "one row": [(0, 1)],
@@ -40,3 +45,36 @@ def test_there_are_no_more_spans_than_tiles(block_size):
 def test_long_contexts_come_first():
     spans = spans_of(np.array([0, 300]), np.array([0, 4000]), np.array([300, 4200]))
     assert (np.diff(spans[:, 2]) <= 0).all()
+
+
+class KernelOnCpu(PromptAttention):
+    """Dense attention in the kernel's place, perhaps wrong."""
+
+    def __init__(
+        self, sizes: AttentionSizes, *, window: int | None, has_sinks: bool = True, scale: float = 1.0
+    ) -> None:
+        self._sizes, self._device = sizes, torch.device("cpu")
+        self._window, self._has_sinks, self._scale = window, has_sinks, scale
+
+    def attend(self, query, keys, values, step, scaling, output, sinks=None) -> None:
+        spans, starts, tables = step
+        block = self._sizes.block_size
+        for (row, position, num_rows), start in zip(spans.tolist(), starts.tolist(), strict=True):
+            if num_rows:
+                seen = torch.arange(position + num_rows)
+                slots = tables[start + seen // block].long() * block + seen % block
+                attended: Any = prompt_attention._dense_attention(
+                    self._scale * query[row : row + num_rows].float(), keys[slots], values[slots], self._window,
+                    sinks if self._has_sinks else None,
+                )  # fmt: skip
+                output[row : row + num_rows] = attended.to(output.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 100, 1024, 4096])
+def test_the_check_at_start_sees_windows_sinks_and_scales(window):
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window)
+    assert KernelOnCpu(sizes, window=window).error_of_a_step() <= TOLERANCE
+    assert KernelOnCpu(sizes, window=window, has_sinks=False).error_of_a_step() > TOLERANCE
+    assert KernelOnCpu(sizes, window=window, scale=0.9).error_of_a_step() > TOLERANCE
+    if window is not None:
+        assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.core.errors import StepError
 from nanovllm.core.sampling_params import sample_seeds
+from nanovllm.core.sequence import Sequence
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
 from tests.support.chi_squared import SIGNIFICANCE, p_value
@@ -193,6 +194,36 @@ def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
             assert llm.stats().num_failed_steps > 0
             engine.check_integrity()
         assert tokens_of(output) == each_alone(47, 4)
+
+
+def opened(llm: LLM, prompt: list[int], *, priority: int = 0, **params: Any) -> list[Sequence]:
+    """Sequences of a request that the engine has taken."""
+    engine, params = llm._open_engine(), SamplingParams(seed=1, **params)
+    name = f"{len(engine.requests)}"
+    engine.add(engine.input_processor.process_one(name, prompt, params, priority=priority))
+    return list(engine.requests[name].sequences)
+
+
+def test_later_requests_take_no_slot_of_samples_whose_prompt_is_being_computed():
+    with open_llm(max_num_seqs=4, max_num_batched_tokens=20) as llm:
+        samples = opened(llm, list(range(5, 69)), n=4, max_tokens=30)
+        llm._engine.step()
+        others = [opened(llm, [7, 8, number], max_tokens=30) for number in range(3)]
+        while not samples[0].num_output_tokens:
+            llm._engine.step()
+        assert [sample.num_output_tokens for sample in samples] == [1] * 4
+        assert not any(sequence.is_running for (sequence,) in others)
+
+
+def test_a_more_urgent_request_comes_before_the_other_samples():
+    with open_llm(max_num_seqs=4, max_num_batched_tokens=20) as llm:
+        samples = opened(llm, list(range(5, 67)), n=4, max_tokens=30, priority=5)
+        for _ in range(3):
+            llm._engine.step()
+        (urgent,) = opened(llm, list(range(20)), max_tokens=2)  # no room for its first block next to the last chunk
+        for _ in range(3):
+            llm._engine.step()
+        assert samples[0].num_output_tokens and urgent.num_output_tokens
 
 
 def test_more_samples_than_run_at_once_wait_their_turn():

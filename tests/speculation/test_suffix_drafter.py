@@ -78,6 +78,19 @@ def test_long_prompts_are_indexed_a_slice_per_step():
     assert answers[:4] == [[]] * 4 and answers[4] == prompt[110:117]
 
 
+def test_sequences_that_wait_for_drafts_index_a_slice_per_step_together():
+    drafter, choice = SuffixDrafter(10**9), random.Random(3)
+    outputs = [choice.choices(range(1000), k=SLICE) for _ in range(6)]
+    for output in outputs:
+        drafter.end(request([1, 2, 3], tuple(output)).sequence)
+    running = [request([1, 2, 3], tuple(outputs[-1][10:14])).sequence for _ in range(5)]
+    expected = []
+    for _ in range(len(outputs)):
+        drafter.begin_step()
+        expected.append([drafter.expects(sequence) for sequence in running])
+    assert expected == [[False] * 5] * 5 + [[True] * 5]
+
+
 def test_memory_is_bounded_and_the_oldest_outputs_go_first():
     drafter, prompt, choice = SuffixDrafter(1000 * BYTES_PER_TOKEN), [*range(100, 120)], random.Random(2)
     outputs = [tuple(choice.choices(range(1000), k=100)) for _ in range(30)]

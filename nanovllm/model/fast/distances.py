@@ -12,8 +12,9 @@ from nanovllm.core.errors import NotFusedError
 # thousand times as large as their change. This finds wrong kernels, but not layers of another kind: `LayerEquations`
 # compares the inputs of their parts, where there is less rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
-# The same where activations become bytes for quantised weights: on SmolLM2 median up to 0.026, worst 0.04.
-BYTE_TOLERANCE = 0.1
+# The same where activations become bytes for quantised weights: on SmolLM2 median up to 0.026, worst 0.04; 0.05 with
+# outliers.
+BYTE_TOLERANCE = 0.06
 # Relative error of a row between a layer's parts: up to three roundings, of 2^-8 or 2^-11 each.
 ROW_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015, torch.float16: 0.002}
 # Distance of the elements' mean ratio from 1. In bfloat16 rounding changes an element by up to 0.2 % in both

@@ -180,7 +180,10 @@ def _check_drafts(config: EngineConfig, acceptance: float | None) -> None:
             "--draft-acceptance: num_accepted_tokens by num_draft_tokens of a run's statistics."
         )
     if config.speculation is None and acceptance is not None:
-        raise ValueError(f"draft_acceptance is {acceptance:g}, but without speculation nothing is drafted.")
+        raise ValueError(
+            f"draft_acceptance is {acceptance:g}, but without speculation nothing is drafted. "
+            "Set speculation, or leave it out."
+        )
 
 
 def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
