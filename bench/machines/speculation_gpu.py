@@ -3,8 +3,8 @@
     python bench/machines/speculation_gpu.py
     python bench/machines/speculation_gpu.py --shape tiny --requests 1 4 --output 24    a quick trial, on a CPU too
 
-Weights are random but for the output projection: the token after t is t + 1 by a wide margin, so that a drafter knows
-the true continuation without a run that records it, and bfloat16 changes no token. Each draft is right with the
+The output projection gives token t + 1 after t a wide margin; all other weights are random. A drafter knows the true
+continuation without a recorded run, and bfloat16 changes no token. Each draft is right with the
 probability --acceptance. One engine runs with drafts and without in turn; `nothing` is a drafter that proposes nothing,
 `suffix` finds nothing, since no text repeats; `always 3` and `always 7` verify so many drafts whatever they cost.
 """

@@ -184,17 +184,18 @@ class PromptAttention:
 
 def _dense_attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     """Attention of a chunk's last rows in float32: query [rows, heads, head_dim], keys and values of all positions."""
-    rows, length = len(query), len(keys)
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = (part.float().repeat_interleave(groups, 1) for part in (keys, values))
+    rows, (length, num_kv_heads, head_dim) = len(query), keys.shape
+    grouped = query.float().view(rows, num_kv_heads, -1, head_dim)  # no copy of K and V for each query head
     positions = torch.arange(length, device=query.device)
     own = positions[length - rows :, None]
     is_seen = (positions <= own) & (positions > own - (window or length))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * query.shape[2] ** -0.5
+    scores = torch.einsum("qkgd,skd->kgqs", grouped, keys.float()) * head_dim**-0.5
     scores = scores.masked_fill(~is_seen, -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, rows, 1)], 2)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, :length], values)
+        own_sinks = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own_sinks], 3)
+    weights = scores.softmax(3)[..., :length]
+    return torch.einsum("kgqs,skd->qkgd", weights, values.float()).reshape(query.shape)
 
 
 class _TensorMap(ctypes.Structure):
