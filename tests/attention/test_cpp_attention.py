@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +23,7 @@ from nanovllm.model.binding import ModelBinding
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
 from tests.support.paged_cases import cpp as cpp_backend
+from tests.support.sanitizer import check_sanitized
 from tests.support.shared_decodes import decode_entries
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -208,15 +205,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
                 assert all(packed(torch.ones(n, 256, dtype=dtype)).isfinite().all() for n in (1, 2, 3, 4, 5, 33))
         print("no complaints")
     """
-    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = os.environ | {
-        "LD_PRELOAD": library.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "NANOVLLM_CACHE": str(tmp_path),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
+    check_sanitized(script, tmp_path)
     assert len(list((tmp_path / "kernels").iterdir())) == 4  # two dtypes, sampling, and states
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from nanovllm.kernels.processor_classes import VARIABLE, processor_flags, target
 from nanovllm.model.fast.packed_linears import PackedHead
 from nanovllm.model.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
+from tests.support.sanitizer import check_sanitized
 from tests.support.tiny_models import save_tiny
 
 # Compiler flags that leave this processor without tiles, and without AVX-512 as well, by the instructions needed.
@@ -117,15 +114,7 @@ def test_products_of_bytes_keep_within_their_memory(name, tmp_path):
                 assert all(packed(rows[:n]).isfinite().all() for n in (1, 4, 5, 6, 7, 13, 33))
         print("no complaints")
     """
-    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = os.environ | {
-        "LD_PRELOAD": library.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "NANOVLLM_CACHE": str(tmp_path),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
+    check_sanitized(script, tmp_path)
 
 
 @pytest.mark.parametrize("exact", [False, True])
