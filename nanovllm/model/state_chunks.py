@@ -25,6 +25,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from nanovllm.process.device import to_device
 
 CALL_SIZES = 8  # short chunks in a call of a step of few rows
+_IN_POOL = torch.empty(0)  # in the place of states that are in their slots already; Kimi's layers convert it
 
 
 class Chunk(NamedTuple):
@@ -187,16 +188,16 @@ class ChunkFunctions:
         lengths = [length for own in chunks.lengths for length in (width, own)]
         return torch.cat(found.split(lengths, 2)[1::2], 2)
 
-    def _by_kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def _by_kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         pool, slots = self._pool["recurrent_states", 0], self.chunks.slots
         with self.kernels.over_chunks(slots.reads, slots.writes, self.chunks.first_rows):
             output: Tensor = function(*args, **(kwargs | {"initial_state": pool, "initial_states": pool}))[0]
-        return output, None
+        return output, _IN_POOL
 
-    def _delta_rule(self, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def _delta_rule(self, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         def compute(
             query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **kwargs: Any
-        ) -> tuple[Tensor, Tensor | None]:
+        ) -> tuple[Tensor, Tensor]:
             """Args: query, key, value, g, beta: [1, num_rows, heads, ...]."""
 
             def run(parts: list[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,13 +207,13 @@ class ChunkFunctions:
                 return result
 
             # Rows without decay and rate change no state.
-            return self._in_groups([query, key, value, g, beta], (3, 4), run), None
+            return self._in_groups([query, key, value, g, beta], (3, 4), run), _IN_POOL
 
         return compute
 
     def _state_space(
         self, inputs: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Args: inputs, dt, B, C: [1, num_rows, ...]."""
         bias, limits = kwargs.pop("dt_bias", None), kwargs.pop("dt_limit", (0.0, float("inf")))
         step = dt if bias is None else dt + bias.to(dt.dtype)
@@ -227,7 +228,7 @@ class ChunkFunctions:
             )
             return result
 
-        return self._in_groups([inputs, step, B, C], (1,), run), None  # a step of 0 changes no state
+        return self._in_groups([inputs, step, B, C], (1,), run), _IN_POOL  # a step of 0 changes no state
 
     def _in_groups(
         self,

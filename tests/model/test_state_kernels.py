@@ -63,7 +63,7 @@ def test_decodes_over_slots_give_the_tokens_of_transformers_with_hits_and_preemp
     with LLM(model, overlap=True, **OPTIONS) as llm:
         assert all(layer.kernel_forward is not None for layer in layers_of(llm))
         assert {name for layer in layers_of(llm) for name, _ in layer.in_place} == CLASSES[class_name]
-        is_apart = class_name in ("MambaForCausalLM", "KimiLinearForCausalLM")  # one chunk after another
+        is_apart = class_name == "MambaForCausalLM"  # one chunk after another
         assert all((layer.chunks is None) == is_apart for layer in layers_of(llm))
         for _ in range(2):
             assert generate(llm, asked) == expected
