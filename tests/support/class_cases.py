@@ -78,7 +78,7 @@ def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[l
     """The greedy tokens of the model's own `generate`."""
     found = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         with torch.no_grad():
             output = model.generate(
                 ids,

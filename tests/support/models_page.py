@@ -39,7 +39,8 @@ layers, the experts or the rotary embeddings of its default configuration ask fo
 - **K wider than V**: multi-head latent attention, expanded: its cache holds K and V of every head, not the latents.
 - **shared K, V**: layers read an earlier layer's cache.
 - **states**: layers keep a recurrent state of a sequence (linear attention, a state space, the last inputs of a
-  convolution) in a slot of a pool, instead of K and V or beside them.
+  convolution) in a slot of a pool, instead of K and V or beside them. On a GPU `pip install '.[hybrid]'` brings
+  flash-linear-attention, with which prompts are faster; `transformers` then takes it on a CPU too, where it fails.
 - **experts**: routed, through the library's experts interface: `grouped_mm` on a GPU, in CUDA graphs if in bfloat16;
   packed products on a CPU for a model that the engine loaded. *Own experts* run in the model's own code,
   which may loop over the experts on the host and then needs `enforce_eager=True` on a GPU.
