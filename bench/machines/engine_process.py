@@ -111,7 +111,8 @@ def open_server(folder: Path, flag: str, arguments: argparse.Namespace) -> tuple
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "nanovllm.cli", "serve", str(folder), flag, "--port", str(port)]
     command += ["--no-access-log", "--max-model-len", "2048", "--kv-cache-memory-bytes", arguments.kv_cache]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, env=environ, start_new_session=True), port
 
 
