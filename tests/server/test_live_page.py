@@ -14,6 +14,7 @@ from tests.support.async_llms import in_engine_steps
 from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 from tests.support.tiny_classes import tiny_class_model
+from tests.support.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,32 @@ def test_a_goal_and_recurrent_states_are_drawn_where_their_figures_are(open_page
         states = page.locator("#pool_groups .group", has_text="recurrent states")
         expect(states).to_have_text(re.compile(r"\d+ of \d+ in use, \d+ findable"))
         assert page.locator("#pool_groups .group").count() == 2
+        assert page.evaluate(UNNAMED) == []
+
+
+def test_prefixes_beyond_the_kv_cache_are_drawn_below_its_blocks(open_page, tmp_path):
+    options = {"num_kv_blocks": 25, "prefix_cache_host_bytes": 2**26, "prefix_cache_dir": str(tmp_path / "prefixes")}
+    with serving(model=str(save_tiny(tmp_path / "model")), max_model_len=160, **options) as running:
+        page = open_page(running.url)
+        state(page, "live")
+        prompts = [list(range(first, first + 110)) for first in range(3, 120, 9)]
+        for prompt in [*prompts, prompts[0]]:
+            running.client().completions.create(model="tiny", prompt=prompt, max_tokens=2)
+        rows = page.locator("#pool_tiers .group")
+        expect(rows).to_have_count(3)
+        expect(rows.nth(0)).to_have_text(
+            re.compile(r"prefixes in host memory[\d.]+ [KM]iB of 64.0 MiB, \d+ blocks; [1-9]\d* stored, \d+ evicted")
+        )
+        expect(rows.nth(1)).to_have_text(
+            re.compile(r"prefixes in files.*of 8.00 GiB; blocks: \d+ written, \d+ read, 0 failed")
+        )
+        expect(rows.nth(2)).to_have_text(
+            re.compile(r"prefixes loaded\d+ \([\d,]+ tokens\), \d+ computed as that is faster")
+        )
+        tiers = running.stats().tiers
+        assert tiers.num_loads + tiers.num_recomputes > 0
+        comes_true(lambda: page.evaluate("() => stepHistory.newest.tiers.num_loads") == tiers.num_loads)
+        assert rows.nth(0).locator("meter").evaluate("(bar) => bar.value") > 0
         assert page.evaluate(UNNAMED) == []
 
 

@@ -13,6 +13,14 @@ function count(value) { return decimals(Math.round(value), 0); }
 /** Format a number with about three significant digits. */
 function figure(value) { return value < 9.995 ? decimals(value, 2) : value < 99.95 ? decimals(value, 1) : count(value); }
 
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+/** Format a number of bytes. */
+function size(bytes) {
+  const unit = bytes < 1 ? 0 : Math.min(Math.floor(Math.log2(bytes) / 10), BYTE_UNITS.length - 1);
+  return (unit ? figure(bytes / 1024 ** unit) : count(bytes)) + " " + BYTE_UNITS[unit];
+}
+
 /** Format a duration in microseconds as [number, unit]. */
 function durationParts(us) {
   if (us < 1e3) return [count(us), "µs"];

@@ -8,7 +8,7 @@ let isDue = false;
 const chart = new StepsChart({ canvas: $("steps"), overview: $("overview"), span: $("span"), tip, onPick: show });
 const tiles = new Tiles($("tiles"), tip);
 const poolMap = new PoolMap({
-  canvas: $("pool"), legend: $("pool_legend"), groups: $("pool_groups"), note: $("pool_note"), tip,
+  canvas: $("pool"), legend: $("pool_legend"), groups: $("pool_groups"), tiers: $("pool_tiers"), note: $("pool_note"), tip,
 });
 const requestTable = new RequestTable({ body: $("requests"), note: $("requests_note") });
 const store = new ConversationStore();

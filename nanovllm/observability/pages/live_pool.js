@@ -5,8 +5,8 @@ const MOST_CELL = 40, MAP_HEIGHT = 200;
 
 /** Map of the block pool: a cell per block, or per several, filled in proportion. */
 class PoolMap {
-  constructor({ canvas, legend, groups, note, tip }) {
-    Object.assign(this, { canvas, groups, note });
+  constructor({ canvas, legend, groups, tiers, note, tip }) {
+    Object.assign(this, { canvas, groups, tiers, note });
     this.shown = null;
     this.counts = KINDS.map((name) => {
       const item = element("span", name === "free" ? "free" : "", name + " "), number = element("b");
@@ -26,6 +26,7 @@ class PoolMap {
     setText(this.note, this.noteOn(pool, look, about, isLive));
     this.counts.forEach((number, kind) => { setText(number, pool ? count(pool.total[kind]) : "–"); });
     this.drawGroups(look?.groups ?? []);
+    this.drawTiers(look?.tiers, about);
     const numCells = pool ? pool.counts.length / 3 : 0, width = this.canvas.clientWidth;
     if (!numCells || !width) {
       fitCanvas(this.canvas, width, this.canvas.clientHeight);
@@ -49,20 +50,28 @@ class PoolMap {
 
   /** A bar per cache group, such as windows and recurrent states; the map has the blocks of the first. */
   drawGroups(groups) {
-    if (this.groups.children.length !== groups.length) {
-      this.groups.replaceChildren(...groups.map(([name]) => {
-        const row = element("div", "group"), bar = element("meter");
-        bar.setAttribute("aria-label", `${name}: blocks in use`);
-        row.append(element("span", "", name), bar, element("span", "faint"));
-        return row;
-      }));
+    drawBars(this.groups, groups.map(([name, used, findable, total]) =>
+      [name, "blocks in use", used, total, `${count(used)} of ${count(total)} in use, ${count(findable)} findable`]));
+  }
+
+  /** Prefixes beyond the KV cache: a bar for each tier, and how often one was loaded or computed instead. */
+  drawTiers(tiers, about) {
+    this.tiers.hidden = !tiers;
+    if (!tiers) return;
+    const { host_bytes, dir_bytes } = tiers, rows = [];
+    if (about.host_bytes) {
+      rows.push(["prefixes in host memory", "bytes in use", host_bytes, about.host_bytes,
+                 `${size(host_bytes)} of ${size(about.host_bytes)}, ${count(tiers.num_host_blocks)} blocks; `
+                 + `${count(tiers.num_stored_blocks)} stored, ${count(tiers.num_host_evictions)} evicted`]);
     }
-    groups.forEach(([, used, findable, total], index) => {
-      const [, bar, text] = this.groups.children[index].children;
-      bar.max = total;
-      bar.value = used;
-      setText(text, `${count(used)} of ${count(total)} in use, ${count(findable)} findable`);
-    });
+    if (about.dir_bytes) {
+      rows.push(["prefixes in files", "bytes in use", dir_bytes, about.dir_bytes,
+                 `${size(dir_bytes)} of ${size(about.dir_bytes)}; blocks: ${count(tiers.num_written_blocks)} written, `
+                 + `${count(tiers.num_read_blocks)} read, ${count(tiers.num_failed_reads)} failed`]);
+    }
+    rows.push(["prefixes loaded", "of all that tiers had", tiers.num_loads, tiers.num_loads + tiers.num_recomputes,
+               decisions(tiers)]);
+    drawBars(this.tiers, rows);
   }
 
   /** Largest cell size at which the map fits into the panel. */
@@ -97,4 +106,29 @@ class PoolMap {
     if (per === 1) return `block ${count(first)}: ${KINDS[kinds.indexOf(1)]}`;
     return `blocks ${count(first)} to ${count(last)}\n` + KINDS.map((name, kind) => `${count(kinds[kind])} ${name}`).join(", ");
   }
+}
+
+/** What came of prefixes that a tier had. */
+function decisions({ num_loads, num_recomputes, num_loaded_tokens, load_seconds, compute_seconds }) {
+  const last = load_seconds === null || compute_seconds === null ? ""
+    : `; the last: ${duration(1e6 * load_seconds)} to load, ${duration(1e6 * compute_seconds)} to compute`;
+  return `${count(num_loads)} (${count(num_loaded_tokens)} tokens), ${count(num_recomputes)} computed as that is faster${last}`;
+}
+
+/** Draw rows of [name, what the bar shows, value, most, text], each with a bar. */
+function drawBars(place, rows) {
+  if (place.children.length !== rows.length) {
+    place.replaceChildren(...rows.map(([name, about]) => {
+      const row = element("div", "group"), bar = element("meter");
+      bar.setAttribute("aria-label", `${name}: ${about}`);
+      row.append(element("span", "", name), bar, element("span", "faint"));
+      return row;
+    }));
+  }
+  rows.forEach(([, , value, most, text], index) => {
+    const [, bar, shown] = place.children[index].children;
+    bar.max = Math.max(1, most);
+    bar.value = value;
+    setText(shown, text);
+  });
 }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.option_stats import BudgetStats
+from nanovllm.core.option_stats import BudgetStats, TierStats
 from nanovllm.core.outputs import EngineStats, SchedulerStats
 from nanovllm.core.sequence import Sequence as Sample
 from nanovllm.engine import Engine
@@ -59,6 +59,7 @@ class EngineSnapshot:
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     budget: tokens, error and goal (microseconds) of `BudgetStats`, with an itl_goal.
     drafts: with speculation, tokens drafted and accepted of each source.
+    tiers: with tiers of the prefix cache, their counters.
     """
 
     time: float
@@ -74,6 +75,7 @@ class EngineSnapshot:
     queue_positions: dict[str, int] = field(default_factory=dict)
     budget: tuple[int, float | None, int] | None = None
     drafts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tiers: TierStats | None = None
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -126,6 +128,7 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         _machine(engine),
         budget=None if scheduler.budget is None else _budget(scheduler.budget.stats()),
         drafts={} if scheduler.drafting is None else scheduler.drafting.stats().by_source,
+        tiers=None if engine.tiers is None else engine.tiers.stats(),
     )
 
 
@@ -179,6 +182,7 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
         {name: option for name in ("device", "dtype") if (option := getattr(pool.config, name)) != "auto"},
         budget=None if stats.budget is None else _budget(stats.budget),
         drafts={} if stats.speculation is None else stats.speculation.by_source,
+        tiers=stats.tiers,
     )
 
 

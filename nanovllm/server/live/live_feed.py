@@ -18,7 +18,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -88,6 +88,8 @@ class SnapshotMessages:
             }
             if self.snapshot.drafts:
                 data["drafts"] = self.snapshot.drafts
+            if self.snapshot.tiers is not None:
+                data["tiers"] = asdict(self.snapshot.tiers)
             self._messages[last_step, knows_pool] = named_event("look", data)
         return self._messages[last_step, knows_pool]
 
