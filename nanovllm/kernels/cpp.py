@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache, partial
 from pathlib import Path
@@ -46,6 +46,15 @@ _SIGNATURES = {
 }
 
 
+def open_library(library: Path, signatures: Mapping[str, Any]) -> Any:
+    """Functions of a compiled library by their argument types; none returns a value."""
+    functions = ctypes.CDLL(str(library))
+    for name, arguments in signatures.items():
+        function = getattr(functions, name)
+        function.argtypes, function.restype = arguments, None
+    return functions
+
+
 class Kernels:
     """Functions of the compiled library, for one dtype and number of query heads per KV head.
 
@@ -58,10 +67,7 @@ class Kernels:
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int, target: str) -> None:
         self.dtype, self.num_groups, self.target = dtype, num_groups, target
-        functions = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = arguments, None
+        functions = open_library(library, _SIGNATURES)
         functions.least_byte_rows.restype = c_int64
         self.least_byte_rows: int = functions.least_byte_rows()
         self.decode: Any = functions.paged_decode_attention

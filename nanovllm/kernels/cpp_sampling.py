@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from ctypes import c_int, c_int64, c_void_p
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets
+from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets, open_library
 
 MAX_VOCAB_SIZE = 2**19  # sums of masses are exact up to this size
 _TYPES = (torch.float32, torch.bfloat16)
@@ -34,11 +33,7 @@ class RowKernels:
     filters: ClassVar = {"top_k", "top_p", "min_p"}  # applied by `draw`
 
     def __init__(self, library: Path) -> None:
-        functions = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = arguments, None
-        self._functions: Any = functions
+        self._functions = open_library(library, _SIGNATURES)
         self._process_id = os.getpid()
 
     def can_read(self, logits: Tensor) -> bool:

@@ -6,7 +6,6 @@ here instead, and the kernel reads and writes each sequence's slots, so nothing 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.core.errors import KernelBuildError
-from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets
+from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets, open_library
 from nanovllm.kernels.state_checks import first_wrong
 
 logger = logging.getLogger("nanovllm")
@@ -51,11 +50,7 @@ class StateKernels:
     """
 
     def __init__(self, library: Path) -> None:
-        functions = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = arguments, None
-        self._functions: Any = functions
+        self._functions = open_library(library, _SIGNATURES)
         self.reads = self.writes = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._starts: Tensor | None = None  # first row of each sequence, and their end; None for one row each
         self.by_name: dict[str, tuple[str, Callable[..., Any]]] = {
