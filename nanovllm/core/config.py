@@ -38,9 +38,7 @@ def _goal(name: str, value: Any) -> Any:
 
 
 _endpoint = partial(
-    matching,
-    pattern=r"tcp://.+:\d{1,5}|ipc://.+",
-    expected="like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'",
+    matching, pattern=r"tcp://.+:\d{1,5}|ipc://.+", expected="like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'"
 )
 
 
@@ -299,7 +297,7 @@ class EngineConfig:
     def resolve_limits(
         self, device_type: str, max_position_embeddings: int, *, block_size: int | None = None
     ) -> EngineConfig:
-        """Resolve every limit except num_kv_blocks, for a device ("cpu", "cuda") and a model's longest sequence.
+        """Resolve all but num_kv_blocks, for a type of device ("cpu", "cuda") and a model's longest sequence.
 
         Args:
             block_size: default where the user set none; None for the device's.
@@ -333,6 +331,7 @@ class EngineConfig:
             )
         return replace(
             self,
+            device=device_type if self.device == "auto" else self.device,
             max_num_batched_tokens=budget,
             max_num_seqs=num_seqs,
             block_size=block_size,

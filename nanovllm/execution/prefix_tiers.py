@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from nanovllm.core.option_stats import TierStats
 from nanovllm.execution.learned_costs import LearnedCosts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.observability.step_records import Observer, StepRecord
+from nanovllm.process.device import find_kernel
 
 logger = logging.getLogger("nanovllm")
 
@@ -261,7 +261,6 @@ def open_tiers(
     header = None if digest is None else file_header(binding, config, pools, digest)
     if header is not None:
         seed = json.dumps(header, sort_keys=True)
-    config = replace(config, device=binding.device.type)  # not "auto": costs know how rows are padded
     return PrefixTiers(manager, memory, config, pools, seed, header, clock)
 
 
@@ -283,6 +282,8 @@ def file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools, 
         "rope": binding.rope.choice,
         "device": binding.device.type,
         "machine": platform.machine(),
+        "processor": _processor(binding.device),
+        "attention_backend": config.attention_backend,
         "block_size": config.block_size,
         "groups": [[*group.kind.spans, list(group.layers), group.block_bytes] for group in pools.groups],
         "blocks": shapes,
@@ -292,3 +293,11 @@ def file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools, 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _processor(device: torch.device) -> str | None:
+    """The class of the CPU, or the name of the GPU: others round K and V differently."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    rounding_class = find_kernel("processor_classes", "rounding_class")
+    return None if rounding_class is None else rounding_class()

@@ -43,16 +43,14 @@ def learned_budget(
         batch = replace(dummy_batch(binding, config, spans), num_decodes=num_decodes)
         return costs.work(batch), fastest(batch, execute, clock)
 
-    # Not "auto": on a GPU the rows of a step are padded.
-    costs = LearnedCosts(replace(config, device=binding.device.type), () if pools.is_one_full else pools.groups)
+    costs = LearnedCosts(config, () if pools.is_one_full else pools.groups)
     longest = min(config.max_model_len - 1, config.max_num_batched_tokens)
     block = min(config.block_size, longest)
     samples = [timed([(0, block)], 0), timed([(block - 1, 1)], 1)]
     give_up = clock() + PATIENCE_S
     while config.itl_goal != AUTO_GOAL and samples[0][1] > config.itl_goal and clock() < give_up:
         samples[0] = min(samples[0], timed([(0, block)], 0), key=itemgetter(1))
-    settled = resolve_goal(replace(config, device=binding.device.type), samples[0][1])
-    config = replace(config, itl_goal=settled.itl_goal)
+    config = resolve_goal(config, samples[0][1])
     if samples[0][1] <= LONG_STEP:
         samples += [timed([(0, size)], 0) for size in (block // 4, min(4 * block, longest)) if size > 1]
         samples.append(timed([(block - 1, 1)] * min(8, config.max_num_seqs), min(8, config.max_num_seqs)))

@@ -32,6 +32,8 @@ class ProcessorClass:
     lesser_flags: tuple[str, ...]
 
 
+# Flags of instructions that multiply bytes, in which products of quantised weights round differently.
+BYTE_PRODUCTS = frozenset({"amx_int8", "avx512_vnni", "avx512_vbmi", "avx_vnni"})
 NATIVE = ("-march=native",)
 # Best first; the last requires nothing.
 X86 = (
@@ -69,6 +71,13 @@ def targets(environment: Mapping[str, str] = os.environ) -> list[Target]:
             "them, or leave it out."
         )
     return found[names.index(wanted) :]
+
+
+def rounding_class(environment: Mapping[str, str] = os.environ) -> str:
+    """Processor class and byte products of the kernels: machines with equal ones round alike."""
+    best = targets(environment)[0]
+    byte_products = BYTE_PRODUCTS & processor_flags() if NATIVE[0] in best.flags else frozenset()
+    return " ".join([best.name, *sorted(byte_products)])
 
 
 def own_classes(flags: frozenset[str], machine: str) -> list[ProcessorClass]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch
@@ -33,8 +32,7 @@ def draft_costs(
 
     Raises ValueError and OSError for `step_costs` that are no calibration.
     """
-    # Not "auto": on a GPU the rows of a step are padded.
-    costs = DraftCosts(replace(config, device=binding.device.type), () if pools.is_one_full else pools.groups)
+    costs = DraftCosts(config, () if pools.is_one_full else pools.groups)
     if config.step_costs is not None:
         costs.fit = RecursiveFit(read_costs(config.step_costs).step_cost(overlap=config.overlap))
         return costs

@@ -18,7 +18,7 @@ from nanovllm.core.errors import CompilerError, KernelBuildError
 from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes, start_check
 from nanovllm.kernels.packed_product import PANEL
-from nanovllm.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, targets
+from nanovllm.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.packed_linears import OneDnnLinear
 from nanovllm.process.device import cpp_compiler
@@ -324,3 +324,11 @@ def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wr
     monkeypatch.setattr(nn.functional, "linear", wrong)
     monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, states: wrong(states, linear.weight, linear.bias))
     assert by_one_dnn.is_right(linear) == (wrong_from is None)
+
+
+def test_the_rounding_class_names_byte_products_of_the_processors_own_instructions(monkeypatch):
+    flags = frozenset({"avx512f", "avx512bw", "avx512_vnni", "avx2", "fma"})
+    monkeypatch.setattr(processor_classes, "processor_flags", lambda: flags)
+    monkeypatch.setattr(processor_classes.platform, "machine", lambda: "x86_64")
+    assert rounding_class({}) == "avx512 avx512_vnni"
+    assert rounding_class({VARIABLE: "avx2"}) == "avx2"

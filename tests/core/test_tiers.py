@@ -23,6 +23,7 @@ from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
 from nanovllm.execution import prefix_tiers
 from nanovllm.execution.learned_costs import LearnedCosts
+from nanovllm.kernels import processor_classes
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
@@ -358,6 +359,13 @@ def test_a_directory_of_another_model_is_a_miss(folder, kept, tmp_path):
     for found in ([0, 64], [64, 64]):  # then it finds its own there
         assert run_in(other, kept)[:2] == (expected, found)
     assert run_in(folder, kept)[1] == [64, 64]
+
+
+def test_a_directory_of_a_processor_that_rounds_differently_is_a_miss(folder, kept, monkeypatch):
+    monkeypatch.setattr(processor_classes, "rounding_class", lambda: "another")
+    assert run_in(folder, kept)[1][0] == 0
+    monkeypatch.undo()
+    assert run_in(folder, kept)[1][0] > 0
 
 
 def test_other_weights_of_the_same_config_are_another_model(folder, kept, tmp_path):

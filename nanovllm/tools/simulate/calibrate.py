@@ -179,7 +179,7 @@ def head_starts(
 
 
 def _works(engine: Engine, log: _StepLog) -> list[StepWork]:
-    sizes = RowSizes.from_config(replace(engine.config, device=engine.model_runner.device.type))
+    sizes = RowSizes.from_config(engine.config)
     groups = groups_of(engine)
     return [StepWork.from_batch(batch, engine.config.block_size, sizes, groups) for _, batch in log.steps]
 
@@ -190,8 +190,7 @@ def _launch_blocks(engine: Engine) -> bool:
 
 def scenarios(config: EngineConfig) -> list[Scenario]:
     """Return the scenarios that fit the engine's limits; equal limits give equal scenarios."""
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
+    room = min(MAX_SCENARIO_TOKENS[config.device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
 
     def decoded(count: int, length: int) -> Group:
