@@ -23,6 +23,7 @@ REFUSALS: dict[str, Mapping[str, str]] = {
     },
     "a tokenizer that cannot be pickled": {REPLICAS: "each replica needs a copy. Pass a folder or hub id of it."},
     "trace": {REPLICAS: "a trace shows one engine's steps and blocks. Trace one replica's share of the requests."},
+    "exact_activations": {TENSOR_PARALLEL: "ranks multiply no weights as bytes. Leave it out."},
     "nanovllm bench": {REPLICAS: "it steps one engine. Measure replicas by bench/machines/replicas.py."},
     "nanovllm tune": {REPLICAS: "it measures one engine. Tune one, and give its options to every replica."},
     "nanovllm calibrate": {REPLICAS: "it measures one engine. Calibrate one, and simulate several by --replicas."},

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.source import is_gguf
 
 
@@ -38,6 +39,8 @@ def check_limits(config: Any, options: EngineConfig) -> None:
 
 def check_stored_limits(source: str, options: EngineConfig) -> None:
     """As `check_limits`, for a config on disk: of a folder, GGUF file or cached hub model; skipped if there is none."""
+    if options.exact_activations:
+        check_exact_activations(options, source)
     if is_gguf(source):
         from nanovllm.model.gguf.config import read_config
         from nanovllm.model.gguf.file import open_gguf

@@ -21,6 +21,7 @@ from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
+from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
 from nanovllm.model.quantising import quantise_model
@@ -150,6 +151,8 @@ def device_of(config: EngineConfig) -> torch.device:
 def load_weights(source: str, config: EngineConfig) -> LoadedModel:
     """Load a model without its tokenizer from a folder, file or hub id."""
     device = device_of(config)
+    if config.exact_activations:
+        check_exact_activations(config, source, device.type)
     module = load_module(source, config, device).to(device).eval()
     return LoadedModel(module, None, is_live=False, identity=identity_of(source, config))
 
@@ -293,6 +296,8 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
             f"quantization is {config.quantization!r}, but a loaded module is its owner's, and quantised weights would "
             "not follow his changes. Leave it out, or save the module (save_pretrained) and pass the folder."
         )
+    if config.exact_activations:
+        check_exact_activations(config, None)
     if config.revision is not None:
         raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
     if config.trust_remote_code:

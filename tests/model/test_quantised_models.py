@@ -129,7 +129,7 @@ def test_what_else_an_engine_does_changes_no_answer(folder, llm):
 @pytest.mark.usefixtures("programs_are_forked")
 def test_replicas_answer_as_one_engine_does(folder):
     expected = by_transformers(dequantised(folder, "int8"))
-    with LLM(folder, quantization="int8", data_parallel_size=2, **OPTIONS) as replicas:
+    with LLM(folder, quantization="int8", exact_activations=True, data_parallel_size=2, **OPTIONS) as replicas:
         assert tokens(replicas) == expected
 
 

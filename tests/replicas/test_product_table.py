@@ -35,8 +35,8 @@ LIMITS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "skip_tokenizer_init": False,
-    "record_itl": True, "seed": 7, "exact_activations": True,
-    "trust_remote_code": True, "kv_cache_touch": "none", "client_weights": {"batch": 0.5},
+    "record_itl": True, "seed": 7, "trust_remote_code": True, "kv_cache_touch": "none",
+    "client_weights": {"batch": 0.5},
     "prefix_cache_host_bytes": 8 << 20, "prefix_cache_dir_bytes": 64 << 20,
     "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE), "speculation": "suffix",
     "num_speculative_tokens": 5,
@@ -412,7 +412,8 @@ HUB = {
 ELSEWHERE = {
     REPLICAS: {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
-        "structured_output": "test_structured_replicas", "quantization": "test_quantised_models",
+        "structured_output": "test_structured_replicas",
+        "quantization": "test_quantised_models", "exact_activations": "test_quantised_models",
         "draft_model": "test_draft_models",
         "prefix_cache_dir": "test_tiers",
     } | HUB,

@@ -22,6 +22,7 @@ from nanovllm.cli.main import main
 status = main(sys.argv[1:])
 print(status, "torch" in sys.modules)
 """
+EXACT = {"exact_activations": True, "quantization": "int8", "device": "cpu"}
 WORKLOAD = ("--workload", "chat")
 
 
@@ -48,6 +49,7 @@ def held() -> int:
             ["max_num_batched_tokens is 64", "at least 80"],
         ),
         (["serve", "--tokenizer", "/no/such/tokenizer"], ["tokenizer", "/no/such/tokenizer"]),
+        (["serve", "--exact-activations"], ["exact_activations is True", "are not quantised", "quantization='int8'"]),
         (["generate", "one", "--max-model-len", "4096"], ["at most 2048"]),
         (["generate", "one", "--trace", "/no/such/folder/trace.json"], ["/no/such/folder/trace.json"]),
         (["chat", "--max-model-len", "4096"], ["at most 2048"]),
@@ -90,14 +92,29 @@ def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imp
         ({"tensor_parallel_size": 4, "device": "cpu"}, "6 attention heads"),
         ({"data_parallel_size": 2, "max_model_len": 4096, "device": "cpu"}, "at most 2048"),
         ({"tokenizer": "/no/such/tokenizer"}, "/no/such/tokenizer"),
+        (EXACT | {"quantization": None}, "are not quantised, so no weights .* set quantization='int8' or 'int4'"),
+        (EXACT | {"attention_backend": "flex"}, "attention_backend is 'flex', .* set attention_backend='cpp'"),
+        (EXACT | {"enforce_eager": True}, "enforce_eager is True, .* drop enforce_eager"),
+        (EXACT | {"device": "cuda:1"}, "the device is 'cuda:1', .* set device='cpu'"),
+        (EXACT | {"quantization": None, "tensor_parallel_size": 2}, "exact_activations does not work with tensor_par"),
+        (EXACT | {"quantization": None, "data_parallel_size": 2}, "are not quantised"),
     ],
-    ids=["length", "ranks", "replicas", "tokenizer"],
+    ids=str,
 )
 def test_an_llm_refuses_options_beyond_the_model_before_weights_are_read(folder, monkeypatch, options, named):
     monkeypatch.setattr(loader, "load_weights", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr("nanovllm.replicas.fleet.Fleet.launch", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=named):
         LLM(folder, **options)
+
+
+def test_exact_activations_are_refused_for_a_gpu_that_is_found_and_for_a_module(folder, monkeypatch):
+    monkeypatch.setattr(loader, "load_module", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"the device is 'cuda', so no weights are multiplied as bytes\. Leave it out"):
+        LLM(folder, exact_activations=True, quantization="int8")
+    with pytest.raises(ValueError, match=r"the model is a loaded module, .* save it \(save_pretrained\)"):
+        LLM(tiny_model(), exact_activations=True)
 
 
 def test_limits_of_a_configs_class_count_too_where_the_file_leaves_them_out(folder, tmp_path, monkeypatch):
