@@ -70,7 +70,8 @@ class Blocks(Protocol):
 class Admission:
     """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
 
-    Nothing passes a request that lacks blocks; one that other limits hold back is passed a bounded number of times.
+    Nothing passes a request that lacks blocks. One whose chunk rounds to nothing is passed a bounded number of times,
+    by requests of its client.
     """
 
     def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
@@ -94,6 +95,8 @@ class Admission:
         for sequence in waiting:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
+            if overtaken and sequence.client != overtaken[0].client:
+                break  # else its share would exceed the bound
             if sequence.num_in_flight_tokens:
                 continue  # preempted with a token in flight: it comes back once that is read
             if shared and sequence.shared_prompt in shared and not blocks.cuts_chunks:

@@ -394,6 +394,15 @@ def test_a_slot_is_not_taken_while_a_prefill_is_in_progress():
 # ----------------------------------------------------------------------------------------------------------- the bound
 
 
+@pytest.mark.parametrize("client", ["b", "c"])
+def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alone(client: str):
+    loop = make_loop(max_num_batched_tokens=11, max_num_seqs=7)
+    loop.add(prompt(12), client="a")
+    loop.add(prompt(10, 1), client="b")
+    loop.add(prompt(3, 2), client=client)
+    assert chunks(loop.step()) == {"0": (0, 8)} | ({"2": (0, 3)} if client == "b" else {})
+
+
 def random_scheduler(rng: random.Random) -> Scheduler:
     """With costs and a budget by predictions without sense, of tiny pools and few slots."""
     config = make_config(
@@ -435,9 +444,9 @@ def run_backlogged(seed: int, num_steps: int) -> float:
     return largest / (2 * scheduler.share_bound / smallest)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 197])
 def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed: int):
-    assert 0 < run_backlogged(seed, num_steps=1500) <= 1.0
+    assert 0 < run_backlogged(seed, num_steps=1900) <= 1.0
 
 
 def first_token_waits(client: str) -> list[int]:
