@@ -15,8 +15,8 @@ from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.execution.learned_costs import (
     DEFAULT_GOAL_S,
     GPU_GOAL_S,
-    MAX_MARGIN,
     MAX_MISSES,
+    MISS,
     LearnedCosts,
     RecursiveFit,
     relative_decode_cost,
@@ -114,15 +114,15 @@ def test_no_coefficient_is_ever_negative_and_decodes_alone_leave_the_costs_of_pr
     assert fit.cost.per_chunk_pair == before.per_chunk_pair
 
 
-def test_nineteen_of_twenty_steps_keep_the_predicted_time_with_its_margin():
+def test_nearly_all_steps_keep_the_predicted_time_with_its_margin():
     fit, r = RecursiveFit(TRUE), random.Random(8)
     assert fit.margin == 1.0
     learn(fit, TRUE, 200, noise=0.0)
     assert fit.margin < 1.001
-    learn(fit, TRUE, 400, noise=0.3)
-    works = [random_work(r) for _ in range(400)]
+    learn(fit, TRUE, 800, noise=0.3)
+    works = [random_work(r) for _ in range(1000)]
     kept = sum(TRUE.seconds(work) * r.uniform(0.7, 1.3) <= fit.margin * fit.seconds(work) for work in works)
-    assert 0.9 < kept / len(works) < 0.99
+    assert 0.96 < kept / len(works) < 1.0
 
 
 def test_a_margin_is_bounded_and_follows_steps_with_chunks_alone():
@@ -130,11 +130,11 @@ def test_a_margin_is_bounded_and_follows_steps_with_chunks_alone():
     for number in range(200):
         work = random_work(r, with_chunk=number % 2 == 0)
         fit.learn(work, TRUE.seconds(work) * (1.0 if number % 2 == 0 else 1.6 if number % 4 == 1 else 0.6))
-    assert fit.margin < 1.1
+    assert fit.margin < 1.25
     for number in range(100):
         work = random_work(r)
         fit.learn(work, fit.seconds(work) * (1.9 if number % 4 == 0 else 0.9))
-    assert fit.margin == MAX_MARGIN
+    assert 1.8 < fit.margin < MISS
 
 
 def test_a_budget_leaves_the_margin_to_steps_that_vary():
