@@ -2,6 +2,7 @@
 
     python bench/machines/goals_by_rate.py                          an 8B model on an H200, simulated by arithmetic
     python bench/machines/goals_by_rate.py --costs costs.json       a machine of `nanovllm calibrate`, simulated
+    python bench/machines/goals_by_rate.py --noise quiet --seeds 6  steps that vary as measured ones do, six plays a row
     python bench/machines/goals_by_rate.py --measure --minutes 20   this machine, measured too
 
 Measured are the embedded model on a CPU, and random weights in the shape of Qwen3-0.6B on a GPU.
@@ -22,16 +23,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.machines.random_models import SHAPES, NoText, checkpoint, device, token_bytes, weight_bytes
+from bench.machines.assumed_costs import NOISE, by_arithmetic, noisy
+from bench.machines.random_models import NoText, checkpoint, device
 from bench.machines.traffic_engines import OurStreaming, play
 from bench.machines.traffic_requests import params_of
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import RequestMetrics
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.bench.replay import Replay
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
@@ -41,7 +43,6 @@ from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import Workload
 
 DEFAULT_MODEL, GPU_SHAPE = "smollm2-135m-instruct", "0.6b"
-READ_RATE, FLOP_RATE, PAIR_RATE, H200_BYTES = 4e12, 600e12, 400e12, 126e9  # of an H200: bytes, FLOP a second; 0.9 of it
 WARM_UPS = 16  # requests
 AT_LEAST = {"share": -0.01, "throughput": 0.98, "itl": 1.1}  # of the goal against the best fixed budget
 
@@ -65,28 +66,6 @@ PRESETS = {
     "cpu": Preset((128, 256, 512, 1024), 0.1, RequestGoals(2.0, 0.12), 400, 0.25),
     "cuda": Preset((512, 1024, 2048, 8192), 0.01, RequestGoals(0.5, 0.012), 2000, 1.0),
 }
-
-
-def by_arithmetic(shape: str) -> Calibration:
-    """Costs of a shape on an H200: bytes over its bandwidth, FLOP over the rate of large products."""
-    num_bytes, kv_bytes, sizes = weight_bytes(shape), token_bytes(shape), SHAPES[shape]
-    group = sizes["num_attention_heads"] / sizes["num_key_value_heads"]
-    cost = DeviceCost(
-        128, fixed=num_bytes / READ_RATE + 3e-4, per_token_below=2e-6,
-        per_token_above=num_bytes / FLOP_RATE,  # two bytes and two FLOP a weight
-        per_decode=1e-6, per_chunk=2e-5, per_context_token=kv_bytes / READ_RATE,
-        per_shared_context_token=kv_bytes / READ_RATE, per_chunk_pair=group * kv_bytes / PAIR_RATE, per_sample=1e-6,
-        both=2e-4,
-    )  # fmt: skip
-    host = CostModel(
-        HostCost(5e-5, 1e-6, 5e-6), cost, HostCost(5e-5, 2e-6), HostCost(3e-4, 1e-6, 5e-6), launch_blocks=False
-    )
-    return Calibration(
-        model=shape, dtype="bfloat16", device="cuda", attention_backend="flex", enforce_eager=False, cuda_graphs=True,
-        block_size=64, max_position_embeddings=40_960, kv_token_bytes=kv_bytes,
-        kv_cache_bytes=int(H200_BYTES) - num_bytes, hardware={"gpu": "an H200 by arithmetic"}, versions={},
-        num_samples=0, residuals={}, cost_model=host,
-    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- experiments
@@ -136,13 +115,12 @@ class Bench:
         return build(f"{traffic}:requests={requests},scale={scale},rate={rate:.4g},seed={seed}")
 
     def row(self, source: str, traffic: str, share: float, rate: float, setting: str, play: Play) -> Row:
-        workload = self.workload(traffic, rate, seed=1 + round(100 * share))
-        requests = play(workload, self.settings[setting])
-        found = figures(requests, [])
-        kept = self.limits.figures(requests, found["seconds"])["share"]
-        return Row(
-            source, traffic, share, rate, setting, kept, found["ttft"], found["itl"], found["output_tokens_per_second"]
-        )
+        first, options = 1 + round(100 * share), self.settings[setting]
+        plays = [play(self.workload(traffic, rate, first + 1000 * n), options) for n in range(self.options.seeds)]
+        requests = [request for played in plays for request in played]
+        found, kept = figures(requests, []), self.limits.figures(requests, 1.0)["share"]
+        tokens_per_second = mean(figures(played, [])["output_tokens_per_second"] for played in plays)
+        return Row(source, traffic, share, rate, setting, kept, found["ttft"], found["itl"], tokens_per_second)
 
     def capacity(self, traffic: str, play: Play) -> tuple[float, str]:
         """Requests a second, and the budget that reaches them, by bisection to 4 %."""
@@ -195,10 +173,12 @@ def verdict(rows: list[Row], itl_goal: float) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------- players
 
 
-def simulated(calibration: Calibration) -> Play:
+def simulated(calibration: Calibration, noise: str | None = None) -> Play:
     def player(workload: Workload, options: Options) -> list[RequestMetrics]:
-        config = calibration.resolve(EngineConfig(**options))
-        return simulate(workload, config, calibration.cost_model, pools=calibration.pools(config)).requests
+        config, costs = calibration.resolve(EngineConfig(**options)), calibration.cost_model
+        if noise is not None:
+            costs = noisy(costs, noise, round(1e6 * workload.requests[-1].arrival))
+        return simulate(workload, config, costs, pools=calibration.pools(config)).requests
 
     return player
 
@@ -268,6 +248,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, help="requests a second, instead of looking for it")
     parser.add_argument("--requests", type=int, help="of each rate")
     parser.add_argument("--scale", type=float, help="of all lengths")
+    parser.add_argument("--noise", choices=list(NOISE), help="of the simulated steps with decodes and prompts")
+    parser.add_argument("--seeds", type=int, default=1, help="plays of other requests in each row")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no play begins after so many")
     parser.add_argument("--out", type=Path, help="JSON file of the rows, written after each")
     add_request_goal_flags(parser)
@@ -307,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Bench(options, RequestGoals(options.goal_ttft, options.goal_itl), settings_of(options))
     calibration, model, fixed = opened(options)
     print(f"{calibration.model} on {calibration.hardware}: limits {bench.limits}, scale {options.scale:g}", flush=True)
-    players: dict[str, Play] = {"simulated": simulated(calibration)}
+    players: dict[str, Play] = {"simulated": simulated(calibration, options.noise)}
     machine = Machine(model, fixed, idle=25.0 if calibration.device == "cuda" else 0.0)
     if options.measure:
         players["measured"] = machine

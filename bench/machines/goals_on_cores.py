@@ -42,7 +42,7 @@ def play(options: argparse.Namespace) -> None:
     rows = []
     for share in options.shares:
         rate = share * capacity
-        sizes = argparse.Namespace(scale=scale, requests=max(4, round(rate * options.play)))
+        sizes = argparse.Namespace(scale=scale, requests=max(4, round(rate * options.play)), seeds=1)
         bench = Bench(sizes, LIMITS, SETTINGS)
         rows.append(bench.row("measured", options.traffic[0], share, rate, options.setting, machine))
         print(rows[-1], flush=True)

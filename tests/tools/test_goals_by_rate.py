@@ -7,8 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.machines.goals_by_rate import Machine, Row, by_arithmetic, main, metrics_of, verdict
+from bench.machines.assumed_costs import NOISE, by_arithmetic, noisy
+from bench.machines.goals_by_rate import Machine, Row, main, metrics_of, simulated, verdict
+from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.tools.bench.replay import Finished, Replay
+from nanovllm.tools.tune.goals import RequestGoals
+from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import random_requests
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import save_tiny
@@ -81,3 +85,40 @@ def test_costs_by_arithmetic_are_those_of_an_8b_model():
     assert cost.fixed == pytest.approx(4.1e-3, rel=0.1) and cost.per_token_above == pytest.approx(26e-6, rel=0.1)
     assert cost.per_context_token == pytest.approx(37e-9, rel=0.02)
     assert cost.per_chunk_pair == pytest.approx(1.5e-9, rel=0.1)
+
+
+# --------------------------------------------------------------------------------------------------------------- noise
+
+# About two cores of a Xeon with AMX and a model of 135M parameters.
+TWO_CORES = DeviceCost(
+    16, fixed=15e-3, per_token_below=0.1e-3, per_token_above=0.3e-3, per_decode=0.5e-3, per_chunk=2e-3,
+    per_context_token=1e-6, per_shared_context_token=3e-7, per_chunk_pair=2.1e-7, per_sample=0.1e-3, both=1e-3,
+)  # fmt: skip
+MACHINE = replace(
+    CALIBRATION, max_position_embeddings=8192, cost_model=replace(CALIBRATION.cost_model, device=TWO_CORES)
+)
+
+
+def test_steps_of_decodes_and_chunks_take_the_factors_of_a_noise():
+    decodes = StepWork(4, 4, 0, 100, 0, 0, 4)
+    both, cost = decodes.with_chunk(0, 64), noisy(MACHINE.cost_model, "quiet", seed=1).device
+    factors = [cost.seconds(both) / TWO_CORES.seconds(both) for _ in range(2000)]
+    assert sorted({round(factor, 6) for factor in factors}) == [1.0, 1.34]
+    assert 0.08 < sum(factor > 1.1 for factor in factors) / len(factors) < 0.12
+    assert cost.seconds(decodes) == TWO_CORES.seconds(decodes)
+    shared = noisy(MACHINE.cost_model, "shared", seed=1).device
+    factors = sorted(shared.seconds(both) / TWO_CORES.seconds(both) for _ in range(2000))
+    assert factors[1000] == pytest.approx(1.0, abs=0.02) and factors[1900] == pytest.approx(1.55, abs=0.08)
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_beside_steps_that_vary_a_goal_keeps_as_many_requests_as_the_best_budget(noise: str):
+    limits, play = RequestGoals(2.0, 0.12), simulated(MACHINE, noise)
+    workloads = [build(f"azure-conv:requests=800,scale=0.25,rate=2.55,seed={seed}") for seed in (10, 11)]
+
+    def kept(**options: float) -> float:
+        played = [request for each in workloads for request in play(each, {"max_num_batched_tokens": 1024, **options})]
+        return float(limits.figures(played, 1.0)["share"])
+
+    best = max(kept(max_num_batched_tokens=budget) for budget in (128, 256, 512))
+    assert kept(itl_goal=0.1) >= best - 0.01
