@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.chat_answers import Answers
 from nanovllm.cli.conversation import QUOTES, ChatEnded, Conversation
-from nanovllm.cli.display import printable
+from nanovllm.cli.display import print_notice
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
@@ -66,7 +66,7 @@ def add_chat_command(commands: Any) -> None:
 
 def _chat(options: argparse.Namespace) -> int:
     take_model_argument(options)
-    conversation = Conversation(options.system, sampling_options(options), show=_show)
+    conversation = Conversation(options.system, sampling_options(options), show=print_notice)
     if options.resume:
         _resume(conversation, options)
     check_start(options, engine_options(options))
@@ -86,10 +86,6 @@ def _resume(conversation: Conversation, options: argparse.Namespace) -> None:
     conversation.load(path)
     if options.system is not None:
         conversation.system = options.system
-
-
-def _show(text: str) -> None:
-    print(text, flush=True)
 
 
 def _piped_messages() -> Iterator[str]:
@@ -223,6 +219,8 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
     conversation.confirm = terminal.confirm
     answers = Answers(conversation, options, loading.wait, is_terminal=True)
     _add_model_command(conversation, answers, options, loading)
+    if options.resume:
+        conversation.show(f"going on with {len(conversation.messages)} messages; /show tells more, /reset begins anew")
     try:
         while (line := _read_typed(terminal)) is not None:
             question = None
@@ -239,7 +237,7 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
                 if loading.has_failed:
                     loading.wait()
                 conversation.restore(question)
-                print(f"nanovllm: error: {printable(in_words(error))}", file=sys.stderr)
+                print_notice(f"nanovllm: error: {in_words(error)}", sys.stderr)
             except KeyboardInterrupt:
                 conversation.restore(question)
                 print(flush=True)
@@ -260,7 +258,7 @@ def _read_typed(terminal: Terminal) -> str | None:
         except EOFError:
             return None
         except KeyboardInterrupt:
-            print("Ctrl-D or /exit leaves; /help lists the commands")
+            print_notice("Ctrl-D or /exit leaves; /help lists the commands")
 
 
 def _last_conversation() -> Path:

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from nanovllm.cli.conversation import Conversation
-from nanovllm.cli.display import Display, PlainDisplay, draws, printable
+from nanovllm.cli.display import Display, PlainDisplay, draws, print_notice, printable
 from nanovllm.cli.sampling_flags import sampling_params
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ class Answers:
         last = self._show_stream(llm, llm.stream(prompt, params, timeout=self._options.timeout), params, "")
         is_same = self._conversation.record(question, "" if last is None else last.text)
         if is_same and self._is_terminal:
-            print("[the same answer: it is greedy or has a seed; /set temperature 0.8 draws others]", file=sys.stderr)
+            print_notice("[the same answer: it is greedy or has a seed; /set temperature 0.8 draws others]", sys.stderr)
 
     def _continue(self, _: str) -> None:
         """Go on with the last answer; its KV comes from the prefix cache."""
-        messages, output = self._conversation.messages, self._last
-        completion = output.outputs[0] if output is not None and output.outputs else None
-        if output is None or completion is None or not messages or messages[-1]["content"] != completion.text:
+        output = self._current()
+        if output is None:
             raise ValueError("there is no answer to go on with, or it is not from this model and this session.")
+        completion = output.outputs[0]
         if completion.finish_reason == "stop":
             raise ValueError("the last answer ended by itself. Ask for more in a message.")
         llm = self._llm()
@@ -76,7 +76,15 @@ class Answers:
         stream = llm.resume(output, params, timeout=self._options.timeout)
         last = self._show_stream(llm, stream, params, completion.text)
         if last is not None:
-            messages[-1]["content"] = last.text
+            self._conversation.messages[-1]["content"] = last.text
+
+    def _current(self) -> RequestOutput | None:
+        """The last output, if its text still ends the conversation."""
+        messages, output = self._conversation.messages, self._last
+        is_last = (
+            output is not None and output.outputs and messages and messages[-1]["content"] == output.outputs[0].text
+        )
+        return output if is_last else None
 
     def _show_stream(
         self, llm: LLM, stream: Iterator[RequestOutput], params: SamplingParams, shown: str
@@ -112,7 +120,7 @@ class Answers:
             text = f"cut after {self._options.timeout:g} s: /continue goes on"
         else:
             return
-        print(f"[{text}]", file=sys.stderr)
+        print_notice(f"[{text}]", sys.stderr)
 
     def _status(self, llm: LLM, output: RequestOutput, rate: _Rate) -> str:
         used = f"{_num_tokens(output):,} of {llm.config.max_model_len:,} tokens"
@@ -135,7 +143,7 @@ class Answers:
     # ------------------------------------------------------------------------------------------------------ commands
 
     def _show(self, _: str) -> None:
-        conversation, llm, output = self._conversation, self._llm(), self._last
+        conversation, llm, output = self._conversation, self._llm(), self._current()
         params = sampling_params(conversation.sampling, llm)
         used = "" if output is None else f"{_num_tokens(output):,} of "
         system = conversation.system

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
-from typing import Protocol
+import textwrap
+from typing import Protocol, TextIO
 
+_FIRST_COLUMN = re.compile(r"\S+(?: \S+)* {2,}")  # of a table, such as that of /help
 # Control characters of C0 and C1, and marks that reorder text: a model must not move the cursor, set the title or
 # hide a part of its answer.
 _REORDERING = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -32,6 +36,24 @@ def printable(text: str) -> str:
 def print_answer(text: str, *, end: str = "\n") -> None:
     """Print a model's text: as it stands in a pipe or file, `printable` at a terminal."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def print_notice(text: str, file: TextIO | None = None) -> None:
+    """Print the program's own text, at a terminal with lines broken at words; standard output by default."""
+    file = file or sys.stdout
+    if file.isatty():
+        text = wrapped(printable(text), shutil.get_terminal_size().columns)
+    print(text, file=file, flush=True)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break lines at words; the second column of a table keeps its place if it has half of the width."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        column = _FIRST_COLUMN.match(line)
+        indent = column.end() if column is not None and column.end() <= width // 2 else 0
+        lines += textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def draws() -> bool:

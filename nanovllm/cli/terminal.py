@@ -34,7 +34,7 @@ class Terminal:
         self._session: PromptSession[str] = PromptSession(
             history=_history() if keeps_history else InMemoryHistory(),
             key_bindings=_key_bindings(),
-            rprompt=status,
+            rprompt=lambda: None if get_app().is_done else status(),  # a line that was sent keeps none
             prompt_continuation="  ",
             multiline=True,  # Enter still sends; see the bindings
             enable_open_in_editor=True,  # Ctrl-X Ctrl-E

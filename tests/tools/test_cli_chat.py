@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -163,6 +164,12 @@ def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path):
     shown = dict(line.split(maxsplit=1) for line in lines[-6:])
     assert shown["model"] == str(other) and shown["sampling"] == "greedy" and shown["messages"] == "4"
     assert shown["options"] == "max_tokens 6" and shown["context"].endswith("of 256 tokens")
+
+
+def test_the_context_that_is_shown_is_that_of_the_conversation(run):
+    out = run("chat", *SHORT, stdin="hello\n/show\n/reset\n/show\n")[1]
+    first, second = (line.removeprefix("context").strip() for line in out.splitlines() if line.startswith("context"))
+    assert re.fullmatch(r"\d+ of 256 tokens", first) and second == "256 tokens"
 
 
 def test_a_chat_goes_on_with_the_last_conversation(run, monkeypatch, tmp_path):

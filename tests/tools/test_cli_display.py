@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from nanovllm.cli import markdown
-from nanovllm.cli.display import PlainDisplay, draws, printable
+from nanovllm.cli.display import PlainDisplay, draws, print_notice, printable, wrapped
 from nanovllm.cli.markdown import MarkdownDisplay
 
 TEXT = """\
@@ -173,3 +173,18 @@ def test_nothing_is_drawn_in_a_pipe_or_without_colours(monkeypatch):
             for name, value in variables.items():
                 patch.setenv(name, value)
             assert draws() == (is_terminal and not variables)
+
+
+def test_notices_break_at_words_and_a_table_keeps_its_second_column():
+    assert wrapped("81 bytes are in the clipboard\n\n/usr/a/path-that-is-long", 16) == (
+        "81 bytes are in\nthe clipboard\n\n/usr/a/path-that\n-is-long"
+    )
+    assert wrapped("/set A B  an option, such as this", 24) == ("/set A B  an option,\n          such as this")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_notices_are_wrapped_and_printable_at_a_terminal_alone(monkeypatch, is_terminal):
+    monkeypatch.setenv("COLUMNS", "12")
+    output = Output(is_terminal=is_terminal)
+    print_notice("some words \x1b[2J", output)
+    assert output.getvalue() == ("some words\n\ufffd[2J\n" if is_terminal else "some words \x1b[2J\n")
