@@ -205,7 +205,7 @@ def main(descriptor: int, front: int) -> None:
     if not isinstance(start, Start):
         raise TypeError(f"the first message is {start!r}.")
     setup = pickle.loads(start.setup)
-    logging.basicConfig(format=f"%(levelname)s:%(name)s:replica {setup['index']}: %(message)s")
+    logging.basicConfig(format=f"%(name)s: replica {setup['index']}: %(message)s")  # as the command's lines
     logging.getLogger("nanovllm").setLevel(setup["log_level"])
     match_log_format(setup)
     try:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.config import EngineConfig
+from nanovllm.model.loader import device_of
+from nanovllm.server.settings import ENGINE_PROCESS_DEVICES
 from nanovllm.streaming.engines import EngineInterface
 
 
@@ -20,16 +23,20 @@ class EngineProcessLLM(AsyncLLM):
         return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-def front_door(options: dict[str, Any], *, engine_process: bool) -> type[AsyncLLM]:
+def front_door(options: dict[str, Any], *, engine_process: bool | None) -> type[AsyncLLM]:
     """Class of the server's front door; raises ValueError for engine options that an engine process does not support.
 
     Args:
         options: the given engine options.
+        engine_process: None for the device's default, which leaves out what an engine process does not support.
     """
-    device = str(options.get("device", "auto"))
-    if engine_process and device.startswith("cuda:"):
+    config = EngineConfig.from_options(**options)
+    names_gpu = config.device.startswith("cuda:")
+    if engine_process is None:
+        engine_process = not names_gpu and device_of(config).type in ENGINE_PROCESS_DEVICES
+    elif engine_process and names_gpu:
         raise ValueError(
-            f"device is {device!r}, which --engine-process does not support: its process sees one GPU alone. Leave "
-            f"device at 'auto', and set CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}."
+            f"device is {config.device!r}, which --engine-process does not support: its process sees one GPU alone. "
+            f"Leave device at 'auto', and set CUDA_VISIBLE_DEVICES={config.device.removeprefix('cuda:')}."
         )
     return EngineProcessLLM if engine_process else AsyncLLM

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanovllm.core.config import NOT_SET
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matching, one_of, real, strings, utf8
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
+# Types of devices whose engines have a process of their own by default: ("cuda",) or none.
+ENGINE_PROCESS_DEVICES: tuple[str, ...] = ()
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
@@ -176,9 +179,9 @@ class ServerSettings:
     )
     store_bytes: int = option(2**28, "size of all kept conversations in bytes, above which the oldest are dropped.")
     engine_process: bool = option(
-        False,
+        NOT_SET,
         "run the engine in a process of its own: it does not wait for the server's work, and is started again if it "
-        "dies, while its requests go on.",
+        f"dies, while its requests go on. Default: {'on a GPU' if ENGINE_PROCESS_DEVICES else 'off'}.",
     )
     log_prompts: bool = option(False, "log prompts and messages.")
     access_log: bool = option(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.server import app
+from nanovllm.server import app, engine_process
 from nanovllm.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.server.settings import ServerSettings
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
@@ -65,7 +66,7 @@ def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile
     assert (now["state"], now["restarts"]) == ("up", 1)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [None, False, True])
 def test_the_option_chooses_the_front_door(monkeypatch, given):
     opened: list[Any] = []
 
@@ -83,3 +84,11 @@ def test_a_gpu_by_its_number_is_refused_with_the_remedy():
     assert front_door({"device": "cuda:1"}, engine_process=False) is AsyncLLM
     with pytest.raises(ValueError, match=r"'cuda:1', which --engine-process does not support.*CUDA_VISIBLE_DEVICES=1"):
         front_door({"device": "cuda:1"}, engine_process=True)
+
+
+def test_a_gpu_may_have_it_by_default_except_for_one_that_is_named(monkeypatch):
+    monkeypatch.setattr(engine_process, "ENGINE_PROCESS_DEVICES", ("cuda",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    doors = [front_door({"device": device}, engine_process=None) for device in ("auto", "cuda", "cuda:1", "cpu")]
+    assert doors == [EngineProcessLLM, EngineProcessLLM, AsyncLLM, AsyncLLM]
+    assert front_door({}, engine_process=False) is AsyncLLM
