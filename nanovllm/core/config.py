@@ -294,9 +294,7 @@ class EngineConfig:
 
     # ---------------------------------------------------------------------------------------------- resolution
 
-    def resolve_limits(
-        self, device_type: str, max_position_embeddings: int, *, block_size: int | None = None
-    ) -> EngineConfig:
+    def resolve_limits(self, device_type: str, num_positions: int, *, block_size: int | None = None) -> EngineConfig:
         """Resolve all but num_kv_blocks, for a type of device ("cpu", "cuda") and a model's longest sequence.
 
         Args:
@@ -304,10 +302,10 @@ class EngineConfig:
 
         Raises ValueError for options that contradict each other or the model.
         """
-        if self.max_model_len is not None and self.max_model_len > max_position_embeddings:
+        if self.max_model_len is not None and self.max_model_len > num_positions:
             raise ValueError(
-                f"max_model_len is {self.max_model_len}, but the model has positions for {max_position_embeddings} "
-                f"tokens. Set max_model_len to at most {max_position_embeddings}."
+                f"max_model_len is {self.max_model_len}, but the model has positions for {num_positions} "
+                f"tokens. Set max_model_len to at most {num_positions}."
             )
         defaults = DEVICE_DEFAULTS[device_type]
         if block_size is not None:
@@ -315,10 +313,8 @@ class EngineConfig:
         budget, num_seqs, block_size = fit_budget(
             self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults
         )
-        threshold = self.long_prefill_token_threshold
-        if threshold is None:
-            threshold = max(block_size, budget // 2 // block_size * block_size)
-        elif threshold < block_size:
+        threshold = self.long_prefill_token_threshold or max(block_size, budget // 2 // block_size * block_size)
+        if threshold < block_size:
             raise ValueError(
                 f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
                 f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
@@ -335,7 +331,7 @@ class EngineConfig:
             max_num_batched_tokens=budget,
             max_num_seqs=num_seqs,
             block_size=block_size,
-            max_model_len=self.max_model_len or max_position_embeddings,
+            max_model_len=self.max_model_len or num_positions,
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=partial or max(4, long or 0),
             max_long_partial_prefills=long or 1,

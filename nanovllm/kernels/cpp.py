@@ -4,7 +4,6 @@ processor, and stored in the user's cache folder.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -12,7 +11,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ _SIGNATURES = {
 
 def open_library(library: Path, signatures: Mapping[str, Any]) -> Any:
     """Functions of a compiled library by their argument types; none returns a value."""
-    functions = ctypes.CDLL(str(library))
+    functions = CDLL(str(library))
     for name, arguments in signatures.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, None

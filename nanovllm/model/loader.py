@@ -151,8 +151,6 @@ def device_of(config: EngineConfig) -> torch.device:
 def load_weights(source: str, config: EngineConfig) -> LoadedModel:
     """Load a model without its tokenizer from a folder, file or hub id."""
     device = device_of(config)
-    if config.exact_activations:
-        check_exact_activations(config, source, device.type)
     module = load_module(source, config, device).to(device).eval()
     return LoadedModel(module, None, is_live=False, identity=identity_of(source, config))
 

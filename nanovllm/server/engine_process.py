@@ -28,7 +28,7 @@ def front_door(options: dict[str, Any], *, engine_process: bool | None) -> type[
 
     Args:
         options: the given engine options.
-        engine_process: None for the device's default, which leaves out what an engine process does not support.
+        engine_process: None for the device's default, or False where an engine process does not support the options.
     """
     config = EngineConfig.from_options(**options)
     names_gpu = config.device.startswith("cuda:")

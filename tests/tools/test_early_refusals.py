@@ -13,6 +13,7 @@ from nanovllm import LLM, UnsupportedModelError
 from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.main import main
 from nanovllm.model import loader
+from nanovllm.model.gguf import loading
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -108,11 +109,12 @@ def test_an_llm_refuses_options_beyond_the_model_before_weights_are_read(folder,
         LLM(folder, **options)
 
 
-def test_exact_activations_are_refused_for_a_gpu_that_is_found_and_for_a_module(folder, monkeypatch):
-    monkeypatch.setattr(loader, "load_module", lambda *_: pytest.fail("weights were read"))
+def test_exact_activations_are_refused_for_a_gpu_that_is_found_and_for_a_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(head_dim=64))
     with pytest.raises(ValueError, match=r"the device is 'cuda', so no weights are multiplied as bytes\. Leave it out"):
-        LLM(folder, exact_activations=True, quantization="int8")
+        LLM(str(path), exact_activations=True)
     with pytest.raises(ValueError, match=r"the model is a loaded module, .* save it \(save_pretrained\)"):
         LLM(tiny_model(), exact_activations=True)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.gguf.file import open_gguf
 from nanovllm.model.gguf.tokenizer import build_tokenizer
 from nanovllm.model.gguf.weights import dtype_of, load_model, model_config
@@ -32,6 +33,8 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     if config.trust_remote_code:
         raise ValueError("trust_remote_code is about code that comes with a model; a GGUF file has none. Leave it out.")
     file = open_gguf(source)
+    if config.exact_activations:
+        check_exact_activations(config, source, device.type)
     keeps_blocks = device.type == "cpu" and not is_sharded
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
