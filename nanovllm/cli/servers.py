@@ -37,17 +37,20 @@ class RunningServer:
     """A server of this user.
 
     started: seconds since the epoch, of the process: a later process may have its number.
+    served_names: names of the model in requests, where `--served-model-name` gives some.
     """
 
     pid: int
     started: float
     model: str
     address: str
+    served_names: Sequence[str] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Process id, port, and model."""
-        return str(self.pid), self.address.rpartition(":")[2], self.model, os.path.basename(self.model)
+        """Process id, port, model, and its names in requests."""
+        port, base = self.address.rpartition(":")[2], os.path.basename(self.model)
+        return str(self.pid), port, self.model, base, *self.served_names
 
     def process(self) -> psutil.Process | None:
         """The process; None if it has ended."""
@@ -76,7 +79,8 @@ def add_stop_command(commands: Any) -> None:
         "stop", help="stop a server of this user", allow_abbrev=False,
         description="Stop a server of this user by SIGTERM and wait until it has ended: open answers may finish.",
     )  # fmt: skip
-    stop.add_argument("server", nargs="?", metavar="SERVER", help="process id, port or model; without it the only one")
+    names = "process id, port, model or its name in requests; without it the only one"
+    stop.add_argument("server", nargs="?", metavar="SERVER", help=names)
     stop.add_argument("--all", action="store_true", help="stop all of them")
     stop.add_argument("--timeout", type=float, default=WAIT_S, metavar="SECONDS", help="seconds to wait (default 60)")
     add_verbose_flag(stop)
@@ -89,7 +93,7 @@ def registered(model: str, settings: ServerSettings, listeners: Sequence[socket.
     process = psutil.Process()
     port = listeners[0].getsockname()[1] if listeners else settings.port
     address = f"http://{format_address(settings.host, port)}"
-    server = RunningServer(process.pid, process.create_time(), model, address)
+    server = RunningServer(process.pid, process.create_time(), model, address, settings.served_model_name)
     path = None
     with suppress(OSError):
         path = runtime_folder() / f"{server.pid}.json"

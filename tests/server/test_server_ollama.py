@@ -11,12 +11,14 @@ import httpx
 import numpy as np
 import pytest
 
-from nanovllm.server.ollama.catalogue import model_facts
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.server.ollama import catalogue
+from nanovllm.server.ollama.catalogue import ModelFacts, model_facts
 from nanovllm.server.ollama.protocol import ChatBody
 from nanovllm.server.ollama.translation import chat_of
 from tests.support.scripted import ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
-from tests.support.tiny_models import code_tokenizer, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import code_tokenizer, save_tiny, tiny_model, tiny_tokenizer
 
 ASK = [{"role": "user", "content": "How is the weather in Rome?"}]
 GREEDY = {"temperature": 0, "num_predict": 8}
@@ -223,6 +225,18 @@ def test_facts_of_files(tmp_path):
     facts = model_facts(tmp_path / "tiny-Q4_K_M.gguf")
     assert (facts.format, facts.size, facts.quantization) == ("gguf", 4, "Q4_K_M")
     assert model_facts("not/here").details()["families"] == []
+
+
+def test_facts_of_the_embedded_model_and_of_one_in_the_hubs_cache(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    monkeypatch.setattr(catalogue, "default_folder", lambda: folder)
+    monkeypatch.setattr(catalogue, "try_to_load_from_cache", lambda *_: str(folder / "config.json"))
+    for name in (DEFAULT_MODEL, "org/model"):
+        facts = model_facts(name)
+        assert (facts.family, facts.quantization) == ("qwen3", "F32") and facts.size > 100_000
+        assert facts.num_weights == tiny_model("qwen3").num_parameters()
+    sizes = [ModelFacts(num_weights=number).details()["parameter_size"] for number in (134_515_008, 7_610_000_000, 0)]
+    assert sizes == ["135M", "7.6B", ""]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "said"), [

@@ -85,7 +85,7 @@ def serving(
     model = tiny_model(num_layers=1) if model is None else model
     engine = front_door(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
-    app = create_app(engine, own)
+    app = create_app(engine, own, model=MODEL)
     server = build_server(app, engine, own)
     listeners = None
     if send_buffer is not None:  # which connections inherit

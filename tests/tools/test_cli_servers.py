@@ -42,7 +42,9 @@ def start(runtime) -> Iterator:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, kind], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
-        server = RunningServer(process.pid, psutil.Process(process.pid).create_time(), model, f"http://h:{port}")
+        server = RunningServer(
+            process.pid, psutil.Process(process.pid).create_time(), model, f"http://h:{port}", ["named"]
+        )
         (runtime_folder() / f"{process.pid}.json").write_text(json.dumps(asdict(server)))
         return server
 
@@ -95,10 +97,10 @@ def test_files_of_ended_processes_and_of_later_ones_with_their_number_are_remove
     assert listed(capsys) == [] and [path.name for path in runtime.iterdir()] == ["torn.json"]
 
 
-@pytest.mark.parametrize("name", ["{pid}", "8001", "org/tiny", "tiny", None])
+@pytest.mark.parametrize("name", ["{pid}", "8001", "org/tiny", "tiny", "named", None])
 def test_stop_ends_the_server_that_is_named_and_waits(start, capsys, name):
     server = start(port=8001)
-    other = start("org/other", 8002) if name else None
+    other = start("org/other", 8002) if name and name != "named" else None
     assert main(["stop", *([] if name is None else [name.format(pid=server.pid)])]) == 0
     assert f"{server.pid} (org/tiny at http://h:8001) has stopped" in capsys.readouterr().out
     assert server.process() is None and (other is None or other.process() is not None)

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from huggingface_hub import try_to_load_from_cache
 from starlette.responses import Response
 
+from nanovllm.core.errors import ModelLoadError
 from nanovllm.core.sampling_params import EmbeddingParams
+from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.model.sizes import read_sizes
 from nanovllm.model.source import is_gguf
 from nanovllm.server.answers.answer_format import template_text
 from nanovllm.server.errors import ApiError
@@ -45,12 +49,14 @@ class ModelFacts:
     """Facts about a model's files; empty where they are not known.
 
     size: bytes of the weights.
+    num_weights: 0 if not known.
     """
 
     format: str = ""
     family: str = ""
     size: int = 0
     quantization: str = ""
+    num_weights: int = 0
 
     def details(self) -> dict[str, Any]:
         return {
@@ -58,14 +64,14 @@ class ModelFacts:
             "format": self.format,
             "family": self.family,
             "families": [self.family] if self.family else [],
-            "parameter_size": "",
+            "parameter_size": _in_words(self.num_weights),
             "quantization_level": self.quantization,
         }
 
 
 def model_facts(model: str | os.PathLike[str]) -> ModelFacts:
-    """Read the facts of a folder or a GGUF file."""
-    path = Path(model)
+    """Read the facts of the embedded model, a folder, a GGUF file, or a hub model in the cache."""
+    path = _files_of(os.fspath(model))
     if is_gguf(path):
         level = re.search(r"(?i)(?:I?Q\d\w*|B?F16|F32)(?=\.gguf$)", path.name)
         size = path.stat().st_size if path.exists() else 0
@@ -80,7 +86,29 @@ def model_facts(model: str | os.PathLike[str]) -> ModelFacts:
         str(config.get("model_type", "")),
         size,
         dtype.get(config.get("dtype", config.get("torch_dtype")), ""),
+        _num_weights(path),
     )
+
+
+def _files_of(model: str) -> Path:
+    """Path of a loaded model's files; one that does not exist if they are not known."""
+    if model == DEFAULT_MODEL:
+        return default_folder()
+    cached = None if os.path.exists(model) else try_to_load_from_cache(model, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else Path(model)
+
+
+def _num_weights(folder: Path) -> int:
+    try:
+        return read_sizes(str(folder)).num_weights
+    except (ModelLoadError, ValueError, KeyError, OSError):
+        return 0
+
+
+def _in_words(num_weights: int) -> str:
+    """A number of weights as Ollama writes it: 135M, 7.6B."""
+    billions = num_weights / 1e9
+    return f"{billions:.1f}B" if billions >= 1 else f"{1e3 * billions:.0f}M" if num_weights else ""
 
 
 def attach(app: FastAPI, state: ServerState, model: str | os.PathLike[str]) -> None:
