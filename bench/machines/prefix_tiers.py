@@ -2,6 +2,7 @@
 
 python bench/machines/prefix_tiers.py start       # first token of a new process, with and without a directory
 python bench/machines/prefix_tiers.py overhead    # W and P with and without tiers: engines that step in turn
+python bench/machines/prefix_tiers.py counted     # the part of a step's time that is spent in functions of tiers
 python bench/machines/prefix_tiers.py beams       # beams of 4 over 16 prompts, against transformers
 """
 
@@ -85,6 +86,82 @@ def overhead(repeats: int) -> None:
             print(f"{workload}: median {statistics.median(ratios):.4f}", flush=True)
 
 
+class TierTime:
+    """Seconds spent in functions of tiers, without those of the plain block manager that they call."""
+
+    def __init__(self) -> None:
+        from nanovllm.attention.host_memory import HostMemory
+        from nanovllm.block_manager import BlockManager, BlockPool
+        from nanovllm.cache.tiers.storing import StoringBlocks
+        from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
+        from nanovllm.execution.prefix_tiers import PrefixTiers
+
+        self.seconds, self.num_calls = 0.0, 0
+        self._inner: list[float] = []  # seconds of the calls within each open call
+        plain = {name: owner for owner in (BlockPool, BlockManager) for name in vars(owner)}
+        for owner in (StoringBlocks, TieredBlocks):
+            for name in {"_on_idle", *plain} & vars(owner).keys():
+                if callable(vars(owner)[name]) and not name.startswith("__"):
+                    self._wrap(owner, name, is_tier=True)
+        for name, owner in plain.items():
+            if name in vars(StoringBlocks) | vars(TieredBlocks) and not name.startswith("__"):
+                self._wrap(owner, name, is_tier=False)
+        for owner, names in ((PrefixTiers, ["step_ended"]), (HostMemory, ["store", "load"])):
+            for name in names:
+                self._wrap(owner, name, is_tier=True)
+
+    def _wrap(self, owner: type, name: str, *, is_tier: bool) -> None:
+        function = vars(owner)[name]
+        if not callable(function):
+            return
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return function(*arguments, **options)
+            finally:
+                seconds = time.perf_counter() - begin
+                inner = self._inner.pop()
+                if is_tier:
+                    self.seconds += seconds - inner
+                    self.num_calls += 1
+                if self._inner:
+                    self._inner[-1] += seconds
+
+        setattr(owner, name, timed)
+
+
+def counted(repeats: int) -> None:
+    """With a pool that evicts nothing, and one of a quarter of the prompts and answers, whose blocks are all stored."""
+    import torch
+
+    torch.set_num_threads(1)
+    tier_time = TierTime()
+    for workload in ("W", "P"):
+        requests = WORKLOADS[workload]().requests[:16]
+        lengths = [len(request.prompt_token_ids) + MAX_OUTPUT for request in requests]
+        for pool, num_blocks in (("all fits", None), ("evicting", 1 + max(2 * max(lengths), sum(lengths) // 4) // 16)):
+            with LLM(max_model_len=1024, block_size=16, num_kv_blocks=num_blocks, prefix_cache_host_bytes=2**30) as llm:
+                shares = []
+                for repeat in range(repeats + 1):
+                    prompts = [[1 + repeat, *request.prompt_token_ids[1:]] for request in requests]
+                    counts = [min(request.num_output_tokens, MAX_OUTPUT) for request in requests]
+                    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in counts]
+                    before, num_calls, num_steps = tier_time.seconds, tier_time.num_calls, llm.stats().num_steps
+                    begin = time.perf_counter()
+                    llm.generate(prompts, params, use_tqdm=False)
+                    seconds, num_steps = time.perf_counter() - begin, llm.stats().num_steps - num_steps
+                    if repeat:
+                        shares.append((tier_time.seconds - before) / seconds)
+                        print(
+                            f"{workload}, {pool}: {shares[-1]:.2%} of {1e3 * seconds / num_steps:.1f} ms a step, "
+                            f"{(tier_time.num_calls - num_calls) / num_steps:.1f} calls", flush=True,
+                        )  # fmt: skip
+                stats = llm.stats().tiers
+                print(f"{workload}, {pool}: median {statistics.median(shares):.2%}; stored {stats.num_stored_blocks}")
+
+
 def beams(repeats: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -120,14 +197,14 @@ def beams(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("start", "overhead", "beams", "first"))
+    parser.add_argument("what", choices=("start", "overhead", "counted", "beams", "first"))
     parser.add_argument("--options", default="{}")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if options.what == "first":
         print(json.dumps(first_token(json.loads(options.options))))
     else:
-        {"start": start, "overhead": overhead, "beams": beams}[options.what](options.repeats)
+        {"start": start, "overhead": overhead, "counted": counted, "beams": beams}[options.what](options.repeats)
 
 
 if __name__ == "__main__":

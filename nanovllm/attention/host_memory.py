@@ -26,6 +26,7 @@ from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.core.batch import Copy
 
 SLAB_BYTES = 64 * 2**20  # allocated at once, on demand; more for large blocks, since pinned sizes are powers of two
+ALIGNMENT = 16  # bytes: slots begin at multiples, for elements of any dtype
 
 
 class HostMemory:
@@ -33,7 +34,7 @@ class HostMemory:
 
     Args:
         caches: allocated.
-        block_bytes: of one block in each cache group, on this rank.
+        block_bytes: of one block in each cache group, on this rank; 0 for a group without content.
     """
 
     def __init__(self, caches: KVCaches, block_bytes: Sequence[int], block_size: int, device: torch.device) -> None:
@@ -43,7 +44,10 @@ class HostMemory:
             held = sum(part.nbytes // part.shape[1] for part in parts)
             if held != block_bytes[group]:
                 raise RuntimeError(f"blocks of cache group {group} have {held} bytes, not {block_bytes[group]}")
-        self._slab_slots = [(SLAB_BYTES << (8 * size // SLAB_BYTES).bit_length()) // size for size in block_bytes]
+        self._row_bytes = [-(-size // ALIGNMENT) * ALIGNMENT for size in block_bytes]
+        self._slab_slots = [
+            (SLAB_BYTES << (8 * size // SLAB_BYTES).bit_length()) // size if size else 0 for size in self._row_bytes
+        ]
         self._slabs: list[list[Tensor]] = [[] for _ in block_bytes]
         self._lock = threading.Lock()  # of the slabs: a thread that reads files takes slots of new ones
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -69,7 +73,7 @@ class HostMemory:
     def slot(self, group: int, slot: int) -> Tensor:
         """The bytes of a slot, [block_bytes] uint8."""
         slab, row = divmod(slot, self._slab_slots[group])
-        return self._slab(group, slab)[row]
+        return self._slab(group, slab)[row, : self._block_bytes[group]]
 
     def view(self, group: int, slot: int) -> memoryview:
         """The bytes of a slot, for a thread that reads a file into it."""
@@ -78,17 +82,21 @@ class HostMemory:
     def _slab(self, group: int, number: int) -> Tensor:
         with self._lock:
             while len(self._slabs[group]) <= number:
-                shape = self._slab_slots[group], self._block_bytes[group]
+                shape = self._slab_slots[group], self._row_bytes[group]
                 with torch.inference_mode(False):
                     is_pinned = self._side is not None
                     self._slabs[group].append(torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=is_pinned))
             return self._slabs[group][number]
 
     def pin(self, num_bytes: Sequence[int]) -> None:
-        """Allocate a GPU's slots of so many bytes for each group now: in a step, 4 GB would take about a second."""
-        if self._side is not None:
-            for group, (size, total) in enumerate(zip(self._block_bytes, num_bytes, strict=True)):
-                if total >= size:
+        """Allocate a GPU's slots of so many bytes for each group now: in a step, 4 GB would take about a second.
+
+        No slab is larger than its group's bytes.
+        """
+        for group, (size, total) in enumerate(zip(self._block_bytes, num_bytes, strict=True)):
+            if size and total >= size:
+                self._slab_slots[group] = min(self._slab_slots[group], total // size)
+                if self._side is not None:
                     self.slot(group, total // size - 1)
 
     def settle(self) -> None:

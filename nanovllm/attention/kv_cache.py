@@ -166,15 +166,18 @@ class KVCaches:
             sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
             for caches in self.blocks_of(group, block_size):
                 caches.index_copy_(1, destinations, caches.index_select(1, sources))
-            if group == self._record_group:
-                for state in itertools.chain.from_iterable(self.of_records):
-                    state.index_copy_(0, destinations, state.index_select(0, sources))
         if self.host is not None:
             self.host.load(crossing)
 
     def blocks_of(self, group: int, block_size: int) -> list[Tensor]:
-        """The caches of a group as [n, num_blocks, block_size, ...], in an order that is the same in every process."""
-        return [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]
+        """The caches of a group as [n, num_blocks, block_size, ...], states as [1, num_records, ...].
+
+        In an order that is the same in every process: wide elements first, so that all are aligned one after another.
+        """
+        parts = [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]
+        if group == self._record_group:
+            parts += [state.unsqueeze(0) for state in itertools.chain.from_iterable(self.of_records)]
+        return sorted(parts, key=lambda part: -part.itemsize)
 
     def release(self) -> None:
         if self._first_touch is not None:

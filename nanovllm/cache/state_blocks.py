@@ -122,10 +122,14 @@ class StateBlocks(GroupBlocks):
             if block == NULL_BLOCK:
                 continue
             entry = pool.entry_of[block]
-            pool.unpin([block])
             if entry is not None and index + 1 not in junctions:
                 self._superseded.pop(block, None)
                 self._superseded[block] = entry
+            pool.unpin([block])
+
+    def is_superseded(self, block: int, entry: PrefixEntry) -> bool:
+        """Whether a checkpoint is evicted before others: its sequence went on, and no other went on from it."""
+        return self._superseded.get(block) is entry and entry.prefix_id not in self.claimed
 
     def rewindable(self, table: list[int], num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, after which the table has a state."""

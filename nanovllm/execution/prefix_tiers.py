@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import platform
 import threading
@@ -73,7 +74,8 @@ class PrefixTiers(Observer):
         self._is_closed = False
         self._process_id = os.getpid()
         sizes = [group.block_bytes for group in pools.groups]
-        self.books = TierBooks(sizes, config.prefix_cache_host_bytes or DEFAULT_HOST_BYTES)
+        host_bytes = config.prefix_cache_host_bytes or max(DEFAULT_HOST_BYTES, _least_bytes(pools))
+        self.books = TierBooks(sizes, host_bytes, _shares(pools))
         self.costs = LoadCosts(self._compute_seconds)
         self._goal = config.itl_goal
         self.directory: CacheDirectory | None = None
@@ -126,9 +128,10 @@ class PrefixTiers(Observer):
                 return True
             if self.directory is None or not self.directory.is_writer or not self._writes_files:
                 return False
-            for _, _, node in self.manager.idle_blocks():
-                if self.manager.is_worth(node) and (unsaved := self._first_unsaved(node)) is not None:
-                    return self._write(*unsaved)
+            for group in self.manager.numbers:
+                for _, node in self.manager.idle_blocks(group):
+                    if self.manager.is_worth(node) and (unsaved := self._first_unsaved(node)) is not None:
+                        return self._write(*unsaved)
             return False
 
     def _store_one(self) -> bool:
@@ -142,21 +145,29 @@ class PrefixTiers(Observer):
         return self.reads is not None and self.reads.is_attached
 
     def _first_unsaved(self, node: StoredBlock) -> tuple[StoredBlock, int] | None:
-        """The first block up to this one that no file has; a block in a file is reached by those before it."""
+        """The first block up to this one that no file has; a block in a file is reached by those before it.
+
+        Of recurrent states this one's alone: it replaces those before it.
+        """
         chain = [node]
         while (before := chain[-1].parent) is not None and before.parent is not None:
             chain.append(before)
         for block in reversed(chain):
-            for group in range(len(self.books.block_bytes)):
-                if group not in block.places and self._has_content(block, group):
+            for group, kind in enumerate(self.manager.kinds):
+                is_needed = kind.record_bytes is None or block is node
+                if is_needed and group not in block.places and self._has_content(block, group):
                     return block, group
         return None
 
     def _has_content(self, node: StoredBlock, group: int) -> bool:
-        return group in node.slots or self.manager.settled_block(group, node) != NULL_BLOCK
+        """Whether there is something to write; of a group without content a record of the tokens."""
+        is_empty = not self.books.block_bytes[group]
+        return is_empty or group in node.slots or self.manager.settled_block(group, node) != NULL_BLOCK
 
     def _write(self, node: StoredBlock, group: int) -> bool:
         assert self.directory is not None
+        if not self.books.block_bytes[group]:
+            return self.directory.append(node, group, b"")
         block = self.manager.settled_block(group, node)
         if block != NULL_BLOCK:
             return self.directory.append(node, group, self.memory.read_block(group, block))
@@ -188,7 +199,7 @@ class PrefixTiers(Observer):
         for root in list(self.books.roots.values()):
             for node in list(root.below()):
                 for group, size in enumerate(self.books.block_bytes):
-                    if group in node.places or not self._has_content(node, group):
+                    if node is root or group in node.places or not self._has_content(node, group):
                         continue
                     left -= size
                     if left < 0 or time.monotonic() > end or not self._write(node, group):
@@ -219,25 +230,33 @@ class PrefixTiers(Observer):
         return "the prefix cache's tiers"
 
 
+def _shares(pools: CachePools) -> list[float]:
+    """Shares of a tier's bytes for the cache groups: those of the KV cache."""
+    return [group.block_bytes * count / pools.num_bytes for group, count in zip(*pools, strict=True)]
+
+
+def _least_bytes(pools: CachePools) -> int:
+    """Bytes of a tier of which recurrent states get a share that holds one; 0 for a model without any."""
+    return math.ceil(pools.groups[-1].block_bytes / _shares(pools)[-1]) if any(pools.are_records) else 0
+
+
 def host_memory(binding: ModelBinding, config: EngineConfig, pools: CachePools) -> HostMemory:
     """The host memory of a rank, which executes the copies of its steps from now on.
 
-    Raises ValueError for a model with recurrent states.
+    Raises ValueError for bytes that hold no recurrent state, or that cannot be pinned.
     """
-    if binding.mixers is not None:
-        name = "prefix_cache_dir" if config.prefix_cache_host_bytes is None else "prefix_cache_host_bytes"
-        raise ValueError(
-            f"{name} is {getattr(config, name)!r}, but {type(binding.model).__name__} has layers with recurrent "
-            "states, which no tier keeps. Leave it out."
-        )
     caches = binding.caches
     if not isinstance(caches.host, HostMemory):
         sizes = [group.block_bytes for group in pools.groups]
         caches.host = HostMemory(caches, sizes, config.block_size, binding.device)
-        in_pools = [size * count for size, count in zip(sizes, pools.num_blocks, strict=True)]
         num_bytes = config.prefix_cache_host_bytes or 0
+        if num_bytes and num_bytes < (least := _least_bytes(pools)):
+            raise ValueError(
+                f"prefix_cache_host_bytes is {num_bytes:,}, of which recurrent states have a share that holds none: "
+                f"one of {type(binding.model).__name__} takes {sizes[-1]:,} bytes. Set at least {least:,}."
+            )
         try:
-            caches.host.pin([num_bytes * part // sum(in_pools) for part in in_pools])
+            caches.host.pin([int(num_bytes * share) for share in _shares(pools)])
         except RuntimeError as error:
             raise ValueError(
                 f"prefix_cache_host_bytes is {num_bytes:,} for each of {config.tensor_parallel_size} ranks, and this "
@@ -277,7 +296,8 @@ def file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools, 
         ]
         for group in range(len(pools.groups))
     ]
-    return {
+    states = [sorted(map(str, layer.states)) for layer in binding.mixers.layers] if binding.mixers else None
+    return ({} if states is None else {"states": states}) | {
         "model": digest,
         "rope": binding.rope.choice,
         "device": binding.device.type,

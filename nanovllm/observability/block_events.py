@@ -44,10 +44,11 @@ class Forgotten(NamedTuple):
 
 
 class InHostMemory(NamedTuple):
-    """A block was stored in host memory (`stored` describes it), or dropped there (None)."""
+    """A block, or the recurrent state after it, was stored in host memory (`stored` says which), or dropped (None)."""
 
     block_hash: bytes
     stored: Findable | None
+    of_states: bool = False
 
 
 class AllForgotten(NamedTuple):

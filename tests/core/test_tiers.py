@@ -28,7 +28,6 @@ from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_sch
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm, token_ids
-from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny
 
 SHARED = list(range(40, 104))  # four blocks of 16
@@ -486,11 +485,6 @@ def test_bad_input_is_refused_before_the_model_is_loaded(options, message):
 def test_a_module_of_another_owner_has_no_files(tmp_path):
     with pytest.raises(ValueError, match="a module, whose weights its owner may change"):
         open_llm(prefix_cache_dir=str(tmp_path))
-
-
-def test_models_with_recurrent_states_are_refused_by_name():
-    with pytest.raises(ValueError, match="has layers with recurrent states, which no tier keeps"):
-        open_llm(tiny_class_model("Mamba2ForCausalLM"), **HOST)
 
 
 def test_sampled_tokens_are_the_same_too(folder, kept):

@@ -105,3 +105,29 @@ class MockStates:
                 prefix = extend_prefix(prefix, token_id)
             self._prefixes[entry.prefix_id] = prefix
         return self._prefixes[entry.prefix_id]
+
+
+class MockBlocks:
+    """Blocks of K and V, and records, by cache group."""
+
+    block_size: int
+    slots: dict[int, list[int | Poison | None]]  # of each group of K and V
+    states: list[MockStates]
+
+    def block(self, group: int, block: int) -> list[int | Poison | None]:
+        """The content of a block, or of a record."""
+        slots, size = self._slots_of(group), self.size_of(group)
+        return slots[block * size : (block + 1) * size]
+
+    def set_block(self, group: int, block: int, content: list[int | Poison | None]) -> None:
+        slots, size = self._slots_of(group), self.size_of(group)
+        slots[block * size : (block + 1) * size] = content
+
+    def size_of(self, group: int) -> int:
+        """Slots of a block."""
+        return self.block_size if group in self.slots else 1
+
+    def _slots_of(self, group: int) -> list[int | Poison | None]:
+        if group in self.slots:
+            return self.slots[group]
+        return next(states.slots for states in self.states if states.number == group)

@@ -20,7 +20,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import SCHEDULING_KEY, NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
-from tests.support.mock_states import UNWRITTEN, MockStates, Poison, check, empty_prefix, extend_prefix
+from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
 
 VOCAB_SIZE = 8
 
@@ -129,7 +129,7 @@ class _OnDevice:
     prefixes: list[int]
 
 
-class MockModel:
+class MockModel(MockBlocks):
     """Executes batches in order of launch, like a device; raises AssertionError for an invalid batch."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -205,17 +205,15 @@ class MockModel:
 
     def _copy(self, batch: ScheduledBatch) -> None:
         """Copy blocks; all sources are read before any destination is written."""
-        size = self.block_size
-        found = [self.slots[g][source * size : (source + 1) * size] for g, source, _ in batch.copies]
+        found = [self.block(group, source) for group, source, _ in batch.copies]
         for (group, _, block), content in zip(batch.copies, found, strict=True):
-            self.slots[group][block * size : (block + 1) * size] = content
+            self.set_block(group, block, content)
 
     def fail(self, batch: ScheduledBatch) -> None:
         """Undo a failed batch: its slots are undefined, its tokens are gone. Call for the newest batch first."""
-        size = self.block_size
         for group, _, block in batch.copies:
             if block >= 0:
-                self.slots[group][block * size : (block + 1) * size] = [UNWRITTEN] * size
+                self.set_block(group, block, [UNWRITTEN] * self.size_of(group))
         for entry in batch.entries:
             state = self._on_device[entry.sequence.request_id]
             for position in range(entry.start, entry.start + entry.num_new_tokens):

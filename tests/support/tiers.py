@@ -28,9 +28,6 @@ class TieredModel(MockModel):
         super().__init__(scheduler)
         self.host: dict[tuple[int, int], Content] = {}  # by (group, slot)
 
-    def block(self, group: int, block: int) -> Content:
-        return self.slots[group][block * self.block_size : (block + 1) * self.block_size]
-
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
         destinations = [(copy.group, copy.destination) for copy in batch.copies]
         check(len(set(destinations)) == len(destinations), "two copies of a step have one destination")
@@ -43,14 +40,13 @@ class TieredModel(MockModel):
         super()._copy(replace(batch, copies=tuple(copy for copy in batch.copies if min(copy[1:]) >= 0)))
         for group, source, destination in batch.copies:
             if source < 0:
-                content = self.host[group, ~source]
-                self.slots[group][destination * self.block_size : (destination + 1) * self.block_size] = content
+                self.set_block(group, destination, self.host[group, ~source])
 
     def fail(self, batch: ScheduledBatch) -> None:
         super().fail(batch)
         for group, _, destination in batch.copies:
             if destination < 0:
-                self.host[group, ~destination] = [UNWRITTEN] * self.block_size
+                self.host[group, ~destination] = [UNWRITTEN] * self.size_of(group)
 
 
 class FakeReads(FileReads):
@@ -82,7 +78,7 @@ class FakeReads(FileReads):
         """End a read, with some of its blocks damaged."""
         for item in job.items:
             content = self.disk.get(item.place)
-            is_right = content is not None and self.rng.random() < 0.9
+            is_right = content is not None and self.rng.random() < 0.7
             self.loop.model.host[item.group, item.slot] = content if is_right else []
             job.results.append(is_right)
         job.is_done.set()
@@ -101,7 +97,6 @@ class FakeReads(FileReads):
                         self.finish(job)
             else:
                 self.loop.now += 10.0
-                self.loop.seen["read too late"] += 1
         super().wait(sequence, may_block=False)
 
 
@@ -134,8 +129,10 @@ class TieredLoop(Loop):
         if self.reads is not None and self.reads.is_attached:
             self.reads.finish_some()
             self.save_some()
-            if not self.in_flight and self.rng.random() < 0.3:
+            if not self.in_flight and self.rng.random() < 0.6:
                 self.evict_all()
+            if self.rng.random() < 0.3:
+                self.now += 10.0
         return batch
 
     def evict_all(self) -> None:
@@ -153,8 +150,8 @@ class TieredLoop(Loop):
         """Write blocks to the files, and remove others."""
         assert self.reads is not None
         nodes = [node for root in self.books.roots.values() for node in root.below() if node.parent is not None]
-        for node in self.rng.sample(nodes, min(20, len(nodes))):
-            group = self.rng.randrange(len(self.manager.pools))
+        chosen = self.rng.sample(nodes, min(20, len(nodes)))
+        for node, group in [(node, group) for node in chosen for group in self.manager.numbers]:
             if group in node.places:
                 if self.rng.random() < 0.05:
                     self.reads.damaged(node, group)

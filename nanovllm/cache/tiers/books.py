@@ -23,7 +23,7 @@ class StoredBlock:
         key: the int32 tokens as bytes; of a root its hash.
         entry: its entry in the prefix index, while it is findable in the KV cache.
         slots: by cache group, the slot of host memory that holds its content.
-        places: by cache group, its place in a file.
+        places: by cache group, its place in a file; of a group without content one of no bytes.
         num_hits: sequences that found it after it was computed.
         num_reads: reads of files in progress.
     """
@@ -72,11 +72,13 @@ class TierBooks:
     """The tree of tokens, and the slots of host memory: at most `max_bytes`, least recently used content first to go.
 
     Args:
-        block_bytes: of one block in each cache group.
+        block_bytes: of one block in each cache group; 0 where a block has no content but its tokens.
+        shares: of `max_bytes` for each cache group, so that none starves another; 1 for each if not given.
     """
 
-    def __init__(self, block_bytes: Sequence[int], max_bytes: int) -> None:
+    def __init__(self, block_bytes: Sequence[int], max_bytes: int, shares: Sequence[float] | None = None) -> None:
         self.block_bytes, self.max_bytes = tuple(block_bytes), max_bytes
+        self._shares = [1.0] * len(self.block_bytes) if shares is None else shares
         self.roots: dict[bytes, StoredBlock] = {}
         self.num_bytes = self.num_evictions = 0  # bytes of slots that exist, used or free
         self.generation = 0  # of the tree: a read that began before `clear` has no place in it
@@ -117,7 +119,8 @@ class TierBooks:
         """A slot of no content, perhaps of the least recently used; None if all slots are pinned or read into."""
         if not self._free[group]:
             size = self.block_bytes[group]
-            if self.num_bytes + size <= self.max_bytes:
+            of_group = size * (self._num_slots[group] + 1)
+            if self.num_bytes + size <= self.max_bytes and of_group <= self._shares[group] * self.max_bytes:
                 self.num_bytes += size
                 self._num_slots[group] += 1
                 return self._num_slots[group] - 1
@@ -139,10 +142,10 @@ class TierBooks:
         if self.on_change is not None:
             self.on_change(node, group, True)
 
-    def use(self, nodes: Sequence[StoredBlock]) -> None:
-        """Mark a chain as used now, its tail first, since the tail is of no use without the head."""
+    def use(self, nodes: Sequence[StoredBlock], group: int) -> None:
+        """Mark blocks of a chain as used now, its tail first, since the tail is of no use without the head."""
         for node in reversed(nodes):
-            for group in node.slots:
+            if group in node.slots:
                 self._used[group].move_to_end(node)
 
     def pin(self, node: StoredBlock, group: int) -> None:

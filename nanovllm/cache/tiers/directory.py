@@ -156,11 +156,12 @@ class CacheDirectory:
 
     def append(self, node: StoredBlock, group: int, content: Any) -> bool:
         """Write the content of a block; False if this process does not write, or no longer can."""
-        if not self.is_writer or group in node.places:
+        size = self._books.block_bytes[group]
+        if not self.is_writer or group in node.places or size > self.max_bytes:
             return False
         try:
-            if self._writer is None or self._writer.num_bytes >= self.segment_bytes:
-                self._begin_segment()
+            if self._writer is None or self._writer.num_bytes + size > max(self.segment_bytes, size):
+                self._begin_segment(max(self.segment_bytes, size))
             assert self._writer is not None and node.parent is not None
             before = node.parent
             place = self._writer.append(node.hash, before.hash, before.parent is None, group, node.key, content)
@@ -172,11 +173,11 @@ class CacheDirectory:
         self._note(node, group, place)
         return True
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self, most_bytes: int) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        self.drop_oldest(self.segment_bytes)
+        self.drop_oldest(most_bytes)
         number = max([*segment_numbers(self.folder), *self._segments, 0]) + 1
         self._writer = SegmentWriter(self.folder, number, self._header)
         self._segments.setdefault(number, [])

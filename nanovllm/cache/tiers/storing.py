@@ -29,7 +29,7 @@ class StoringBlocks(BlockManager):
 
     Attributes:
         books: of the tiers.
-        queue: (group, block) -> entry of idle blocks that no tier has, the newest last.
+        queues: of each cache group block -> entry of idle blocks that no tier has, the newest last.
     """
 
     books: TierBooks
@@ -39,7 +39,7 @@ class StoringBlocks(BlockManager):
     num_stored_blocks = 0
 
     def _begin_storing(self) -> None:
-        self.queue: dict[tuple[int, int], PrefixEntry] = {}
+        self.queues: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
         self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
@@ -78,9 +78,14 @@ class StoringBlocks(BlockManager):
 
     def _on_idle(self, group: int, block: int, entry: PrefixEntry) -> None:
         node = self._nodes.get(entry.prefix_id)
-        if node is not None and group not in node.slots and group not in node.places:
-            self.queue.pop((group, block), None)
-            self.queue[group, block] = entry
+        if node is None or group in node.slots or group in node.places or self._is_superseded(group, block, entry):
+            return
+        self.queues[group].pop(block, None)
+        self.queues[group][block] = entry
+
+    def _is_superseded(self, group: int, block: int, entry: PrefixEntry) -> bool:
+        """Whether a recurrent state is of no use to later requests, as far as known."""
+        return False
 
     def is_worth(self, node: StoredBlock) -> bool:
         """Whether a content is likely to be asked for: it was before, or a waiting request wants it."""
@@ -92,44 +97,43 @@ class StoringBlocks(BlockManager):
         pool = self.pools[group]
         block = self._holder(pool, node)
         is_unread = any((pool, block) in of_step for of_step in self._uncommitted.values())
-        return NULL_BLOCK if is_unread or (group, block) in self._loads else block
+        if is_unread or (group, block) in self._loads or node.entry is None:
+            return NULL_BLOCK
+        return NULL_BLOCK if self._is_superseded(group, block, node.entry) else block
 
-    def _evicts_soon(self) -> bool:
-        """Whether the step that is being scheduled may evict content."""
-        return any(
-            pool.entry_of[block] is not None
-            for pool in self.pools
-            for block in islice(pool.free_blocks, self.max_step_blocks)
-        )
+    def _evicts_soon(self, group: int) -> bool:
+        """Whether the step that is being scheduled may evict content of a group."""
+        pool = self.pools[group]
+        return any(pool.entry_of[block] is not None for block in islice(pool.free_blocks, self.max_step_blocks))
 
-    def idle_blocks(self, count: int = MAX_EXAMINED) -> list[tuple[int, int, StoredBlock]]:
-        """(group, block, node) of queued blocks that still have their committed content, in no tier yet."""
+    def idle_blocks(self, group: int, count: int = MAX_EXAMINED) -> list[tuple[int, StoredBlock]]:
+        """(block, node) of queued blocks that still have their committed content, in no tier yet."""
         found = []
-        unread = {pair for of_step in self._uncommitted.values() for pair in of_step}
-        for (group, block), entry in [*islice(self.queue.items(), count)]:
-            pool = self.pools[group]
-            if pool.entry_of[block] is not entry:
-                del self.queue[group, block]
-            elif (pool, block) not in unread and (group, block) not in self._loads:
+        pool, queue = self.pools[group], self.queues[group]
+        unread = {block for of_step in self._uncommitted.values() for of_pool, block in of_step if of_pool is pool}
+        for block, entry in [*islice(queue.items(), count)]:
+            if pool.entry_of[block] is not entry or self._is_superseded(group, block, entry):
+                del queue[block]
+            elif block not in unread and (group, block) not in self._loads:
                 node = self._nodes[entry.prefix_id]
                 if group in node.slots or group in node.places:
-                    del self.queue[group, block]
+                    del queue[block]
                 else:
-                    found.append((group, block, node))
+                    found.append((block, node))
         return found
 
-    def stores(self, max_bytes: int) -> list[Copy]:
-        """Copies of idle blocks to host memory, for the next batch or for an engine without steps in flight."""
+    def stores(self, group: int, max_bytes: int) -> list[Copy]:
+        """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight."""
         copies: list[Copy] = []
         num_bytes = 0
-        for group, block, node in self.idle_blocks(max(MAX_EXAMINED, self.max_step_blocks)):
+        for block, node in self.idle_blocks(group, max(MAX_EXAMINED, self.max_step_blocks)):
             if not (self.stores_all or self.is_worth(node)):
                 continue
             num_bytes += self.books.block_bytes[group]
             slot = self.books.take_slot(group) if num_bytes <= max_bytes else None
             if slot is None:
                 break
-            del self.queue[group, block]
+            del self.queues[group][block]
             self.books.hold(node, group, slot)
             self.books.pin(node, group)
             self._storing.append((node, group))
@@ -139,9 +143,11 @@ class StoringBlocks(BlockManager):
 
     def stores_now(self) -> list[Copy]:
         """Copies of an idle block, for the caller to execute at once; with no step in flight."""
-        copies = self.stores(max(self.books.block_bytes))
-        self._take_storing()
-        return copies
+        for group, size in enumerate(self.books.block_bytes):
+            if self.queues[group] and (copies := self.stores(group, size)):
+                self._take_storing()
+                return copies
+        return []
 
     def _take_storing(self) -> list[tuple[StoredBlock, int]]:
         storing, self._storing = self._storing, []

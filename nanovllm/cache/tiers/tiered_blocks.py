@@ -21,11 +21,13 @@ from functools import partial
 
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_blocks import StateBlocks
 from nanovllm.cache.tiers.books import StoredBlock, TierBooks, longest_run
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.reading import FileReads
 from nanovllm.cache.tiers.storing import MAX_EXAMINED, Load, StoringBlocks
 from nanovllm.core.batch import NULL_BLOCK, Copy
+from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
 
 HOST = "host"
@@ -61,6 +63,7 @@ class TieredBlocks(StoringBlocks):
         self.books, self.costs, self.reads, self.root_seed = books, costs, reads, root_seed
         self.stores_while_busy, self.max_load_bytes = stores_while_busy, max_load_bytes
         self.stores_all, self.max_step_blocks = stores_all, max_step_blocks
+        self.numbers = range(len(self.pools))  # of the cache groups
         self.kinds: AnySequence[StateKind] = [g.kind for g in self.groups] if isinstance(self, CacheGroups) else [FULL]
         self.num_loaded_blocks = self.num_loaded_tokens = 0
         self._begin_storing()
@@ -69,7 +72,8 @@ class TieredBlocks(StoringBlocks):
         self._declined: set[Sequence] = set()  # computed, since that is faster, until they are queued again
         self._has_waited = False  # for files, in this step
         for group, pool in enumerate(self.pools):
-            pool.on_idle = partial(self._on_idle, group)
+            if self.books.block_bytes[group]:
+                pool.on_idle = partial(self._on_idle, group)
 
     def forget(self, sequence: Sequence) -> None:
         num_blocks = len(sequence.token_ids) // self.block_size
@@ -81,7 +85,8 @@ class TieredBlocks(StoringBlocks):
     def reset_prefix_cache(self) -> None:
         super().reset_prefix_cache()
         self._nodes.clear()
-        self.queue.clear()
+        for queue in self.queues:
+            queue.clear()
         self._storing.clear()
         self._stored_in.clear()
         self._loads.clear()
@@ -112,7 +117,7 @@ class TieredBlocks(StoringBlocks):
         lacking = [
             (path[index], group)
             for index in range(length)
-            for group in range(len(self.kinds))
+            for group in self.numbers
             if self._needs(group, index, 0, length) and not self._has(group, path[index])
         ]
         num_bytes = sum(self.books.block_bytes[group] for _, group in lacking)
@@ -133,7 +138,7 @@ class TieredBlocks(StoringBlocks):
         if first + len(hits) >= end or sequence.num_computed_tokens % self.block_size or not self.books.roots:
             return hits
         # Known before the path is walked, since a request may wait for blocks over many steps.
-        if sequence in self._declined or not self._has_room(sequence, hits):
+        if sequence in self._declined or self._awaits_state(sequence) or not self._has_room(sequence, hits):
             return hits
         parent = self.parent_of(sequence, first) if self.enable_prefix_caching else None
         if parent is None:
@@ -144,13 +149,24 @@ class TieredBlocks(StoringBlocks):
             return hits
         path = self._path(before, sequence, first, end)
         length = self._reach(path, first)
+        if length < len(path):
+            self._prefix_ends(sequence, first + len(path))
         if length > len(hits) and self._load(sequence, hits, path[:length]):
             hits = super().lookup(sequence)
         return hits
 
     def _has(self, group: int, node: StoredBlock) -> bool:
-        """Whether the block's content is in the KV cache or in host memory."""
-        return group in node.slots or (node.entry is not None and node.entry.prefix_id in self.pools[group].holders)
+        """Whether the block's content is in the KV cache or in host memory, if it has any."""
+        if group in node.slots or not self.books.block_bytes[group]:
+            return True
+        return node.entry is not None and node.entry.prefix_id in self.pools[group].holders
+
+    def _prefix_ends(self, sequence: Sequence, length: int) -> None:
+        """A known prefix ends, and later requests may go on differently from there."""
+
+    def _awaits_state(self, sequence: Sequence) -> bool:
+        """Whether the step being scheduled writes a state from which the sequence goes on."""
+        return False
 
     def _reach(self, path: AnySequence[StoredBlock], first: int, *, with_files: bool = False) -> int:
         """Length of the longest hit on the path, which begins with block `first`, over all cache groups."""
@@ -174,8 +190,8 @@ class TieredBlocks(StoringBlocks):
         first, length = len(sequence.block_table), len(path)
         lacking: list[list[int]] = []
         held: list[list[int]] = []
-        for group, pool in enumerate(self.pools):
-            needed = [index for index in range(length) if self._needs(group, index, first, length)]
+        of_groups = [[index for index in range(length) if self._needs(g, index, first, length)] for g in self.numbers]
+        for pool, needed in zip(self.pools, of_groups, strict=True):
             holders = [self._holder(pool, path[index]) for index in needed]
             lacking.append([index for index, block in zip(needed, holders, strict=True) if block == NULL_BLOCK])
             held.append([block for block in holders if block != NULL_BLOCK])
@@ -201,7 +217,8 @@ class TieredBlocks(StoringBlocks):
         loaded = self._fill(sequence, path, lacking)
         for pool, blocks, new in zip(self.pools, held, loaded, strict=True):
             pool.unpin([*blocks, *new])
-        self.books.use(path)
+        for group, needed in enumerate(of_groups):
+            self.books.use([path[index] for index in needed], group)
         self.costs.count(decision)
         self.num_loaded_tokens += num_tokens
         self.num_loaded_blocks += sum(map(len, loaded))
@@ -228,6 +245,8 @@ class TieredBlocks(StoringBlocks):
                 block = at_index[group].get(index)
                 if block is not None:
                     pool.hold(block, entry)
+                    if not self.books.block_bytes[group]:
+                        continue
                     self.books.pin(node, group)
                     self._loads[group, block] = Load(node.slots[group], node, entry)
                     self.copies.append(Copy(group, ~node.slots[group], block))
@@ -258,8 +277,9 @@ class TieredBlocks(StoringBlocks):
             self._declined = {sequence for sequence in self._declined if not sequence.is_finished}
         if self.reads is not None:
             self.reads.collect()
-        if self.queue and ((evicts := self._evicts_soon()) or self.stores_while_busy):
-            self.copies += self.stores(EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES)
+        for group, queue in enumerate(self.queues):
+            if queue and ((evicts := self._evicts_soon(group)) or self.stores_while_busy):
+                self.copies += self.stores(group, EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
@@ -292,6 +312,16 @@ class TieredGroups(CacheGroups, TieredBlocks):
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
         return start if self._awaits_load(sequence) else CacheGroups.cut(self, sequence, start, end)
+
+    def _is_superseded(self, group: int, block: int, entry: PrefixEntry) -> bool:
+        states = self.groups[group]
+        return isinstance(states, StateBlocks) and states.is_superseded(block, entry)
+
+    def _prefix_ends(self, sequence: Sequence, length: int) -> None:
+        self._group_tables(sequence).junctions.add(length)
+
+    def _awaits_state(self, sequence: Sequence) -> bool:
+        return self._group_tables(sequence).awaits_state
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         CacheGroups.claim(self, sequence, blocks)
