@@ -64,7 +64,7 @@ def build_engine(
         publisher = KvEventPublisher(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
-        loaded, model_runner = _build_ranks(model, tokenizer, config)
+        loaded, model_runner, digest = _build_ranks(model, tokenizer, config)
     else:
         with collector_paused():
             loaded = loader.load(model, tokenizer, config)
@@ -100,9 +100,7 @@ def build_engine(
 def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
     from nanovllm.execution.prefix_tiers import open_tiers
 
-    runner = engine.model_runner
-    parts = engine.block_manager, runner.binding, runner.config, runner.pools
-    engine.tiers = open_tiers(*parts, hash_seed, digest, engine.clock)
+    engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
     engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
     engine.observers.append(engine.tiers)
     if publisher is not None:
@@ -192,8 +190,8 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
     )
 
 
-def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner]:
-    """Start the processes of the other ranks, and load each rank's shard of the model.
+def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner, str | None]:
+    """Start the processes of the other ranks, and load each rank's shard of the model, whose digest is the last result.
 
     Raises ValueError before loading if the model cannot be sharded, and DeviceError if a process fails.
     """
@@ -217,7 +215,7 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
     try:
         with computing_with(workers.num_threads):
             loaded = load_sharded(source, tokenizer, config, workers.ranks)
-            return loaded, build_rank(loaded, config, workers.ranks, workers)
+            return loaded, *build_rank(loaded, config, workers.ranks, workers)
     except BaseException as error:
         if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
             workers.fail(error)  # a collective ends so where a peer has failed
@@ -227,17 +225,18 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
 
 def build_rank(
     loaded: loader.LoadedModel, config: EngineConfig, ranks: Ranks, workers: WorkerProcesses | None = None
-) -> RankRunner:
-    """The model runner of one rank; all ranks come here at the same time."""
+) -> tuple[RankRunner, str | None]:
+    """The model runner of one rank, and its shard's digest; all ranks come here at the same time."""
     from nanovllm.rank_runner import RankRunner
 
+    digest = _model_digest(loaded, config)
     binding = ModelBinding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
     runner = RankRunner(binding, *resolve_options(binding, loaded, config), workers)
-    if config.prefix_cache_host_bytes is not None:
-        from nanovllm.execution.prefix_tiers import host_memory
+    if ranks.rank and (config.prefix_cache_host_bytes is not None or digest is not None):
+        from nanovllm.execution.rank_tiers import RankTiers
 
-        host_memory(binding, runner.config, runner.pools)
-    return runner
+        runner.tiers = RankTiers.open(binding, runner.config, runner.pools, digest)
+    return runner, digest
 
 
 def run_worker(orders: int, lifeline: int) -> None:
@@ -252,7 +251,7 @@ def build_worker(start: Start, ranks: Ranks) -> RankRunner:
     from nanovllm.model.sharded_loading import load_sharded
 
     loaded = load_sharded(start.source, None, start.config, ranks)
-    return build_rank(loaded, start.config, ranks)
+    return build_rank(loaded, start.config, ranks)[0]
 
 
 def resolve_options(

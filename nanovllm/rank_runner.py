@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.process.device import computing_with
 from nanovllm.sampling.logprobs import StepLogprobs
+
+if TYPE_CHECKING:
+    from nanovllm.execution.rank_tiers import RankTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class RankRunner(ModelRunner):
     """
 
     sampler: RankSampler
+    tiers: RankTiers | None = None  # of a rank besides the first
 
     def __init__(
         self,
@@ -111,6 +115,10 @@ class RankRunner(ModelRunner):
         batch = ScheduledBatch(0, (draws_all,), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
         self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
+
+    def follow_tiers(self, kind: str, payload: tuple[Any, ...]) -> None:
+        """Execute an order of rank 0's tiers."""
+        getattr(self.tiers, kind)(*payload)
 
     def capture_ahead(self) -> bool:
         if self.workers is None:

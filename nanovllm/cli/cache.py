@@ -32,7 +32,8 @@ def _cache(options: argparse.Namespace) -> int:
     for segment in found:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(segment.used))
         counts = f"{segment.num_blocks:,}", f"{segment.num_tokens:,}", f"{segment.num_bytes / 1e6:,.1f}"
-        row = [str(segment.number), (segment.model or "damaged")[:12], *counts, used, str(segment.num_damaged)]
+        name = f"{segment.rank}/{segment.number}" if segment.rank else str(segment.number)
+        row = [name, (segment.model or "damaged")[:12], *counts, used, str(segment.num_damaged)]
         rows.append(row[: len(headings)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
     for row in rows:

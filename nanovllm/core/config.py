@@ -140,7 +140,6 @@ class EngineConfig:
         None,
         "folder for prefixes that outlive the process; one process writes there, others read. None: none.",
         check=validation.cache_folder,
-        refused={TENSOR_PARALLEL: "each rank has its share of K and V. Set prefix_cache_host_bytes."},
     )
     prefix_cache_dir_bytes: int = option(
         8 * 2**30, "limit of the files in prefix_cache_dir, in bytes; those used longest ago go first."

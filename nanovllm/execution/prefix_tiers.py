@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import atexit
-import json
-import logging
-import math
 import os
-import platform
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import transformers
-
-import nanovllm
-from nanovllm.attention.host_memory import HostMemory
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_pools import CachePools
-from nanovllm.cache.tiers.books import StoredBlock, TierBooks
+from nanovllm.cache.tiers.books import StoredBlock
 from nanovllm.cache.tiers.costs import LoadCosts
-from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cache.tiers.reading import FileReads
 from nanovllm.cache.tiers.tiered_blocks import HOST, STEP_BYTES, TieredBlocks
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import DeviceError
 from nanovllm.core.option_stats import TierStats
 from nanovllm.execution.learned_costs import LearnedCosts
+from nanovllm.execution.tier_storage import TierStorage
 from nanovllm.model.binding import ModelBinding
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.process.device import find_kernel
 
-logger = logging.getLogger("nanovllm")
+if TYPE_CHECKING:
+    from nanovllm.execution.rank_tiers import RankOrders
+    from nanovllm.execution.workers import WorkerProcesses
 
-DEFAULT_HOST_BYTES = 2**30  # that files are read into, where no host tier is asked for
 CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
 
@@ -57,33 +49,28 @@ class PrefixTiers(Observer):
 
     Args:
         manager: without entries.
-        seed: everything that KV depends on besides tokens and salt; `header` likewise, for files.
-        directory: folder of the files; None for host memory alone.
+        fit: of the time to compute; learns from every step.
+        seed: everything that KV depends on besides tokens and salt.
+        orders: to the other ranks.
     """
 
     def __init__(
-        self, manager: TieredBlocks, memory: HostMemory, config: EngineConfig, pools: CachePools,
-        seed: str, header: dict[str, Any] | None, clock: Callable[[], float],
+        self, manager: TieredBlocks, storage: TierStorage, config: EngineConfig, fit: LearnedCosts, seed: str,
+        clock: Callable[[], float], orders: RankOrders | None = None,
     ) -> None:  # fmt: skip
-        self.manager, self.memory = manager, memory
-        self._fit = LearnedCosts(config, () if pools.is_one_full else pools.groups)
+        self.manager, self.memory, self.books, self._orders = manager, storage.memory, storage.books, orders
+        self._fit = fit
         self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
-        self._works_idle = config.tensor_parallel_size == 1  # other ranks follow steps alone
         self._lock = threading.Lock()
         self._is_closed = False
         self._process_id = os.getpid()
-        sizes = [group.block_bytes for group in pools.groups]
-        host_bytes = config.prefix_cache_host_bytes or max(DEFAULT_HOST_BYTES, _least_bytes(pools))
-        self.books = TierBooks(sizes, host_bytes, _shares(pools))
         self.costs = LoadCosts(self._compute_seconds)
         self._goal = config.itl_goal
-        self.directory: CacheDirectory | None = None
-        self.reads: FileReads | None = None
-        if header is not None:
-            assert config.prefix_cache_dir is not None
-            self.directory = CacheDirectory(config.prefix_cache_dir, header, config.prefix_cache_dir_bytes, self.books)
-            self.reads = FileReads(self.directory, self.books, self.costs, memory.view, memory.settle, clock)
+        self.directory, self.reads, memory = storage.directory, None, self.memory
+        if self.directory is not None:
+            files = self.directory, self.books, self.costs
+            self.reads = FileReads(*files, memory.view, memory.settle, clock, orders)
             _open.add(self)
         manager.attach(
             self.books, self.costs, root_seed=seed, reads=self.reads, max_load_bytes=self._max_load_bytes,
@@ -119,8 +106,6 @@ class PrefixTiers(Observer):
 
     def save_idle(self) -> bool:
         """Store a block, with no step in flight; False if there is none to store."""
-        if not self._works_idle:
-            return False
         with self._lock:
             if self.reads is not None:
                 self.reads.collect()
@@ -137,6 +122,8 @@ class PrefixTiers(Observer):
     def _store_one(self) -> bool:
         copies = self.manager.stores_now()
         self.memory.store(copies)
+        if self._orders is not None:
+            self._orders.store(copies)
         return bool(copies)
 
     @property
@@ -166,13 +153,19 @@ class PrefixTiers(Observer):
 
     def _write(self, node: StoredBlock, group: int) -> bool:
         assert self.directory is not None
-        if not self.books.block_bytes[group]:
-            return self.directory.append(node, group, b"")
-        block = self.manager.settled_block(group, node)
+        block = self.manager.settled_block(group, node) if self.books.block_bytes[group] else NULL_BLOCK
+        slot = node.slots.get(group)
+        content: Any = b""
         if block != NULL_BLOCK:
-            return self.directory.append(node, group, self.memory.read_block(group, block))
-        self.memory.settle()
-        return self.directory.append(node, group, self.memory.view(group, node.slots[group]))
+            content = self.memory.read_block(group, block)
+        elif slot is not None:
+            self.memory.settle()
+            content = self.memory.view(group, slot)
+        if not self.directory.append(node, group, content):
+            return False
+        if self._orders is not None:
+            self._orders.write(node, group, block, slot)
+        return True
 
     def engine_closed(self) -> None:
         """Write blocks that no file has yet, and give the directory back; nothing in a forked child."""
@@ -183,11 +176,17 @@ class PrefixTiers(Observer):
                 return
             self._is_closed = True
             _open.discard(self)
+            all_answer = self.directory is None or self._orders is None or self._orders.begin_close()
             if self.reads is not None:
                 self.reads.close()
             if self.directory is not None:
                 try:
-                    self._write_all()
+                    if all_answer:
+                        self._write_all()
+                        if self._orders is not None:
+                            self._orders.finish(CLOSE_SECONDS)
+                except DeviceError:  # of a rank that is gone
+                    pass
                 finally:
                     self.directory.close()
 
@@ -230,45 +229,18 @@ class PrefixTiers(Observer):
         return "the prefix cache's tiers"
 
 
-def _shares(pools: CachePools) -> list[float]:
-    """Shares of a tier's bytes for the cache groups: those of the KV cache."""
-    return [group.block_bytes * count / pools.num_bytes for group, count in zip(*pools, strict=True)]
+class Runner(Protocol):
+    """A `ModelRunner`."""
 
-
-def _least_bytes(pools: CachePools) -> int:
-    """Bytes of a tier of which recurrent states get a share that holds one; 0 for a model without any."""
-    return math.ceil(pools.groups[-1].block_bytes / _shares(pools)[-1]) if any(pools.are_records) else 0
-
-
-def host_memory(binding: ModelBinding, config: EngineConfig, pools: CachePools) -> HostMemory:
-    """The host memory of a rank, which executes the copies of its steps from now on.
-
-    Raises ValueError for bytes that hold no recurrent state, or that cannot be pinned.
-    """
-    caches = binding.caches
-    if not isinstance(caches.host, HostMemory):
-        sizes = [group.block_bytes for group in pools.groups]
-        caches.host = HostMemory(caches, sizes, config.block_size, binding.device)
-        num_bytes = config.prefix_cache_host_bytes or 0
-        if num_bytes and num_bytes < (least := _least_bytes(pools)):
-            raise ValueError(
-                f"prefix_cache_host_bytes is {num_bytes:,}, of which recurrent states have a share that holds none: "
-                f"one of {type(binding.model).__name__} takes {sizes[-1]:,} bytes. Set at least {least:,}."
-            )
-        try:
-            caches.host.pin([int(num_bytes * share) for share in _shares(pools)])
-        except RuntimeError as error:
-            raise ValueError(
-                f"prefix_cache_host_bytes is {num_bytes:,} for each of {config.tensor_parallel_size} ranks, and this "
-                f"machine cannot pin so much memory ({error}). Set fewer bytes."
-            ) from error
-    return caches.host
+    binding: ModelBinding
+    config: EngineConfig
+    pools: CachePools
+    workers: WorkerProcesses | None
 
 
 def open_tiers(
-    manager: BlockManager, binding: ModelBinding, config: EngineConfig, pools: CachePools, seed: str,
-    digest: str | None, clock: Callable[[], float],
-) -> PrefixTiers:  # fmt: skip
+    manager: BlockManager, runner: Runner, seed: str, digest: str | None, clock: Callable[[], float]
+) -> PrefixTiers:
     """The tiers of an engine.
 
     Args:
@@ -276,48 +248,11 @@ def open_tiers(
         digest: of the model; None without files.
     """
     assert isinstance(manager, TieredBlocks)
-    memory = host_memory(binding, config, pools)
-    header = None if digest is None else file_header(binding, config, pools, digest)
-    if header is not None:
-        seed = json.dumps(header, sort_keys=True)
-    return PrefixTiers(manager, memory, config, pools, seed, header, clock)
+    binding, pools = runner.binding, runner.pools
+    storage, orders = TierStorage.open(binding, runner.config, pools, digest), None
+    if runner.workers is not None and binding.ranks is not None:
+        from nanovllm.execution.rank_tiers import RankOrders
 
-
-def file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools, digest: str) -> dict[str, Any]:
-    """Everything that the bytes of KV depend on besides tokens and salts.
-
-    Args:
-        digest: of the model's config and weights, by `model.fingerprint`.
-    """
-    shapes = [
-        [
-            [*part.shape[:1], *part.shape[2:], str(part.dtype)]
-            for part in binding.caches.blocks_of(group, config.block_size)
-        ]
-        for group in range(len(pools.groups))
-    ]
-    states = [sorted(map(str, layer.states)) for layer in binding.mixers.layers] if binding.mixers else None
-    return ({} if states is None else {"states": states}) | {
-        "model": digest,
-        "rope": binding.rope.choice,
-        "device": binding.device.type,
-        "machine": platform.machine(),
-        "processor": _processor(binding.device),
-        "attention_backend": config.attention_backend,
-        "block_size": config.block_size,
-        "groups": [[*group.kind.spans, list(group.layers), group.block_bytes] for group in pools.groups],
-        "blocks": shapes,
-        "quantization": config.quantization,
-        "exact_activations": config.exact_activations,
-        "nanovllm": nanovllm.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _processor(device: torch.device) -> str | None:
-    """The class of the CPU, or the name of the GPU: others round K and V differently."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    rounding_class = find_kernel("processor_classes", "rounding_class")
-    return None if rounding_class is None else rounding_class()
+        orders = RankOrders(runner.workers, binding.ranks)
+    costs = LearnedCosts(runner.config, () if pools.is_one_full else pools.groups)
+    return PrefixTiers(manager, storage, runner.config, costs, storage.seed or seed, clock, orders)

@@ -41,11 +41,11 @@ class Ranks:
 
     Args:
         rank, size: this rank's number, from 0, and the number of ranks.
-        store: for the rendezvous.
+        store: for the rendezvous, and for answers of ranks to rank 0.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self.store = rank, size, device, store
         self.handle = next(_handles)
         _ranks[self.handle] = self
         self._one_shot: Any = None

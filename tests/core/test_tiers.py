@@ -113,16 +113,6 @@ def test_every_loaded_block_has_the_bytes_that_were_stored():
                     assert bytes(memory.view(0, node.slots[0])) == after[node.hash]
 
 
-@programs_are_forked()
-def test_ranks_store_their_parts_each(folder, expected):
-    with LLM(folder, **(OPTIONS | HOST | {"tensor_parallel_size": 2, "num_kv_blocks": 40})) as llm:
-        assert token_ids(generate(llm, PROMPTS)) == expected
-        generate(llm, OTHERS)
-        again = generate(llm, PROMPTS)
-        assert token_ids(again) == expected
-        assert llm.stats().tiers.num_loaded_blocks > 0 and min(cached(again)) >= 64
-
-
 def test_without_tiers_the_block_manager_knows_none():
     with open_llm() as llm:
         assert type(llm._engine.block_manager).__name__ == "BlockManager"
@@ -474,9 +464,8 @@ def test_a_folder_is_not_cleared_under_an_engine_that_writes(folder, tmp_path, c
     ({"prefix_cache_host_bytes": 2**60}, r"_bytes is 1,152,921,504,606,846,976 bytes, but the machine"),
     ({"prefix_cache_dir": __file__ + "/in"}, r"test_tiers.py/in', which cannot be made: '.*test_tiers.py' is not"),
     ({"prefix_cache_dir": __file__}, r"which is a file"),
-    ({"prefix_cache_dir": "/tmp", "tensor_parallel_size": 2}, r"prefix_cache_dir does not work with tensor_parallel"),
     ({"prefix_cache_host_bytes": 2**20, "enable_prefix_caching": False}, r"enable_prefix_caching=False caches no"),
-], ids=["more than memory", "not to be made", "a file", "ranks", "no cache"])  # fmt: skip
+], ids=["more than memory", "not to be made", "a file", "no cache"])  # fmt: skip
 def test_bad_input_is_refused_before_the_model_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
         LLM("/no/such/model", **options)

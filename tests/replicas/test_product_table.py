@@ -419,6 +419,7 @@ ELSEWHERE = {
     } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
+        "prefix_cache_dir": "test_rank_tiers",
         "structured_output": "test_tensor_parallel",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",

@@ -28,6 +28,7 @@ from nanovllm.core import block_hashes
 logger = logging.getLogger("nanovllm")
 
 LOCK = "lock"
+RANK_FOLDERS = "rank-*-of-*"  # of several ranks, in the folder of `prefix_cache_dir`
 REFRESH_SECONDS = 1.0  # between looks for new files of another process
 
 
@@ -86,12 +87,16 @@ class CacheDirectory:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def refresh(self) -> None:
-        """Learn of segments and records that are new, at most once a second."""
-        now = time.monotonic()
-        if now < self._next_refresh or (self.is_writer and self._segments):
+    def find(self, block_hash: bytes) -> StoredBlock | None:
+        """A block that files have, by the hash of its chain."""
+        return self._by_hash.get(block_hash)
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Learn of segments and records that are new, at most once a second unless `now`."""
+        time_now = time.monotonic()
+        if (time_now < self._next_refresh and not now) or (self.is_writer and self._segments):
             return
-        self._next_refresh = now + REFRESH_SECONDS
+        self._next_refresh = time_now + REFRESH_SECONDS
         with suppress(OSError):
             for number in segment_numbers(self.folder):
                 self._read_index(number)
@@ -211,6 +216,10 @@ class CacheDirectory:
             lock, self._lock = self._lock, None
             if lock is not None:
                 os.close(lock)
+
+
+def folder_of_rank(rank: int, size: int) -> str:
+    return f"rank-{rank}-of-{size}"
 
 
 def remove_segment(folder: Path, number: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm.cache.tiers.directory import LOCK, remove_segment
+from nanovllm.cache.tiers.directory import LOCK, RANK_FOLDERS, remove_segment
 from nanovllm.cache.tiers.segments import checksum, read_header, read_records, segment_numbers, segment_paths
 
 
@@ -16,7 +16,8 @@ from nanovllm.cache.tiers.segments import checksum, read_header, read_records, s
 class SegmentReport:
     """A segment: its model's digest, blocks and their tokens, bytes, and time of last use in seconds since 1970.
 
-    model: None for a damaged header. num_damaged: blocks with a wrong checksum, once they were verified.
+    model: None for a damaged header. num_damaged: blocks with a wrong checksum, once they were verified. rank: the
+    folder of one of several ranks, which has its parts of blocks.
     """
 
     number: int
@@ -26,14 +27,19 @@ class SegmentReport:
     num_bytes: int
     used: float
     num_damaged: int = 0
+    rank: str = ""
 
 
 def segments_of(folder: str, *, verifies: bool = False) -> Iterator[SegmentReport]:
-    """Report each segment of a folder; `verifies` reads all blocks.
+    """Report each segment of a folder and of the ranks' in it; `verifies` reads all blocks.
 
     Raises ValueError for a folder that is not there.
     """
-    path = _existing(folder)
+    for path, rank in _folders(folder):
+        yield from _segments_in(path, rank, verifies=verifies)
+
+
+def _segments_in(path: Path, rank: str, *, verifies: bool) -> Iterator[SegmentReport]:
     for number in segment_numbers(path):
         segment, index = segment_paths(path, number)
         data, stat = index.read_bytes(), segment.stat()
@@ -50,29 +56,31 @@ def segments_of(folder: str, *, verifies: bool = False) -> Iterator[SegmentRepor
         yield SegmentReport(
             number, None if header is None else str(header.get("model")), len(records),
             sum(len(record.tokens) // 4 for record in records if record.group == 0),
-            stat.st_size + len(data), stat.st_mtime, damaged,
+            stat.st_size + len(data), stat.st_mtime, damaged, rank,
         )  # fmt: skip
 
 
 def clear(folder: str) -> int:
     """Remove all segments; returns how many. Raises ValueError while an engine writes to the folder."""
-    path = _existing(folder)
-    numbers = segment_numbers(path)
-    if (path / LOCK).exists():
-        file = os.open(path / LOCK, os.O_RDWR)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"an engine writes to {folder!r}. End it first.") from None
-        finally:
-            os.close(file)
-    for number in numbers:
+    paths = [path for path, _ in _folders(folder)]
+    for path in paths:
+        if (path / LOCK).exists():
+            file = os.open(path / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"an engine writes to {folder!r}. End it first.") from None
+            finally:
+                os.close(file)
+    found = [(path, number) for path in paths for number in segment_numbers(path)]
+    for path, number in found:
         remove_segment(path, number)
-    return len(numbers)
+    return len(found)
 
 
-def _existing(folder: str) -> Path:
+def _folders(folder: str) -> list[tuple[Path, str]]:
+    """The folder, and those of ranks in it with their names."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ValueError(f"there is no folder {folder!r}. Name that of prefix_cache_dir.")
-    return path
+    return [(path, ""), *((each, each.name) for each in sorted(path.glob(RANK_FOLDERS)))]

@@ -7,8 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from nanovllm.cache.tiers.books import StoredBlock, TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts
@@ -35,10 +36,19 @@ class Job:
 
     items: list[ReadItem]
     generation: int
+    number: int = 0  # of the other ranks' answers
     results: list[bool] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
     is_done: threading.Event = field(default_factory=threading.Event)
+
+
+class OtherRanks(Protocol):
+    """Ranks that read their parts of the same blocks; see `RankOrders`."""
+
+    def read(self, items: AnySequence[ReadItem]) -> int: ...
+
+    def all_right(self, number: int, results: AnySequence[bool]) -> list[bool]: ...
 
 
 class FileReads:
@@ -47,6 +57,7 @@ class FileReads:
     Args:
         view: (group, slot) -> its bytes, writable.
         settle: waits until the device has read from and written to host memory all that it was told to.
+        others: a block is right only if their parts are.
     """
 
     medium = "disk"
@@ -59,9 +70,11 @@ class FileReads:
         view: Callable[[int, int], memoryview],
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        others: OtherRanks | None = None,
     ) -> None:
         self._directory: CacheDirectory | None = directory
         self._books, self._costs, self._view, self._settle, self._clock = books, costs, view, settle, clock
+        self._others = others
         self._jobs: list[Job] = []
         self._reading: dict[tuple[StoredBlock, int], Job] = {}
         self._waiting: dict[Sequence, tuple[list[Job], float]] = {}  # -> (jobs, deadline)
@@ -99,7 +112,7 @@ class FileReads:
             self._waiting[sequence] = [*jobs], self._clock() + wait
 
     def start(self, items: list[ReadItem]) -> Job:
-        job = Job(items, self._books.generation)
+        job = Job(items, self._books.generation, 0 if self._others is None else self._others.read(items))
         for item in items:
             item.node.num_reads += 1
             self._reading[item.node, item.group] = job
@@ -178,31 +191,38 @@ class FileReads:
         while (job := self._queue.get()) is not None:
             begin = time.perf_counter()
             files: dict[int, int] = {}
+            right: list[bool] = []
             try:
                 self._settle()
                 for item in job.items:
-                    is_right = self._read(item, files)
-                    job.results.append(is_right)
-                    job.num_bytes += item.place.length * is_right
-            except Exception:  # of a device that failed: the engine's next step says so
-                pass
+                    right.append(self._read(item, files))
+                job.results = right if self._others is None else self._others.all_right(job.number, right)
+            except Exception:  # of a device or rank that failed: the engine's next step says so
+                job.results = [] if self._others is not None else right
             finally:
                 for file in files.values():
                     os.close(file)
                 job.results += [False] * (len(job.items) - len(job.results))
+                job.num_bytes = sum(item.place.length for item, ok in zip(job.items, job.results, strict=True) if ok)
                 job.seconds = time.perf_counter() - begin
                 job.is_done.set()
 
     def _read(self, item: ReadItem, files: dict[int, int]) -> bool:
-        place, directory = item.place, self._directory
-        try:
-            if directory is None:
-                return False
-            if place.segment not in files:
-                files[place.segment] = directory.open(place)
-            target = self._view(item.group, item.slot)
-            if len(target) != place.length or os.preadv(files[place.segment], [target], place.offset) != place.length:
-                return False
-            return checksum(target) == place.checksum
-        except OSError:  # removed meanwhile
+        directory = self._directory
+        return directory is not None and read_place(directory, item.place, self._view(item.group, item.slot), files)
+
+
+def read_place(directory: CacheDirectory, place: Place, target: memoryview, files: dict[int, int]) -> bool:
+    """Read a place of a file; returns whether its checksum is right.
+
+    Args:
+        files: open ones by segment, for the caller to close.
+    """
+    try:
+        if place.segment not in files:
+            files[place.segment] = directory.open(place)
+        if len(target) != place.length or os.preadv(files[place.segment], [target], place.offset) != place.length:
             return False
+        return checksum(target) == place.checksum
+    except OSError:  # removed meanwhile
+        return False
