@@ -61,6 +61,7 @@ class ModelRunner:
         self.binding, self.device = binding, binding.device
         self.config, self.pools = config, pools
         self._choice = choice
+        self._lays_runs_apart = choice.uses_graphs and not binding.mixers  # a recurrent layer has rows one by one
         self._begin_report: Callable[..., StepLogprobs]
         row_kernels = load_row_kernels() if choice.kernels else None
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=row_kernels)
@@ -114,7 +115,7 @@ class ModelRunner:
         if batch.drafts and not batch.drafts.are_shown:
             with batch.drafts:
                 return batch.drafts.around(self.launch(batch))
-        entries = runs_as_decodes(batch.entries) if batch.draws_runs and self._choice.uses_graphs else batch.entries
+        entries = runs_as_decodes(batch.entries) if batch.draws_runs and self._lays_runs_apart else batch.entries
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )

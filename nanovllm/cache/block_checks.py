@@ -21,7 +21,8 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         ]
         tables = [list(group) for group in zip(*of_sequences, strict=True)] or [[] for _ in manager.groups]
     for pool, of_pool in zip(manager.pools, tables, strict=True):
-        _check_references(manager, pool, of_pool)
+        kept = [slot for group in getattr(manager, "groups", ()) if group.pool is pool for slot in group.kept]
+        _check_references(manager, pool, of_pool, kept)
         _check_holders(manager, pool)
     for block_hash, entry in manager.entries.items():
         _check(entry.block_hash == block_hash, "an entry under another hash")
@@ -31,13 +32,16 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         _check_chains(manager)
 
 
-def _check_references(manager: BlockManager, pool: BlockPool, tables: list[tuple[Sequence, list[int], int]]) -> None:
+def _check_references(
+    manager: BlockManager, pool: BlockPool, tables: list[tuple[Sequence, list[int], int]], kept: list[int]
+) -> None:
     """Reference counts match the block tables, and each block holds the tokens of its entry.
 
     Args:
         tables: (sequence, its block table, the first block in it that it needs).
+        kept: blocks outside of all tables, with one reference each.
     """
-    expected = [0] * pool.num_blocks
+    expected = [int(block in kept) for block in range(pool.num_blocks)]
     for sequence, table, first in tables:
         needed = manager.num_blocks_for(sequence.num_computed_tokens)
         _check(len(table) == needed, f"{sequence} should hold {needed} blocks")

@@ -22,6 +22,7 @@ class GroupBlocks:
     """
 
     keeps_records = False  # but K and V of positions
+    kept: Collection[int] = ()  # blocks outside of all tables
 
     def __init__(
         self, kind: StateKind, pool: BlockPool, block_size: int, *, max_model_len: int, max_chunk_tokens: int

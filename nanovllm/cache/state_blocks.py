@@ -46,6 +46,7 @@ class StateBlocks(GroupBlocks):
     Attributes:
         fresh: findable slots that the step being scheduled writes. The next step may read them: within a step no
             sequence reads a slot that another writes.
+        kept: slots outside of all tables, see `keep`.
     """
 
     keeps_records = True
@@ -55,6 +56,7 @@ class StateBlocks(GroupBlocks):
     ) -> None:
         super().__init__(kind, pool, block_size, max_model_len=max_model_len, max_chunk_tokens=0)
         self.fresh: set[int] = set()
+        self.kept: set[int] = set()
         self._superseded: dict[int, PrefixEntry] = {}  # freed checkpoints to be evicted before others, oldest first
         self._taken: set[int] = set()  # in the step that is being scheduled
 
@@ -96,6 +98,22 @@ class StateBlocks(GroupBlocks):
                 break
         (slot,) = pool.pop_free(1)
         return slot
+
+    def keep(self) -> int:
+        """A slot outside of all tables, for a copy of a state; the caller has checked that one is free."""
+        slot = self._take()
+        self.kept.add(slot)
+        return slot
+
+    def put_back(self, table: list[int], slot: int) -> None:
+        """Give the table a kept slot in place of its working state."""
+        self.kept.remove(slot)
+        self.pool.unpin(table[-1:])
+        table[-1] = slot
+
+    def free_kept(self, slot: int) -> None:
+        self.kept.remove(slot)
+        self.pool.unpin([slot])
 
     def hold(self, block: int, entry: PrefixEntry) -> None:
         super().hold(block, entry)

@@ -153,7 +153,10 @@ class Admission:
         """
         is_full = waiting and len(running) == self.config.max_num_seqs
         victim = waiting.slot_victim(running, share_bound) if is_full else None
-        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > 1 for s in running):
+        few = 1 + self.config.num_speculative_tokens  # rows with rejected drafts, which are computed again
+        if victim is None or any(
+            s.num_known_tokens - s.num_computed_tokens > (1 if s.drafting is None else few) for s in running
+        ):
             return None
         first = waiting.first
         pays = victim.account.num_running > 1 and victim.priority == first.priority

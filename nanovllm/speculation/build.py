@@ -1,4 +1,4 @@
-"""From the options of speculation to its `Speculation`, and the models that it does not work with."""
+"""From the options of speculation to its `Speculation`, and the draft models that it does not work with."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ def add_drafts(
 
     Args:
         drafter: of a draft model.
-
-    Raises ValueError for a model that drafts do not work with.
     """
     config, limits, clock = scheduler.config, input_processor.limits, input_processor.clock
-    check_model(target.binding, limits)
 
     def execute(batch: ScheduledBatch) -> object:
         return target.execute(batch).result()
@@ -54,24 +51,17 @@ def add_drafts(
     if learned is not None:
         observers.append(learned)
     source: Any = config.speculation
+    has_states = bool(target.binding.mixers)  # their rows run as chunks, outside of the graphs of decodes
+    row_sizes = None if learned is None or has_states else learned.row_sizes
     scheduler.drafting = drafting = Speculation(
         config,
         scheduler.block_manager,
         drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
-        DraftLengths(learned, config.num_speculative_tokens, row_sizes=None if learned is None else learned.row_sizes),
+        DraftLengths(learned, config.num_speculative_tokens, row_sizes=row_sizes, are_repeated=has_states),
         vocab_size=min(limits.vocab_size, limits.num_logits),
         source=source if isinstance(source, str) else type(source).__name__,
     )
     observers.append(drafting)
-
-
-def check_model(binding: ModelBinding, limits: RequestLimits) -> None:
-    """Raise ValueError for a model that drafts do not work with."""
-    if binding.mixers:
-        raise ValueError(
-            f"speculation does not work with {limits.model_name}: rejected drafts would stay in its recurrent states. "
-            "Leave speculation out."
-        )
 
 
 def check_draft_model(

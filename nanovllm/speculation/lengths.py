@@ -64,11 +64,13 @@ class DraftLengths:
         costs: None proposes every draft.
         max_drafts: per sequence and step.
         row_sizes: that an engine with CUDA graphs pads to, where drafts run as further decodes; else None.
+        are_repeated: whether the rows of an entry with a rejected draft are computed again (recurrent states).
     """
 
     costs: StepCosts | None
     max_drafts: int
     row_sizes: RowSizes | None = None
+    are_repeated: bool = False
     _by_depth: list[Acceptance] = field(init=False)
     _pays: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by about the number of decodes
 
@@ -137,17 +139,20 @@ class DraftLengths:
         if self.row_sizes is not None:
             sizes = {size - len(entries) for size in self.row_sizes.decodes}
             gains = gains[: max(0, max(sizes))]
-        drafted: set[int] = set()
+        drafted: dict[int, float] = {}  # -> the probability that all of its drafts are accepted
         for number, (probability, index) in enumerate(gains, 1):
             tokens += probability
-            drafted.add(index)
+            drafted[index] = probability
             # The next draft costs nothing on a GPU, and hardly differs where there are many.
             apart = max(1, (1 << number.bit_length()) // (2 * ALL_NUMBERS))
             is_between = number not in sizes if sizes is not None else number % apart > 0
             if is_between and number < len(gains):
                 continue
             work = self._with_drafts(decodes, number, len(drafted), context)
-            if (per_second := tokens / max(costs.seconds(work), 1e-9)) > most:
+            seconds = costs.seconds(work)
+            if self.are_repeated:  # a later step then costs as much more
+                seconds += (1.0 - sum(drafted.values()) / len(drafted)) * (seconds - costs.seconds(decodes))
+            if (per_second := tokens / max(seconds, 1e-9)) > most:
                 best, most = number, per_second
         return best
 

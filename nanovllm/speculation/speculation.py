@@ -27,6 +27,7 @@ from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest
+from nanovllm.speculation.kept_states import DraftsWithStates, KeptStates
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
 from nanovllm.speculation.suffix import SuffixDrafter
 
@@ -109,7 +110,7 @@ class Speculation(Observer):
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
         self._suffixes = drafter if isinstance(drafter, SuffixDrafter) else None
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
-        self._manager = block_manager
+        self._manager, self._states = block_manager, KeptStates.of_manager(block_manager)
 
     # ------------------------------------------------------------------------------------------------ scheduling
 
@@ -157,9 +158,10 @@ class Speculation(Observer):
         if found and not self._plans_lengths:
             proposals = [(sequence.drafting.acceptance, len(token_ids)) for sequence, token_ids in found]
             counts = self.lengths.choose(entries, proposals, room)
-        drafts = Drafts()
+        drafts = Drafts() if self._states is None else self._states.drafts()
         for (sequence, token_ids), count in zip(found, counts, strict=True):
-            if count := self._allocate(sequence, count):
+            count = self._allocate(sequence, count)
+            if count and (not isinstance(drafts, DraftsWithStates) or drafts.keep(sequence)):
                 drafts[sequence] = token_ids[:count]
             else:
                 sequence.drafting.note(len(sequence.token_ids), 0)
@@ -176,6 +178,8 @@ class Speculation(Observer):
             if sequence.drafting is None:
                 sequence.drafting = DraftState()
             count = min(self.lengths.max_drafts, sequence.max_num_tokens - num_known - 1)
+            if self._states is not None:
+                count = min(count, self._states.num_left(num_known))
             if count > 0 and not sequence.drafting.is_off:
                 yield DraftRequest(sequence, count)
 
@@ -264,18 +268,21 @@ class Speculation(Observer):
         for entry in batch.entries:
             sequence = entry.sequence
             drawn = list(islice(draws, entry.num_samples))
-            if (drafts := batch.drafts.get(sequence)) is not None and not sequence.is_finished:
-                entry, drawn = self._accept(entry, drafts, drawn, requeue)
+            if sequence in batch.drafts and not sequence.is_finished:
+                entry, drawn = self._accept(entry, batch.drafts, drawn, requeue)
                 batch.drafts.num_accepted[sequence] = max(0, len(drawn) - 1)
             entries.append(entry)
             taken += [(sequence, token_id) for token_id in drawn]
+        if isinstance(batch.drafts, DraftsWithStates):
+            batch.drafts.free_kept()
         return tuple(entries), taken
 
     def _accept(
-        self, entry: ScheduledSequence, drafts: list[int], drawn: list[int], requeue: Callable[[Sequence], None]
+        self, entry: ScheduledSequence, step: Drafts, drawn: list[int], requeue: Callable[[Sequence], None]
     ) -> tuple[ScheduledSequence, list[int]]:
         """Cut a sequence back to the draws that count: the first that differs from its draft is the last of them."""
         sequence, manager = entry.sequence, self._manager
+        drafts = step[sequence]
         is_finite = NON_FINITE not in drawn
         num_accepted = sum(takewhile(bool, map(eq, drafts, drawn))) if is_finite else 0
         state: DraftState = sequence.drafting
@@ -297,9 +304,13 @@ class Speculation(Observer):
                 manager.forget(sequence)
                 requeue(sequence)
         elif has_blocks and num_cut:
-            end = manager.rewindable(sequence, sequence.num_computed_tokens - num_cut)
+            if isinstance(step, DraftsWithStates):
+                end = step.put_back(sequence, entry.start)
+            else:
+                end = manager.rewindable(sequence, sequence.num_computed_tokens - num_cut)
             manager.release(sequence, manager.num_blocks_for(end))
             sequence.num_computed_tokens = end
+            return entry._replace(num_new_tokens=end - entry.start), kept
         return entry._replace(num_new_tokens=len(kept)), kept
 
     def stats(self) -> SpeculationStats:

@@ -21,8 +21,11 @@ COST = DeviceCost(16, fixed=10.0, per_token_below=0.01, per_token_above=1.0)
 
 
 class Costs:
+    def __init__(self, cost: DeviceCost = COST) -> None:
+        self.cost = cost
+
     def seconds(self, work: StepWork) -> float:
-        return COST.seconds(work)
+        return self.cost.seconds(work)
 
     def work(self, batch: ScheduledBatch) -> StepWork:
         return StepWork.from_batch(batch, 16)
@@ -50,6 +53,15 @@ def test_many_sequences_have_none_where_rows_cost_as_much_as_they_bring():
 def test_drafts_fill_the_rows_that_are_free():
     counts = DraftLengths(Costs(), 7).choose(decodes(8), [(trusted(), 7)] * 8, 100)
     assert sum(counts) == 8
+
+
+def test_fewer_drafts_pay_where_the_rows_of_a_rejected_one_are_computed_again():
+    dear, entries = DeviceCost(1, fixed=3.0, per_token_above=1.0), decodes(1)
+    counts = []
+    for are_repeated in (False, True):
+        costs = Costs(dear)
+        counts += DraftLengths(costs, 7, are_repeated=are_repeated).choose(entries, [(Acceptance(6.0, 1.0), 7)], 63)
+    assert counts[0] > counts[1] > 0
 
 
 def test_the_sequence_whose_drafts_are_accepted_has_most():

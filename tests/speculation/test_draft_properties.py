@@ -17,9 +17,11 @@ from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_a
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 
 WINDOWS = [[FULL, StateKind(window=5)], [StateKind(window=3), StateKind(window=8)], [FULL, StateKind(chunk=6)]]
+STATE = StateKind.record(5000)
+STATES = ([FULL, STATE], [FULL, StateKind(window=5), STATE])
 
 
-def make_drafted_loop(rng: random.Random) -> Loop:
+def make_drafted_loop(rng: random.Random, choices: tuple[list[StateKind] | None, ...] = (None, None, *WINDOWS)) -> Loop:
     """A tiny pool and budget, and drafts that are right as often as not."""
     max_model_len, block_size = rng.randint(8, 28), rng.choice((1, 2, 3, 4))
     max_num_seqs = rng.randint(2, 8)
@@ -35,8 +37,11 @@ def make_drafted_loop(rng: random.Random) -> Loop:
         "client_weights": rng.choice(WEIGHTS),
     }
     scheduler: Scheduler
-    if kinds := rng.choice((None, None, *WINDOWS)):
-        scheduler = make_group_scheduler(kinds, [num_blocks] * len(kinds), block_size=block_size, **limits)
+    if kinds := rng.choice(choices):
+        counts = [num_blocks] * len(kinds)
+        if kinds[-1] == STATE:
+            counts[-1] = 3 + rng.randint(0, 2 * max_num_seqs)
+        scheduler = make_group_scheduler(kinds, counts, block_size=block_size, **limits)
     else:
         caches = rng.random() < 0.9
         scheduler = make_scheduler(
@@ -49,7 +54,7 @@ def make_drafted_loop(rng: random.Random) -> Loop:
 class DraftMachine(SchedulerRules):
     @initialize(seed=st.integers(0, 2**32))
     def start(self, seed: int) -> None:
-        self.loop = make_drafted_loop(random.Random(seed))
+        self.loop = make_drafted_loop(random.Random(seed), (None, None, *WINDOWS, *STATES))
         self.max_model_len = self.loop.scheduler.config.max_model_len
 
 
@@ -59,9 +64,10 @@ TestAnyOrderOfCallsWithDrafts.settings = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def walks() -> list[Loop]:
-    return [walk_at_random(make_drafted_loop(rng), rng, 200) for rng in map(random.Random, range(40))]
+@pytest.fixture(scope="module", params=[(40, (None, None, *WINDOWS)), (60, STATES)], ids=["paged", "states"])
+def walks(request: pytest.FixtureRequest) -> list[Loop]:
+    count, kinds = request.param
+    return [walk_at_random(make_drafted_loop(rng, kinds), rng, 200) for rng in map(random.Random, range(count))]
 
 
 def test_thousands_of_random_steps_end_every_request_with_its_tokens(walks: list[Loop]):

@@ -11,10 +11,9 @@ from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutpu
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import details_of
 from nanovllm.speculation.drafter import DraftRequest
-from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
+from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.structured import EOS
-from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
 PROMPTS = random_prompts(4, low=5, high=40, seed=2)
@@ -225,11 +224,6 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
 def test_options_that_cannot_work_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         LLM("folder", **options)
-
-
-def test_models_with_recurrent_states_are_refused_by_name():
-    with pytest.raises(ValueError, match="speculation does not work with Qwen3NextForCausalLM: rejected drafts"):
-        LLM(tiny_class_model("Qwen3NextForCausalLM"), **(OPTIONS | {"speculation": Recorder(), "block_size": 64}))
 
 
 def test_an_engine_without_speculation_has_none():
