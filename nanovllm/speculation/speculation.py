@@ -115,13 +115,13 @@ class Speculation(Observer):
     # ------------------------------------------------------------------------------------------------ scheduling
 
     def may_run(self, running: Iterable[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
+        if self._suffixes is not None and self._is_worth:
+            self._suffixes.begin_step()
         if not in_flight:
             return list(running)
         held = {sequence for batch in in_flight for sequence in batch.drafts}
         if not held and not self._is_worth:
             return list(running)
-        if self._suffixes is not None:
-            self._suffixes.begin_step()
         return [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
 
     def _waits(self, sequence: Sequence) -> bool:
@@ -134,6 +134,9 @@ class Speculation(Observer):
             return False
         if num_known + 1 >= sequence.max_num_tokens or sequence.params.logits_processors:
             return False
+        return self._may_have_drafts(sequence)
+
+    def _may_have_drafts(self, sequence: Sequence) -> bool:
         return self._suffixes is None or sequence.matcher is not None or self._suffixes.expects(sequence)
 
     def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
@@ -174,6 +177,8 @@ class Speculation(Observer):
         for sequence, start, *_ in entries:
             num_known = len(sequence.token_ids)
             if num_known != start + 1 or sequence.params.logits_processors:  # functions may count their calls
+                continue
+            if not self._may_have_drafts(sequence):
                 continue
             if sequence.drafting is None:
                 sequence.drafting = DraftState()

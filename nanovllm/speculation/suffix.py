@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafter import DraftRequest
@@ -19,45 +20,63 @@ LONGEST_MATCH = 32  # compared at most
 MAX_PLACES = 4  # kept for each key, the newest
 SLICE = 256  # tokens indexed per step, so that no step waits for a long prompt
 ROOT_TOKENS = 16  # of the prompt, which texts that share drafts begin with
-BYTES_PER_TOKEN = 300  # of the index, measured
+MANY, TOGETHER = 16, 4  # of so many running requests, so many tokens are indexed at a time: drafts bring less there
+BYTES_PER_TOKEN = 140  # of the index, at most as measured
 MAX_UNREAD = 64  # finished outputs that wait to be indexed
 TOKEN_BITS = 20
 KEY_MASK = (1 << TOKEN_BITS * LEAST_MATCH) - 1
+PLACE_BITS = 32
+PLACE_MASK = (1 << PLACE_BITS) - 1
 
 
 class SuffixIndex:
     """Places of every LEAST_MATCH tokens in texts that grow at their end; O(1) a token.
 
-    Texts are array("i") of token ids, by a number.
+    Texts are array("i") of token ids, by a number. A place is number << PLACE_BITS | position after the tokens; a key
+    has one, or a list with the newest last.
     """
+
+    __slots__ = ("_places", "texts")
 
     def __init__(self) -> None:
         self.texts: dict[int, array[int]] = {}
-        self._places: dict[int, list[tuple[int, int]]] = {}  # key -> (text, position after it), the newest last
+        self._places: dict[int, int | list[int]] = {}
 
-    def add(self, number: int, begin: int, end: int) -> None:
-        """Index the tokens of a text that end at the positions after `begin`, up to `end`."""
-        text, places_of = self.texts[number], self._places
-        first = max(begin + 1, LEAST_MATCH)
+    def add(self, number: int, begin: int, end: int) -> bool:
+        """Index the tokens of a text that end at the positions after `begin`, up to `end`.
+
+        Returns whether the last ones were there before.
+        """
+        text, places_of, base = self.texts[number], self._places, number << PLACE_BITS
+        first, found = max(begin + 1, LEAST_MATCH), None
         key = self._key(text, first - 1)
         for position in range(first, end + 1):
             key = (key << TOKEN_BITS | text[position - 1]) & KEY_MASK
-            if (places := places_of.get(key)) is None:
-                places_of[key] = [(number, position)]
-                continue
-            places.append((number, position))
-            if len(places) > MAX_PLACES:
-                del places[0]
+            found = places_of.setdefault(key, place := base | position)
+            if found is place:
+                found = None
+            elif isinstance(found, list):
+                found.append(place)
+                if len(found) > MAX_PLACES:
+                    del found[0]
+            else:
+                places_of[key] = [found, place]
+        return found is not None
 
     def forget(self, number: int) -> None:
         """Drop a text."""
         text = self.texts.pop(number)
         for position in range(LEAST_MATCH, len(text) + 1):
             key = self._key(text, position)
-            if (places := self._places.get(key)) is not None:
-                places[:] = [place for place in places if place[0] != number]
-                if not places:
-                    del self._places[key]
+            left = [place for place in self._places_of(key) if place >> PLACE_BITS != number]
+            if left:
+                self._places[key] = left
+            else:
+                self._places.pop(key, None)
+
+    def _places_of(self, key: int) -> list[int]:
+        found = self._places.get(key, [])
+        return found if isinstance(found, list) else [found]
 
     @staticmethod
     def _key(text: array[int], position: int) -> int:
@@ -69,14 +88,29 @@ class SuffixIndex:
     def continuations(self, text: array[int], count: int) -> Iterator[tuple[int, list[int]]]:
         """(length of the match, at most `count` tokens after it) of each place that matches the text's end."""
         end = len(text)
-        for number, position in self._places.get(self._key(text, end), ()) if end >= LEAST_MATCH else ():
-            other = self.texts[number]
+        for place in self._places_of(self._key(text, end)) if end >= LEAST_MATCH else ():
+            other, position = self.texts[place >> PLACE_BITS], place & PLACE_MASK
             if position == len(other):  # the end itself
                 continue
             length, most = LEAST_MATCH, min(LONGEST_MATCH, position, end)
             while length < most and other[position - length - 1] == text[end - length - 1]:
                 length += 1
             yield length, other[position : position + count].tolist()
+
+
+@dataclass(slots=True)
+class OwnText:
+    """Index of one request's own tokens.
+
+    root: of the finished outputs that it drafts from.
+    num_indexed: tokens.
+    is_repeat: whether the last of these stood there before.
+    """
+
+    root: tuple[object, ...]
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    num_indexed: int = 0
+    is_repeat: bool = False
 
 
 class SuffixDrafter:
@@ -92,7 +126,7 @@ class SuffixDrafter:
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._own: dict[Sequence, tuple[SuffixIndex, list[int]]] = {}  # with the number of its tokens indexed
+        self._own: dict[Sequence, OwnText] = {}
         self._shared: dict[tuple[object, ...], SuffixIndex] = {}  # by root
         self._outputs: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # number -> root, the oldest first
         self._unread: deque[tuple[tuple[object, ...], array[int]]] = deque(maxlen=MAX_UNREAD)  # outputs
@@ -107,26 +141,29 @@ class SuffixDrafter:
         left = self._index_outputs(SLICE)
         drafts = []
         for request in requests:
-            left = self._index_own(request.sequence, left)
+            _, left = self._index_own(request.sequence, left)
             drafts.append(self._draft(request))
         return drafts
 
     def expects(self, sequence: Sequence) -> bool:
         """Whether the tokens read so far were seen before: without that, those in flight hardly were."""
-        self._left = self._index_own(sequence, self._left)
-        own, _ = self._own[sequence]
-        shared = self._shared.get(_root(sequence)) if self._shared else None
-        indexes = (own,) if shared is None else (own, shared)
-        return any(True for index in indexes for _ in index.continuations(sequence.token_ids, 1))
+        own, num_tokens = self._own.get(sequence), len(sequence.token_ids)
+        if own is None or own.num_indexed < num_tokens:
+            if own is not None and num_tokens - own.num_indexed < TOGETHER and len(self._own) >= MANY:
+                return False
+            own, self._left = self._index_own(sequence, self._left)
+        if own.is_repeat and own.num_indexed == num_tokens:
+            return True
+        shared = self._shared.get(own.root) if self._shared else None
+        return shared is not None and any(True for _ in shared.continuations(sequence.token_ids, 1))
 
     def _draft(self, request: DraftRequest) -> list[int]:
-        sequence = request.sequence
-        text, (own, indexed) = sequence.token_ids, self._own[sequence]
+        text, own = request.sequence.token_ids, self._own[request.sequence]
         found: list[tuple[int, list[int]]] = []
-        if (shared := self._shared.get(_root(sequence))) is not None:
+        if self._shared and (shared := self._shared.get(own.root)) is not None:
             found += shared.continuations(text, request.max_tokens)
-        if indexed[0] == len(text):
-            found += own.continuations(text, request.max_tokens)
+        if own.is_repeat and own.num_indexed == len(text):
+            found += own.index.continuations(text, request.max_tokens)
         if not found:
             return []
         longest = max(length for length, _ in found)
@@ -135,21 +172,24 @@ class SuffixDrafter:
         first = votes.most_common(1)[0][0]
         return next(tokens for tokens in reversed(best) if tokens[0] == first)[:longest]
 
-    def _index_own(self, sequence: Sequence, left: int) -> int:
-        """Index up to `left` more tokens of a request's text; returns the rest of `left`."""
-        if sequence not in self._own:
-            self._own[sequence] = SuffixIndex(), [0]
-            self._own[sequence][0].texts[0] = sequence.token_ids
-        index, indexed = self._own[sequence]
-        begin = indexed[0]
+    def _index_own(self, sequence: Sequence, left: int) -> tuple[OwnText, int]:
+        """Index up to `left` more tokens of a request's text; returns its index, and the rest of `left`."""
+        own = self._own.get(sequence)
+        if own is None:
+            own = self._own[sequence] = OwnText(_root(sequence))
+            own.index.texts[0] = sequence.token_ids
+        begin = own.num_indexed
         # The newest tokens of a text that is read to its end are few, and always indexed.
         end = min(len(sequence.token_ids), begin + max(left, LONGEST_MATCH))
-        if BYTES_PER_TOKEN * (end - begin) > self._max_bytes - self.num_bytes and not self._make_room(end - begin):
-            return left
-        self.num_bytes += BYTES_PER_TOKEN * (end - begin)
-        index.add(0, begin, end)
-        indexed[0] = end
-        return max(0, left - (end - begin))
+        if end == begin:
+            return own, left
+        num_bytes = BYTES_PER_TOKEN * (end - begin)
+        if num_bytes > self._max_bytes - self.num_bytes and not self._make_room(end - begin):
+            return own, left
+        self.num_bytes += num_bytes
+        own.is_repeat = own.index.add(0, begin, end)
+        own.num_indexed = end
+        return own, max(0, left - (end - begin))
 
     def _index_outputs(self, left: int) -> int:
         """Index finished outputs of up to about `left` tokens; returns the rest of `left`."""
@@ -180,7 +220,7 @@ class SuffixDrafter:
     def end(self, sequence: Sequence) -> None:
         """A sequence ended: its index goes, and its output will be drafted from."""
         if (own := self._own.pop(sequence, None)) is not None:
-            self.num_bytes -= BYTES_PER_TOKEN * own[1][0]
+            self.num_bytes -= BYTES_PER_TOKEN * own.num_indexed
         text = sequence.token_ids[max(0, sequence.num_prompt_tokens - LEAST_MATCH) :]
         if BYTES_PER_TOKEN * len(text) <= self._max_bytes and len(text) > LEAST_MATCH:
             self._unread.append((_root(sequence), text))

@@ -9,7 +9,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.speculation.drafter import DraftRequest
-from nanovllm.speculation.suffix import BYTES_PER_TOKEN, SLICE, SuffixDrafter
+from nanovllm.speculation.suffix import BYTES_PER_TOKEN, MANY, SLICE, SuffixDrafter
 from tests.support.llms import generate, open_llm, token_ids
 from tests.support.tiny_models import random_prompts
 
@@ -89,6 +89,25 @@ def test_sequences_that_wait_for_drafts_index_a_slice_per_step_together():
         drafter.begin_step()
         expected.append([drafter.expects(sequence) for sequence in running])
     assert expected == [[False] * 5] * 5 + [[True] * 5]
+
+
+@pytest.mark.parametrize(
+    ("count", "steps"), [(MANY - 1, [True] * 6), (MANY, [False, False, False, True, False, False])]
+)
+def test_new_tokens_of_many_requests_are_looked_up_a_few_at_a_time(count, steps):
+    drafter, running = SuffixDrafter(10**9), [request([*range(30)]).sequence for _ in range(count)]
+    drafter.begin_step()
+    assert [drafter.expects(sequence) for sequence in running] == [False] * count
+    for sequence in running:
+        sequence.token_ids.extend(range(4))  # which stood there before
+    found = []
+    for token_id in range(4, 10):
+        drafter.begin_step()
+        expected = [drafter.expects(sequence) for sequence in running]
+        found.append(expected == [True] * count)
+        for sequence in running:
+            sequence.token_ids.append(token_id)
+    assert found == [True, *steps[:5]]
 
 
 def test_memory_is_bounded_and_the_oldest_outputs_go_first():
