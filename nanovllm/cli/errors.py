@@ -1,13 +1,19 @@
-"""Errors of files in plain words."""
+"""Errors of files and of memory in plain words."""
 
 from __future__ import annotations
 
+import errno
 import os
 
 
 def in_words(error: Exception) -> str:
-    """Message of an error for the terminal; a file error without errno, in terms of files and folders."""
+    """Message of an error for the terminal; an OSError without errno, in terms of files, folders and options."""
     path = getattr(error, "filename", None)
+    if getattr(error, "errno", None) == errno.ENOMEM:
+        return (
+            "the system has not as much memory as was asked for. Set a smaller --kv-cache-memory-bytes, "
+            "--num-kv-blocks or --max-model-len."
+        )
     if not isinstance(error, OSError) or path is None:
         return str(error)
     if isinstance(error, FileNotFoundError):

@@ -32,6 +32,7 @@ from tests.support.command_line import ENGINE, SHORT, assert_refused, records
         (["one", "--block-size", "17"], ["block_size", "17"]),
         (["one", "--max-model-len", "9999"], ["max_model_len", "9999", "2048"]),
         (["one", "--num-kv-blocks", "2"], ["num_kv_blocks", "16"]),
+        (["one", "--num-kv-blocks", str(10**12)], ["not as much memory as was asked for", "--num-kv-blocks"]),
         (["one", "--attention-backend", "paged"], ["attention_backend", "paged"]),
         (["one", "--client-weights", "batch"], ["--client-weights", "'batch'", "CLIENT=WEIGHT"]),
         (["one", "--client-weights", "batch=0"], ["client_weights", "'batch'", "between 0.001 and 1000"]),

@@ -55,7 +55,7 @@ class EngineSnapshot:
     num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
-    machine: "device" and "dtype" of the weights; with replicas, only if set as options.
+    machine: "device" and "dtype" of the weights; with replicas, the dtype only if set as an option.
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     budget: tokens, error and goal (microseconds) of `BudgetStats`, with an itl_goal.
     drafts: with speculation, tokens drafted and accepted of each source.
