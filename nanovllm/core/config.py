@@ -307,8 +307,7 @@ class EngineConfig:
                 f"tokens. Set max_model_len to at most {num_positions}."
             )
         defaults = DEVICE_DEFAULTS[device_type]
-        if block_size is not None:
-            defaults = replace(defaults, block_size=block_size)
+        defaults = replace(defaults, block_size=block_size or defaults.block_size)
         budget, num_seqs, block_size = fit_budget(
             self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults
         )
