@@ -156,6 +156,7 @@ class Tiles {
       setText(tile.number, value[0]);
       setText(tile.unit, value[1]);
       setText(tile.more, more);
+      if (tile.more.title !== more) tile.more.title = more; // narrow tiles cut it
       tile.shown = { ...rest, steps: view.steps };
       drawSparkline(tile.canvas, rest, view, colors[tile.figureOf.color], colors);
     }
