@@ -21,6 +21,7 @@ from nanovllm.server.settings import ServerSettings
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
 BODY = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
