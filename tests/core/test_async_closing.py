@@ -68,6 +68,7 @@ def test_an_engine_that_is_forgotten_ends_its_thread():
     assert not thread.is_alive()
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_program_that_forgets_to_close_ends():
     script = """
         import asyncio

@@ -29,6 +29,7 @@ from tests.support.default_model_wheels import (
     withdraw_wheel,
 )
 
+pytestmark = pytest.mark.usefixtures("programs_are_forked")
 CHILD = "import sys; from nanovllm.model import default_model as d; d._WHEEL_SHA256 = sys.argv[1]; "
 
 

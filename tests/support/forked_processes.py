@@ -79,7 +79,7 @@ def _forking() -> type[subprocess.Popen]:
             numbers = [0, 1, 2, *given["pass_fds"]]
             group = os.getpgrp() if given["process_group"] == -1 else given["process_group"]
             program = {
-                "arguments": given["args"][1:], "folder": given["cwd"] or os.getcwd(), "numbers": numbers,
+                "arguments": given["args"][1:], "folder": os.fspath(given["cwd"] or os.getcwd()), "numbers": numbers,
                 "environment": dict(given["env"] or os.environ), "group": None if given["start_new_session"] else group,
             }  # fmt: skip
             with lock, _orphans_are_mine():
