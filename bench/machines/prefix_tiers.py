@@ -141,8 +141,8 @@ def counted(repeats: int) -> None:
     for workload in ("W", "P"):
         requests = WORKLOADS[workload]().requests[:16]
         lengths = [len(request.prompt_token_ids) + MAX_OUTPUT for request in requests]
-        for pool, num_blocks in (("all fits", None), ("evicting", 1 + max(1024, sum(lengths) // 4) // 16)):
-            with LLM(max_model_len=1024, block_size=16, num_kv_blocks=num_blocks, prefix_cache_host_bytes=2**30) as llm:
+        for pool, num_blocks in (("all fits", None), ("evicting", 1 + max(1024, sum(lengths) // 4) // 64)):
+            with LLM(max_model_len=1024, block_size=64, num_kv_blocks=num_blocks, prefix_cache_host_bytes=2**30) as llm:
                 shares = []
                 for repeat in range(repeats + 1):
                     prompts = [[1 + repeat, *request.prompt_token_ids[1:]] for request in requests]

@@ -124,7 +124,8 @@ class StoringBlocks(BlockManager):
 
     def stores(self, group: int, max_bytes: int) -> list[Copy]:
         """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight."""
-        copies: list[Copy] = []
+        chosen: list[tuple[int, StoredBlock]] = []
+        slots: list[int] = []
         num_bytes = 0
         for block, node in self.idle_blocks(group, max(MAX_EXAMINED, self.max_step_blocks)):
             if not (self.stores_all or self.is_worth(node)):
@@ -133,13 +134,17 @@ class StoringBlocks(BlockManager):
             slot = self.books.take_slot(group) if num_bytes <= max_bytes else None
             if slot is None:
                 break
+            chosen.append((block, node))
+            slots.append(slot)
+        # Neighbours to neighbours, so that a CPU copies whole runs of blocks.
+        slot_of = dict(zip(sorted(block for block, _ in chosen), sorted(slots), strict=True))
+        for block, node in chosen:
             del self.queues[group][block]
-            self.books.hold(node, group, slot)
+            self.books.hold(node, group, slot_of[block])
             self.books.pin(node, group)
             self._storing.append((node, group))
-            copies.append(Copy(group, block, ~slot))
-        self.num_stored_blocks += len(copies)
-        return copies
+        self.num_stored_blocks += len(chosen)
+        return [Copy(group, block, ~slot) for block, slot in slot_of.items()]
 
     def stores_now(self) -> list[Copy]:
         """Copies of an idle block, for the caller to execute at once; with no step in flight."""

@@ -232,7 +232,7 @@ class TieredBlocks(StoringBlocks):
         """Blocks that each group lacks of a path, findable and with a copy each."""
         first = len(sequence.block_table)
         # All at once: an eviction may remove entries of the path that no block of the first group holds.
-        loaded = [pool.pop_free(len(indices)) for pool, indices in zip(self.pools, lacking, strict=True)]
+        loaded = [sorted(pool.pop_free(len(indices))) for pool, indices in zip(self.pools, lacking, strict=True)]
         at_index = [dict(zip(*pair, strict=True)) for pair in zip(lacking, loaded, strict=True)]
         parent, last = self.parent_of(sequence, first), None
         for index, node in enumerate(path):
