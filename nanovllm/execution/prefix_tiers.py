@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
+DECODES_SKIPPED = 16  # steps without chunks, of which one is learned from
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
 
@@ -61,6 +62,7 @@ class PrefixTiers(Observer):
         self.manager, self.memory, self.books, self._orders = manager, storage.memory, storage.books, orders
         self._fit = fit
         self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
+        self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
         self._lock = threading.Lock()
         self._is_closed = False
@@ -95,8 +97,12 @@ class PrefixTiers(Observer):
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         for num_bytes, seconds in self.memory.take_measured():
             self.costs.measured(HOST, num_bytes, seconds)
-        # Loads take part of the step's time, and so do stores without a side stream.
-        if not batch.copies or (self.memory.is_asynchronous and all(copy.source >= 0 for copy in batch.copies)):
+        self._num_skipped += 1
+        # Loads take part of the step's time, and so do stores without a side stream. A fit takes 0.2 ms: prompts are
+        # what it is asked for, so few steps of decodes alone are learned from.
+        is_pure = not batch.copies or (self.memory.is_asynchronous and all(copy.source >= 0 for copy in batch.copies))
+        if is_pure and (batch.prefills or self._num_skipped >= DECODES_SKIPPED):
+            self._num_skipped = 0
             self._fit.step_ended(record, batch)
             self._num_chunk_steps += bool(batch.prefills)
         else:

@@ -11,7 +11,9 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.host_memory import HostMemory
 from nanovllm.core.batch import Copy
+from nanovllm.execution.prefix_tiers import PrefixTiers
 from tests.support.layer_kinds import model
+from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 SIZE = 16
@@ -65,12 +67,12 @@ def open_llm(source: Path, **options: Any) -> LLM:
     return LLM(source, **(OPTIONS | {"tokenizer": tiny_tokenizer()} | options))
 
 
-def rounds(llm: LLM, count: int = 2) -> list[list[int]]:
+def rounds(llm: LLM, count: int = 2, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Tokens of the prompts, which evict one another, in groups and in turn."""
     found = []
     for number in range(count):
-        for begin in range(0, len(PROMPTS), 5 + number):
-            outputs = llm.generate(PROMPTS[begin : begin + 5 + number], GREEDY, use_tqdm=False)
+        for begin in range(0, len(prompts), 5 + number):
+            outputs = llm.generate(prompts[begin : begin + 5 + number], GREEDY, use_tqdm=False)
             found += [output.outputs[0].token_ids for output in outputs]
     llm._engine.check_integrity()
     if llm._engine.tiers is not None:
@@ -112,6 +114,29 @@ def test_windows_and_wide_keys_return_too(family, tmp_path, monkeypatch):
         assert rounds(llm) == expected
         assert llm.stats().tiers.num_loaded_blocks > 0
     assert checked.num_loads > 0
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("class_name", ["Qwen3_5ForCausalLM", "Mamba2ForCausalLM", "Lfm2ForCausalLM"])
+def test_recurrent_states_return_too(class_name, graphs, tmp_path, monkeypatch):
+    tiny_class_model(class_name).save_pretrained(tmp_path / "model")
+    options = {
+        "block_size": 64, "num_kv_blocks": 6, "max_num_seqs": 2, "max_num_batched_tokens": 90,
+        "enforce_eager": not graphs,
+    }  # fmt: skip
+    prompts = [[3 + token % 61 for token in prompt] for prompt in PROMPTS]
+    with open_llm(tmp_path / "model", **options, enable_prefix_caching=False) as llm:
+        expected = rounds(llm, 2, prompts)
+    monkeypatch.setattr(PrefixTiers, "_compute_seconds", lambda *_: None)  # a tiny model computes as fast as it loads
+    with monkeypatch.context() as patch, open_llm(tmp_path / "model", **options, **HOST) as llm:
+        checked = Checked(patch)
+        assert rounds(llm, 2, prompts) == expected
+        assert llm.stats().tiers.num_loaded_blocks > 0
+    assert checked.num_loads > 0
+    for number in range(2):
+        with open_llm(tmp_path / "model", **options, prefix_cache_dir=str(tmp_path / "kept")) as llm:
+            assert rounds(llm, 1, prompts) == expected[: len(PROMPTS)]
+            assert (llm.stats().tiers.num_read_blocks > 0) == bool(number)
 
 
 def test_slots_that_are_overwritten_while_steps_run_never_mix(folder, expected, monkeypatch):

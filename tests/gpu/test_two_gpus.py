@@ -53,6 +53,18 @@ def test_tokens_equal_those_of_transformers_and_of_one_gpu(folder, options):
         assert found == [generate(llm, params) for params in sampled]
 
 
+def test_prefixes_return_from_the_memory_and_the_files_of_both_ranks(folder, tmp_path):
+    expected = [reference(model("qwen3"), prompt) for prompt in prompts()[:12]]
+    options = SMALL | {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 40, "prefix_cache_host_bytes": 2**26}
+    for number in range(2):
+        with LLM(folder, **options, prefix_cache_dir=str(tmp_path)) as llm:
+            assert generate(llm, GREEDY) == expected
+            assert generate(llm, GREEDY) == expected
+            stats = llm.stats().tiers
+            assert stats.num_loaded_blocks > 0 and stats.num_failed_reads == 0
+            assert (stats.num_read_blocks > 0) == bool(number)
+
+
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"attention_backend": "flex"}], ids=["eager", "graphs"])
 def test_embeddings_are_those_of_one_gpu(folder, options):
     found = []
