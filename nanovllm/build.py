@@ -191,7 +191,7 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
 
 
 def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner, str | None]:
-    """Start the processes of the other ranks, and load each rank's shard of the model, whose digest is the last result.
+    """Start the processes of the other ranks, and load each rank's shard; returns rank 0's, its runner and its digest.
 
     Raises ValueError before loading if the model cannot be sharded, and DeviceError if a process fails.
     """

@@ -170,10 +170,8 @@ class KVCaches:
             self.host.load(crossing)
 
     def blocks_of(self, group: int, block_size: int) -> list[Tensor]:
-        """The caches of a group as [n, num_blocks, block_size, ...], states as [1, num_records, ...].
-
-        In an order that is the same in every process: wide elements first, so that all are aligned one after another.
-        """
+        """Caches of a group as [n, num_blocks, block_size, ...], states as [1, num_records, ...], in a fixed order."""
+        # Wide elements first, so that parts one after another are aligned.
         parts = [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]
         if group == self._record_group:
             parts += [state.unsqueeze(0) for state in itertools.chain.from_iterable(self.of_records)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
-DECODES_SKIPPED = 16  # steps without chunks, of which one is learned from
+DECODES_SKIPPED = 16  # steps without chunks for each that is learned from
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
 
@@ -98,8 +98,8 @@ class PrefixTiers(Observer):
         for num_bytes, seconds in self.memory.take_measured():
             self.costs.measured(HOST, num_bytes, seconds)
         self._num_skipped += 1
-        # Loads take part of the step's time, and so do stores without a side stream. A fit takes 0.2 ms: prompts are
-        # what it is asked for, so few steps of decodes alone are learned from.
+        # Loads take part of the step's time, and so do stores without a side stream. A fit takes 0.2 ms, and times of
+        # prompts alone are asked for, so it learns from few steps of decodes.
         is_pure = not batch.copies or (self.memory.is_asynchronous and all(copy.source >= 0 for copy in batch.copies))
         if is_pure and (batch.prefills or self._num_skipped >= DECODES_SKIPPED):
             self._num_skipped = 0

@@ -83,7 +83,7 @@ class RankOrders:
         return False
 
     def finish(self, seconds: float) -> None:
-        """Wait until all ranks have written what they were told to, at most so long."""
+        """Wait until all ranks have finished their writes, at most so long."""
         with suppress(DeviceError, TimeoutError):
             number = next(self._numbers)
             self._send("finish", number)
@@ -129,7 +129,7 @@ class RankTiers:
         self._ranks.store.set(_key(number, self._ranks.rank), answer)
 
     def write(self, before: bytes, is_first: bool, group: int, tokens: bytes, block: int, slot: int | None) -> None:
-        """Write this rank's part of a block behind one that its files have."""
+        """Write this rank's part of a block, if its files have the block before."""
         assert self._directory is not None
         self._forget_damaged()
         parent = self._books.root(before) if is_first else self._directory.find(before)

@@ -1,4 +1,4 @@
-"""What a rank's tiers keep blocks in: host memory, and a folder of files with a header."""
+"""Storage of one rank's tiers: host memory, and a folder of files with a header."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _shares(pools: CachePools) -> list[float]:
 
 
 def _least_bytes(pools: CachePools) -> int:
-    """Bytes of a tier of which recurrent states get a share that holds one; 0 for a model without any."""
+    """Fewest bytes of a tier with room for one recurrent state; 0 for a model without any."""
     return math.ceil(pools.groups[-1].block_bytes / _shares(pools)[-1]) if any(pools.are_records) else 0
 
 
