@@ -25,6 +25,8 @@ from nanovllm.ray.router import HeldBlocks
 from nanovllm.replicas.messages import Add, Report, SentRequest, decode_from_engine, encode
 from nanovllm.replicas.pool_request import MAX_DEATHS
 from nanovllm.server.settings import ServerSettings
+from nanovllm.speculation import costs
+from nanovllm.speculation.speculation import SpeculationCounts
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -243,6 +245,27 @@ def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
     found, handle = answers(folder, list(REQUESTS.values()), kills)
     assert handle.num_deaths == 2
+    for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
+        assert_same(joined(response), joined(expected), name)
+
+
+@pytest.mark.parametrize(("source", "least"), [("suffix", 1), ("draft", 100)])  # random text hardly repeats
+def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_middle(folder, monkeypatch, source, least):
+    accepted, deaths, add = [], ["first"], SpeculationCounts.add
+
+    def counted(self, source: str, num_drafted: int, num_accepted: int) -> None:
+        accepted.append(num_accepted)
+        add(self, source, num_drafted, num_accepted)
+
+    def kills(num_reports: int, token_ids: list[int]) -> bool:
+        return num_reports == 30 and bool(deaths) and bool(deaths.pop())
+
+    undisturbed, _ = answers(folder, list(REQUESTS.values()))
+    monkeypatch.setattr(SpeculationCounts, "add", counted)
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # steps are free, so every draft is verified
+    drafts = {"speculation": source} | ({"draft_model": folder} if source == "draft" else {})
+    found, handle = answers(folder, list(REQUESTS.values()), kills, **drafts)
+    assert handle.num_deaths == 1 and sum(accepted) >= least
     for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
         assert_same(joined(response), joined(expected), name)
 
