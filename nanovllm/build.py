@@ -19,6 +19,7 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
+from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.core.step_budget import StepBudget
 from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
@@ -90,7 +91,7 @@ def build_engine(
     if config.speculation is not None:
         from nanovllm.speculation.build import add_drafts
 
-        add_drafts(scheduler, model_runner, input_processor, observers, _draft_model(config, input_processor))
+        add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest, publisher)
@@ -210,7 +211,8 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
             "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
         )
     check_shards(source, config)
-    workers = WorkerProcesses(source, config, device.type)
+    has_object = not isinstance(config.speculation, str | None)  # a drafter, which is this rank's
+    workers = WorkerProcesses(source, replace(config, speculation=SUFFIX) if has_object else config, device.type)
     assert workers.ranks is not None
     try:
         with computing_with(workers.num_threads):

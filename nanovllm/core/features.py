@@ -36,11 +36,7 @@ REFUSALS: dict[str, Mapping[str, str]] = {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",
     },
-    "a Drafter as speculation": {
-        REPLICAS: "an object lives in this process. Run one engine, or leave speculation out.",
-        TENSOR_PARALLEL: "an object lives in this process, and the other ranks copy the options. Run one rank, or "
-        "leave speculation out.",
-    },
+    "a Drafter as speculation": {REPLICAS: "an object lives in this process. Run one engine, or leave it out."},
     "logits_processors": {
         REPLICAS: "a function lives in this process. Use logit_bias, bad_words or allowed_token_ids."
     },

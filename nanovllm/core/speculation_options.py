@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanovllm.core.features import REPLICAS, TENSOR_PARALLEL, refuse
+from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.option_fields import option
 from nanovllm.core.validation import integer, string
 
@@ -33,7 +33,6 @@ DRAFT_MODEL = option(
     None,
     'small model of the same vocabulary, for speculation="draft": folder, GGUF file or hub id.',
     check=string,
-    refused={TENSOR_PARALLEL: "ranks share one model. Use speculation='suffix', or one rank."},
 )
 NUM_SPECULATIVE_TOKENS = option(
     7, "most draft tokens of a sequence in one step.", check=partial(integer, low=1, high=MAX_DRAFTS)
@@ -49,9 +48,8 @@ def check_speculation(config: Any) -> None:
         )
     if config.speculation is None:
         return
-    for mode in (REPLICAS, TENSOR_PARALLEL):
-        if getattr(config, mode) != 1 and not isinstance(config.speculation, str):
-            refuse("a Drafter as speculation", mode)
+    if config.data_parallel_size != 1 and not isinstance(config.speculation, str):
+        refuse("a Drafter as speculation", REPLICAS)
     if config.max_num_seqs == 1:
         raise ValueError(
             "max_num_seqs is 1, so a step draws one token and has no room for drafts. Raise max_num_seqs to at least "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from nanovllm.cache.cache_pools import CachePools
@@ -28,6 +29,7 @@ class Target(Protocol):
     pools: CachePools
 
     def execute(self, batch: ScheduledBatch) -> Any: ...
+    def close(self) -> None: ...
 
 
 def add_drafts(
@@ -35,13 +37,18 @@ def add_drafts(
     target: Target,
     input_processor: InputProcessor,
     observers: StepObservers,
-    drafter: Drafter | None = None,
+    draft_model: Callable[[EngineConfig, InputProcessor], Drafter | None],
 ) -> None:
     """Give a scheduler of resolved options its drafts.
 
     Args:
-        drafter: of a draft model.
+        draft_model: builds the drafter of a draft model, None without one; if it raises, the target is closed.
     """
+    try:
+        drafter = draft_model(scheduler.config, input_processor)
+    except BaseException:
+        target.close()  # and the processes of other ranks
+        raise
     config, limits, clock = scheduler.config, input_processor.limits, input_processor.clock
 
     def execute(batch: ScheduledBatch) -> object:

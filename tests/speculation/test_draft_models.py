@@ -123,8 +123,6 @@ def test_models_that_cannot_draft_are_refused_by_name(tmp_path, same):
     for options in ({"speculation": "draft"}, {"draft_model": same}, {"speculation": "suffix", "draft_model": same}):
         with pytest.raises(ValueError, match="each needs the other"):
             LLM("folder", **options)
-    with pytest.raises(ValueError, match="draft_model does not work with tensor_parallel_size"):
-        LLM("folder", speculation="draft", draft_model=same, tensor_parallel_size=2)
 
 
 @programs_are_forked()

@@ -218,7 +218,6 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
         ({"speculation": Recorder(), "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be"),
         ({"speculation": Recorder(), "max_num_seqs": 1}, "max_num_seqs is 1, so a step draws one token"),
         ({"speculation": Recorder(), "data_parallel_size": 2}, "a Drafter as speculation does not work with data_par"),
-        ({"speculation": Recorder(), "tensor_parallel_size": 2}, "a Drafter as speculation does not work with tensor"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(options, message):

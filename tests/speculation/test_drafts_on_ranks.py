@@ -64,7 +64,7 @@ def params_of(name: str) -> SamplingParams:
 def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_quality(folder):
     """A drafter is rank 0's, as the suffix index is; the other rank has the rows that it decides on."""
     wanted = expected(folder)
-    with open_llm(folder, 2, speculation="suffix") as llm:
+    with open_llm(folder, 2, speculation=KnownAnswers({})) as llm:
         drafting = llm._engine.scheduler.drafting
         for name in KINDS:
             answers = {
@@ -79,6 +79,32 @@ def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_
                 assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted[name]), name
                 assert llm.stats().speculation.num_accepted_tokens > before + 40, name
         assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize("source", ["a draft model", "a Drafter"])
+def test_the_drafter_of_two_ranks_is_that_of_the_first(folder, source):
+    wanted = expected(folder)
+    answers = zip(PROMPTS, (output.outputs[0].token_ids for output in wanted["sampled"]), strict=True)
+    options = {
+        "a draft model": {"speculation": "draft", "draft_model": folder},
+        "a Drafter": {"speculation": KnownAnswers({tuple(prompt): [tokens] for prompt, tokens in answers})},
+    }
+    with open_llm(folder, 2, **options[source]) as llm:
+        before = llm.stats().num_steps
+        assert described(generate(llm, PROMPTS, params_of("sampled"))) == described(wanted["sampled"])
+        counts = llm.stats().speculation
+        assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens > 60
+        assert llm.stats().num_steps - before < 25
+        assert_idle_and_whole(llm)
+
+
+def test_after_a_refused_draft_model_the_other_rank_serves_the_next_engine(folder, tmp_path):
+    other = str(save_tiny(tmp_path, vocab_size=VOCAB_SIZE + 8))
+    with pytest.raises(ValueError, match="its vocabulary"):
+        LLM(folder, **(OPTIONS | {"tensor_parallel_size": 2, "speculation": "draft", "draft_model": other}),
+            skip_tokenizer_init=True)  # fmt: skip
+    with open_llm(folder, 2) as llm:
+        assert described(generate(llm, PROMPTS, params_of("greedy"))) == described(expected(folder)["greedy"])
 
 
 def test_two_ranks_draft_from_outputs_of_the_same_beginning(folder):
