@@ -8,10 +8,10 @@ edit: a text is to be written again with a word replaced. extract: its facts as 
     answers repeat little. All three one request after the other.
 W: 64 requests at once, of random tokens; drafts have room once some have ended. idle: W and chat with a drafter that
     proposes nothing.
-One engine runs each part with speculation and without in turn, request by request in the first three, with an empty
-prefix cache and no outputs of earlier runs to draft from. Ratios are of processor time, which other work on the machine
-changes least; those of time follow, and the share of the calls that speculation adds to a step. Outputs are compared:
-in bfloat16 they may part where two tokens are nearly equal.
+One engine runs each part with speculation and without in turn, which of them first changing with each round, request by
+request in the first three, with an empty prefix cache and no outputs of earlier runs to draft from. Ratios are of
+processor time, which other work on the machine changes least; those of time follow, and the share of the calls that
+speculation adds to a step. Outputs are compared: in bfloat16 they may part where two tokens are nearly equal.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Switch:
         return timed
 
 
-def run(switch: Switch, part: str) -> list[Rates]:
+def run(switch: Switch, part: str, *, drafts_first: bool = False) -> list[Rates]:
     """A part without and with speculation, in turn for each piece of it."""
     rates = [Rates(), Rates()]
     pieces: list[tuple[list[Any], Any]]
@@ -141,9 +141,9 @@ def run(switch: Switch, part: str) -> list[Rates]:
         messages, options = conversations(part)
         pieces = [([message], SamplingParams(temperature=0.0, **options)) for message in messages]
     for requests, params in pieces:
-        for own, is_on in zip(rates, (False, True), strict=True):
+        for is_on in (drafts_first, not drafts_first):
             switch.set(is_on=is_on)
-            own.generate(switch.llm, requests, params, chats=part != "W")
+            rates[is_on].generate(switch.llm, requests, params, chats=part != "W")
     return rates
 
 
@@ -151,7 +151,7 @@ def compare(switch: Switch, part: str, rounds: int, name: str) -> None:
     """Print the ratio of a part with speculation over that without."""
     run(switch, part)  # to warm up
     before, switch.seconds = switch.counts(), 0.0
-    results = [run(switch, part) for _ in range(rounds)]
+    results = [run(switch, part, drafts_first=number % 2 == 1) for number in range(rounds)]
     drafted, accepted = (after - first for after, first in zip(switch.counts(), before, strict=True))
     switch.set(is_on=True)
     each = [[own.num_tokens / own.wall for own in column] for column in zip(*results, strict=True)]

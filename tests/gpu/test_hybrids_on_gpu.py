@@ -15,7 +15,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.execution.state_graphs import StateGraphExecutor
 from nanovllm.kernels.state_checks import first_wrong
+from nanovllm.speculation import costs
 from tests.support.class_cases import own_answers
+from tests.support.mock_drafts import KnownAnswers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 NUM_TOKENS = 14
@@ -149,3 +151,19 @@ def test_a_loaded_model_answers_as_a_live_one(tmp_path):
         for _ in range(2):
             outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected(DENSE[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"cuda_graphs": False}], ids=str)
+@pytest.mark.parametrize("class_name", DENSE)
+def test_tokens_with_drafts_are_those_without(class_name, options, monkeypatch):
+    """A rejected draft leaves no trace in a state; verify steps run as chunks, outside of the graphs of decodes."""
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # every draft is verified
+    choice = random.Random(6)
+
+    def mostly_right(_: Any, drafts: list[int]) -> list[int]:
+        return [token_id if choice.random() < 0.85 else choice.randrange(VOCAB_SIZE) for token_id in drafts]
+
+    known = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), expected(class_name), strict=True)}
+    found, stats = answers(class_name, speculation=KnownAnswers(known, mostly_right), max_num_seqs=24, **options)
+    assert found == [expected(class_name)] * 2
+    assert stats.speculation.num_draft_tokens > stats.speculation.num_accepted_tokens > 40

@@ -1,4 +1,4 @@
-"""Drafts with tiers of the prefix cache, beams and forks: answers are those of an engine without drafts."""
+"""Drafts with tiers of the prefix cache, beams, forks and embeddings: answers are those of an engine without drafts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def test_a_search_for_beams_is_without_drafts_and_streams_go_on_with_them():
     assert [[each.tokens for each in one.sequences] for one in found] == [
         [each.tokens for each in one.sequences] for one in beams
     ]
+
+
+def test_embeddings_and_scores_are_those_of_an_engine_without_drafts_and_draft_nothing():
+    scored = "the capital", ["Paris is the capital.", "Two and two are four."]
+    found = []
+    for options in ({}, {"speculation": drafter("greedy")}):
+        with open_llm(**options) as llm:
+            embedded = [output.embedding.tolist() for output in llm.embed(PROMPTS, use_tqdm=False)]
+            scores = [output.score for output in llm.score(*scored, method="cosine", use_tqdm=False)]
+            found.append((embedded, scores))
+            assert not options or llm.stats().speculation.num_drafts == 0
+            assert_idle_and_whole(llm)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", PARAMS)
