@@ -70,8 +70,7 @@ class Blocks(Protocol):
 class Admission:
     """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
 
-    Nothing passes a request that lacks blocks. One whose chunk rounds to nothing is passed a bounded number of times,
-    by requests of its client.
+    Nothing passes a request that lacks blocks; one whose chunk rounds to nothing is passed a few times, by its client.
     """
 
     def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
@@ -103,10 +102,8 @@ class Admission:
                 slots -= 1  # a fork, once the prompt is computed
                 continue
             hits = blocks.lookup(sequence)
-            start = len(hits) * blocks.block_size
-            lacking = sequence.num_known_tokens - start
-            limit = min(step.budget, step.threshold)
-            size = self.chunk_size(sequence, start, limit)
+            lacking = sequence.num_known_tokens - (start := len(hits) * blocks.block_size)
+            size = self.chunk_size(sequence, start, limit := min(step.budget, step.threshold))
             left = lacking - size
             if size == 0:
                 if sequence.num_times_passed >= MAX_TIMES_PASSED:
