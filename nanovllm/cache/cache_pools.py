@@ -194,8 +194,8 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
 
 def _fewest_records(config: EngineConfig, group: CacheGroup, memory_bytes: int) -> int:
     """Slots for all running sequences, in at most half of the memory, and for at least one sequence."""
-    per_sequence = RECORDS_PER_SEQUENCE + (config.speculation is not None)  # one is kept while drafts are verified
-    wanted = 1 + math.ceil(per_sequence * config.max_num_seqs)
+    num_kept = 0 if config.speculation is None else config.max_num_seqs  # one each while drafts are verified
+    wanted = 1 + math.ceil(RECORDS_PER_SEQUENCE * config.max_num_seqs) + num_kept
     if config.num_kv_blocks is None:
         memory = memory_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
         wanted = min(wanted, memory // 2 // group.block_bytes)

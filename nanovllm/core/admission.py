@@ -70,7 +70,7 @@ class Blocks(Protocol):
 class Admission:
     """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
 
-    Nothing passes a request that lacks blocks; one whose chunk rounds to nothing is passed a few times, by its client.
+    Nothing passes a request that lacks blocks. Its client alone passes one with an empty chunk, and a few times.
     """
 
     def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
@@ -102,7 +102,8 @@ class Admission:
                 slots -= 1  # a fork, once the prompt is computed
                 continue
             hits = blocks.lookup(sequence)
-            lacking = sequence.num_known_tokens - (start := len(hits) * blocks.block_size)
+            start = len(hits) * blocks.block_size
+            lacking = sequence.num_known_tokens - start
             size = self.chunk_size(sequence, start, limit := min(step.budget, step.threshold))
             left = lacking - size
             if size == 0:

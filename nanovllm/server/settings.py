@@ -18,7 +18,7 @@ MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
 # Types of devices on which the default of `engine_process` is on: ("cuda",) or none.
-ENGINE_PROCESS_DEVICES: tuple[str, ...] = ()
+ENGINE_PROCESS_DEVICES: tuple[str, ...] = ("cuda",)
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")

@@ -41,7 +41,7 @@ class DraftsWithStates(Drafts):
         self.free_kept()
 
     def keep(self, sequence: Sequence) -> bool:
-        """Keep the state before the step being scheduled, of which the sequence is placed; False without free slots."""
+        """Keep the state before the step being scheduled, once the sequence is placed; False without free slots."""
         if (len(sequence.token_ids) - 1) % self._group.block_size == 0:
             return True  # the step begins a block, so it writes to another slot than it reads
         if self._group.pool.num_free_blocks <= SPARE_SLOTS:
