@@ -3,11 +3,12 @@
     python bench/machines/engine_process.py                        random weights of Qwen3-0.6B's shape
     python bench/machines/engine_process.py --shape tiny --streams 20 --tokens 50 --rounds 1 --rate 20
 
-Both servers run at once and take turns; the idle one computes nothing. Clients are processes of their own.
+Both servers run at once and take turns, each first in every second one; the idle one computes nothing once its graphs
+are captured. Clients are processes of their own.
 
 streams: requests that all stream at once over HTTP: output tokens per second, from the first request to the last token.
 rate: requests of Poisson arrivals: milliseconds from the moment that a client wants to send to its first token, and
-    between two tokens.
+    between two reads of a stream, in which several tokens may come.
 """
 
 from __future__ import annotations
@@ -160,8 +161,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             wait_until_up(server, port)
             measure_streams(port, arguments, seed=0)  # not counted
             print(f"up: {mode}", flush=True)
+        time.sleep(arguments.settle)  # on a GPU idle servers capture graphs of shapes that steps missed
         for turn in range(1, arguments.rounds + 1):
-            for mode, (_, port) in servers.items():
+            for mode, (_, port) in list(servers.items())[:: 1 if turn % 2 else -1]:
                 found = measure_streams(port, arguments, seed=turn) | measure_rate(port, arguments, seed=turn)
                 said = ", ".join(f"{name} {value:,.1f}" for name, value in found.items())
                 print(f"{turn} {mode}: {said}", flush=True)
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--settle", type=float, default=20.0, help="seconds before the first (default %(default)s)")
     parser.add_argument("--kv-cache", default="16GiB", help="of each server (default %(default)s)")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -37,8 +37,8 @@ def ours(model: str, *, drafts: bool) -> tuple[Any, Generate]:
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         llm.reset_prefix_cache()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        salt = str(time.perf_counter())  # none is drafted from another run
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, cache_salt=salt, use_tqdm=False)]
+        salts = [f"{time.perf_counter()} {number}" for number in range(len(prompts))]  # none is drafted from another
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, cache_salt=salts, use_tqdm=False)]
 
     return llm, generate
 

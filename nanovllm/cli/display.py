@@ -52,7 +52,10 @@ def wrapped(text: str, width: int) -> str:
     for line in text.splitlines():
         column = _FIRST_COLUMN.match(line)
         indent = column.end() if column is not None and column.end() <= width // 2 else 0
-        lines += textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
+        words = textwrap.TextWrapper(
+            width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+        )  # a path that the terminal breaks can be copied
+        lines += words.wrap(line) or [""]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import os
 def in_words(error: Exception) -> str:
     """Message of an error for the terminal; an OSError without errno, in terms of files, folders and options."""
     path = getattr(error, "filename", None)
-    if getattr(error, "errno", None) == errno.ENOMEM:
+    if path is None and getattr(error, "errno", None) == errno.ENOMEM:
         return (
             "the system has not as much memory as was asked for. Set a smaller --kv-cache-memory-bytes, "
             "--num-kv-blocks or --max-model-len."

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.errors import EngineClosedError
 from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.engine import Engine
@@ -29,6 +30,7 @@ from nanovllm.replicas.channel import Channel, inherited
 from nanovllm.replicas.messages import (
     Abort,
     Add,
+    Close,
     Died,
     FromEngine,
     LoadFailed,
@@ -134,9 +136,11 @@ class Reporter(Observer):
         return []
 
     def end(self, refusal: Callable[[], Exception]) -> None:
-        """Report the engine's death, the only reason for its thread to end, and end the process."""
-        self._send(Died(str(refusal())))
-        os._exit(1)
+        """Report the engine's death, and end the process; an engine that was stopped is closed next."""
+        error = refusal()
+        if not isinstance(error, EngineClosedError):
+            self._send(Died(str(error)))
+            os._exit(1)
 
     def _report(self, outputs: list[SentOutput]) -> None:
         now = time.monotonic()
@@ -285,6 +289,10 @@ class Intake:
             self._thread.submit(lambda _: self._abort(aborted))
         elif isinstance(message, ResetCache):
             self._thread.submit(self._reporter.reset_prefix_cache)
+        elif isinstance(message, Close):
+            self._thread.stop()
+            self._thread.join()
+            os._exit(0)
 
     def _add(self, sent: Add) -> None:
         requests = self._reporter.prepare(sent)

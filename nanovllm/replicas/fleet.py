@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import selectors
@@ -12,13 +13,15 @@ from collections.abc import Iterator, Sequence
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.model.source import stored_files
-from nanovllm.replicas.messages import Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
+from nanovllm.replicas.messages import Close, Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica
 
 logger = logging.getLogger("nanovllm")
 
 # A replica with work that reports no step for this long is killed, and its requests move to other replicas.
 STALL_SECONDS = 120.0
+# A replica that has prefixes or block events to write may take so long to end: 30 s for prefixes, and a running step.
+CLOSE_SECONDS = 40.0
 # Maximum seconds of silence per check: while the front does not listen, a replica is not silent.
 MAX_LISTENING_SECONDS = 1.0
 
@@ -28,10 +31,13 @@ class Fleet:
 
     Args:
         source: the model's folder, file or hub id.
+        ends_in_order: whether engines have something to write when they are closed, and get the time for it.
     """
 
-    def __init__(self, replicas: Sequence[Replica], source: str) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: Sequence[Replica], source: str, *, ends_in_order: bool = False) -> None:
+        self.replicas, self._ends_in_order = replicas, ends_in_order
+        # There is nobody to move the requests of a single one to: its first step may be a long compilation.
+        self._stall_seconds = STALL_SECONDS if len(replicas) > 1 else math.inf
         self._source, self._files = source, stored_files(source)
         self._hash_seed = ""  # of the first replica that was ready
         self._selector = selectors.DefaultSelector()
@@ -98,14 +104,14 @@ class Fleet:
                 yield replica, None
 
     def stalled(self) -> list[Replica]:
-        """Replicas with work that have reported nothing for STALL_SECONDS."""
+        """Replicas with work that have reported nothing for too long."""
         now = time.monotonic()
         elapsed, self._last_look = min(now - self._last_look, MAX_LISTENING_SECONDS), now
         found = []
         for replica in self.up:
             if replica.requests:
                 replica.silence += elapsed
-            if replica.silence > STALL_SECONDS:
+            if replica.silence > self._stall_seconds:
                 logger.error("replica %d has reported nothing for %g s and is killed", replica.index, STALL_SECONDS)
                 found.append(replica)
         return found
@@ -153,12 +159,29 @@ class Fleet:
 
     def close(self) -> None:
         """End every process."""
+        if self._ends_in_order:
+            self._close_in_order()
         self._selector.close()
         for replica in self.replicas:
             replica.kill()
         for replica in self.replicas:
             replica.join()
         os.close(self._wake)
+
+    def _close_in_order(self) -> None:
+        """Have engines closed by their processes, within CLOSE_SECONDS; what they still send is dropped."""
+        closing = set(self.up)
+        for replica in closing:
+            self.send(replica, Close())
+        end = time.monotonic() + CLOSE_SECONDS
+        while closing and (left := end - time.monotonic()) > 0:
+            self.wait(left)
+            for replica, message in self.listen():
+                if message is None:
+                    self.drop(replica)
+                    closing.discard(replica)
+        if closing:
+            logger.warning("%d replicas are killed, as they took over %g s to end", len(closing), CLOSE_SECONDS)
 
     def _follow(self, replica: Replica) -> None:
         """Select the channel for writing too while it has unsent bytes."""

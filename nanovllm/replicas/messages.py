@@ -6,6 +6,7 @@
     Start                    ─────────────▶   builds its engine
                              ◀─────────────   Ready, or LoadFailed
     Add, Abort, ResetCache   ─────────────▶   between two steps
+    Close                    ─────────────▶   ends once it has written what outlives it
                              ◀─────────────   Report: outputs, statistics, step records
                              ◀─────────────   Died: the engine has failed for good
 
@@ -148,6 +149,10 @@ class ResetCache(Struct, tag=True, array_like=True):
     """Order to drop every cached prefix."""
 
 
+class Close(Struct, tag=True, array_like=True):
+    """Order to drop all requests, close the engine, and end."""
+
+
 # ---------------------------------------------------------------------------------------------- from the engine process
 
 
@@ -246,7 +251,7 @@ class Died(Struct, tag=True, array_like=True):
     message: str
 
 
-ToEngine = Start | Add | Abort | ResetCache
+ToEngine = Start | Add | Abort | ResetCache | Close
 FromEngine = Ready | LoadFailed | Report | Died
 
 # (name, default) of each option except functions.

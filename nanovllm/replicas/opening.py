@@ -70,6 +70,7 @@ def open_pool(
     fleet = Fleet(
         [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)],
         source,
+        ends_in_order=config.prefix_cache_dir is not None or config.kv_events is not None,
     )
     try:
         for replica in fleet.replicas:

@@ -7,7 +7,6 @@ from typing import Any
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.loader import device_of
-from nanovllm.server.settings import ENGINE_PROCESS_DEVICES
 from nanovllm.streaming.engines import EngineInterface
 
 
@@ -28,12 +27,12 @@ def front_door(options: dict[str, Any], *, engine_process: bool | None) -> type[
 
     Args:
         options: the given engine options.
-        engine_process: None for the device's default, or False where an engine process does not support the options.
+        engine_process: None for the default: on with one rank, on a GPU that no number names.
     """
     config = EngineConfig.from_options(**options)
     names_gpu = config.device.startswith("cuda:")
     if engine_process is None:
-        engine_process = not names_gpu and device_of(config).type in ENGINE_PROCESS_DEVICES
+        engine_process = not names_gpu and config.tensor_parallel_size == 1 and device_of(config).type == "cuda"
     elif engine_process and names_gpu:
         raise ValueError(
             f"device is {config.device!r}, which --engine-process does not support: its process sees one GPU alone. "

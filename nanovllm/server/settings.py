@@ -17,8 +17,6 @@ from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matchi
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
-# Types of devices on which the default of `engine_process` is on: ("cuda",) or none.
-ENGINE_PROCESS_DEVICES: tuple[str, ...] = ("cuda",)
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
@@ -181,7 +179,7 @@ class ServerSettings:
     engine_process: bool = option(
         NOT_SET,
         "run the engine in a process of its own: it does not wait for the server's work, and is started again if it "
-        f"dies, while its requests go on. Default: {'on a GPU' if ENGINE_PROCESS_DEVICES else 'off'}.",
+        "dies, while its requests go on. Default: on with one GPU, else off.",
     )
     log_prompts: bool = option(False, "log prompts and messages.")
     access_log: bool = option(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.server import app, engine_process
+from nanovllm.server import app
 from nanovllm.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.server.settings import ServerSettings
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
@@ -66,6 +66,17 @@ def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile
     assert (now["state"], now["restarts"]) == ("up", 1)
 
 
+def test_prefixes_go_to_files_when_the_server_ends(tmp_path):
+    options = OPTIONS | {"prefix_cache_dir": str(tmp_path), "enable_prefix_caching": True}
+    prompt = random_prompts(1, low=90, high=90, seed=43)[0]
+    cached = []
+    for _ in range(2):
+        with serving(model=tiny_folder(), front_door=EngineProcessLLM, **options) as running:
+            answer = running.client().completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0 < cached[1]
+
+
 @pytest.mark.parametrize("given", [None, False, True])
 def test_the_option_chooses_the_front_door(monkeypatch, given):
     opened: list[Any] = []
@@ -75,6 +86,7 @@ def test_the_option_chooses_the_front_door(monkeypatch, given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(AsyncLLM, "__init__", open_front)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         app.serve("folder", None, ServerSettings(engine_process=given), {}, ())
     assert opened == [EngineProcessLLM if given else AsyncLLM]
@@ -86,9 +98,9 @@ def test_a_gpu_by_its_number_is_refused_with_the_remedy():
         front_door({"device": "cuda:1"}, engine_process=True)
 
 
-def test_a_gpu_may_have_it_by_default_except_for_one_that_is_named(monkeypatch):
-    monkeypatch.setattr(engine_process, "ENGINE_PROCESS_DEVICES", ("cuda",))
+def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     doors = [front_door({"device": device}, engine_process=None) for device in ("auto", "cuda", "cuda:1", "cpu")]
     assert doors == [EngineProcessLLM, EngineProcessLLM, AsyncLLM, AsyncLLM]
+    assert front_door({"tensor_parallel_size": 2}, engine_process=None) is AsyncLLM
     assert front_door({}, engine_process=False) is AsyncLLM

@@ -224,7 +224,8 @@ def test_facts_of_files(tmp_path):
     (tmp_path / "tiny-Q4_K_M.gguf").write_bytes(b"1234")
     facts = model_facts(tmp_path / "tiny-Q4_K_M.gguf")
     assert (facts.format, facts.size, facts.quantization) == ("gguf", 4, "Q4_K_M")
-    assert model_facts("not/here").details()["families"] == []
+    for unknown in ("not/here", "not/here:Q4_K_M", "~/not/here", "/not/here"):
+        assert model_facts(unknown).details()["families"] == []
 
 
 def test_facts_of_the_embedded_model_and_of_one_in_the_hubs_cache(tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ def test_nothing_is_drawn_in_a_pipe_or_without_colours(monkeypatch):
 
 def test_notices_break_at_words_and_a_table_keeps_its_second_column():
     assert wrapped("81 bytes are in the clipboard\n\n/usr/a/path-that-is-long", 16) == (
-        "81 bytes are in\nthe clipboard\n\n/usr/a/path-that\n-is-long"
+        "81 bytes are in\nthe clipboard\n\n/usr/a/path-that-is-long"
     )
     assert wrapped("/set A B  an option, such as this", 24) == ("/set A B  an option,\n          such as this")
 

@@ -118,15 +118,16 @@ function decisions({ num_loads, num_recomputes, num_loaded_tokens, load_seconds,
 /** Draw rows of [name, what the bar shows, value, most, text], each with a bar. */
 function drawBars(place, rows) {
   if (place.children.length !== rows.length) {
-    place.replaceChildren(...rows.map(([name, about]) => {
-      const row = element("div", "group"), bar = element("meter");
-      bar.setAttribute("aria-label", `${name}: ${about}`);
-      row.append(element("span", "", name), bar, element("span", "faint"));
+    place.replaceChildren(...rows.map(() => {
+      const row = element("div", "group");
+      row.append(element("span"), element("meter"), element("span", "faint"));
       return row;
     }));
   }
-  rows.forEach(([, , value, most, text], index) => {
-    const [, bar, shown] = place.children[index].children;
+  rows.forEach(([name, about, value, most, text], index) => {
+    const [label, bar, shown] = place.children[index].children;
+    setText(label, name);
+    bar.setAttribute("aria-label", `${name}: ${about}`);
     bar.max = Math.max(1, most);
     bar.value = value;
     setText(shown, text);

@@ -41,7 +41,8 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
             "backend": config.attention_backend,
             "replicas": config.data_parallel_size,
             "host_bytes": (config.prefix_cache_host_bytes or 0) * config.data_parallel_size,
-            "dir_bytes": config.prefix_cache_dir_bytes if config.prefix_cache_dir else 0,
+            # Of the first rank, as its statistics.
+            "dir_bytes": config.prefix_cache_dir_bytes // config.tensor_parallel_size if config.prefix_cache_dir else 0,
             "num_steps": RECENT_STEPS,
             "step_values": STEP_VALUES,
             "request_values": REQUEST_VALUES,

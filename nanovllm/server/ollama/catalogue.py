@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,11 @@ def _files_of(model: str) -> Path:
     """Path of a loaded model's files; one that does not exist if they are not known."""
     if model == DEFAULT_MODEL:
         return default_folder()
-    cached = None if os.path.exists(model) else try_to_load_from_cache(model, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else Path(model)
+    path, cached = Path(model).expanduser(), None
+    if not path.exists():
+        with suppress(ValueError):  # no id of a model: a path, or an id with the name of a quantisation
+            cached = try_to_load_from_cache(model, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else path
 
 
 def _num_weights(folder: Path) -> int:
