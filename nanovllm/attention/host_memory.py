@@ -55,7 +55,7 @@ class HostMemory:
         self._stores: deque[tuple[torch.cuda.Event, set[tuple[int, int]]]] = deque()  # perhaps unfinished: their slots
         # Loads that are not measured yet; ranks other than the first never do.
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=64)
-        self._measured: list[tuple[int, float]] = []
+        self._measured: deque[tuple[int, float]] = deque(maxlen=64)  # ranks besides the first do not ask
 
     @property
     def is_asynchronous(self) -> bool:
@@ -67,7 +67,8 @@ class HostMemory:
         while self._timed and self._timed[0][1].query():
             begin, end, num_bytes = self._timed.popleft()
             self._measured.append((num_bytes, begin.elapsed_time(end) / 1000.0))
-        measured, self._measured = self._measured, []
+        measured = list(self._measured)
+        self._measured.clear()
         return measured
 
     def slot(self, group: int, slot: int) -> Tensor:

@@ -70,7 +70,7 @@ class Blocks(Protocol):
 class Admission:
     """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
 
-    Nothing passes a request that lacks blocks. Its client alone passes one with an empty chunk, and a few times.
+    Nothing passes a request that lacks blocks. Its client alone passes one that is left less than a block of budget.
     """
 
     def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
@@ -84,25 +84,24 @@ class Admission:
 
         Blocks that `prefills`, which run, still need are left to them.
         """
-        blocks = self.blocks
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
         # Prompts being computed for all their samples; recurrent states are not shared in this way.
         shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
         overtaken: list[Sequence] = []
-        num_looked_past = 0
+        num_looked_past, held_back = 0, None
         for sequence in waiting:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
-            if overtaken and sequence.client != overtaken[0].client:
+            if held_back is not None and sequence.client != held_back:
                 break  # else its share would exceed the bound
             if sequence.num_in_flight_tokens:
                 continue  # preempted with a token in flight: it comes back once that is read
-            if shared and sequence.shared_prompt in shared and not blocks.cuts_chunks:
+            if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
                 slots -= 1  # a fork, once the prompt is computed
                 continue
-            hits = blocks.lookup(sequence)
-            start = len(hits) * blocks.block_size
+            hits = self.blocks.lookup(sequence)
+            start = len(hits) * self.blocks.block_size
             lacking = sequence.num_known_tokens - start
             size = self.chunk_size(sequence, start, limit := min(step.budget, step.threshold))
             left = lacking - size
@@ -110,12 +109,13 @@ class Admission:
                 if sequence.num_times_passed >= MAX_TIMES_PASSED:
                     break
                 overtaken.append(sequence)
+                held_back = sequence.client if limit < min(lacking, self.blocks.block_size) else held_back
             # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
-            is_partial = left >= blocks.block_size or (left > 0 and limit < lacking)
+            is_partial = left >= self.blocks.block_size or (left > 0 and limit < lacking)
             if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
                 num_looked_past += 1
                 continue
-            if not blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
+            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
                 break
             yield sequence, size, hits
             if sequence.samples and (prompt := sequence.shared_prompt):
@@ -151,10 +151,8 @@ class Admission:
         """
         is_full = waiting and len(running) == self.config.max_num_seqs
         victim = waiting.slot_victim(running, share_bound) if is_full else None
-        few = 1 + self.config.num_speculative_tokens  # rows with rejected drafts, which are computed again
-        if victim is None or any(
-            s.num_known_tokens - s.num_computed_tokens > (1 if s.drafting is None else few) for s in running
-        ):
+        few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
+        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > few for s in running):
             return None
         first = waiting.first
         pays = victim.account.num_running > 1 and victim.priority == first.priority

@@ -133,7 +133,7 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
     prefix_cache_host_bytes: int | None = option(
         None,
-        "host memory for prefixes that leave the KV cache, in bytes; of each rank its share. None: none.",
+        "host memory for prefixes that leave the KV cache, in bytes, of each rank. None: none.",
         check=validation.memory_bytes,
     )
     prefix_cache_dir: str | None = option(
@@ -142,7 +142,7 @@ class EngineConfig:
         check=validation.cache_folder,
     )
     prefix_cache_dir_bytes: int = option(
-        8 * 2**30, "limit of the files in prefix_cache_dir, in bytes; those used longest ago go first."
+        8 * 2**30, "limit of the files in prefix_cache_dir, in bytes, for all ranks; those used longest ago go first."
     )
     max_num_partial_prefills: int = option(
         NOT_SET, "maximum number of partially computed prompts at the end of a step. Default: 4."

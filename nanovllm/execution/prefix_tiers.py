@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from nanovllm.execution.rank_tiers import RankOrders
     from nanovllm.execution.workers import WorkerProcesses
 
+logger = logging.getLogger("nanovllm")
+
 CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
+WRITES_BETWEEN_LOOKS = 64  # whether the other ranks still write
 DECODES_SKIPPED = 16  # steps without chunks for each that is learned from
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
@@ -64,6 +68,7 @@ class PrefixTiers(Observer):
         self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
         self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
+        self._num_writes, self._is_alone = 0, False  # orders to other ranks; whether these do not write
         self._lock = threading.Lock()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -100,7 +105,8 @@ class PrefixTiers(Observer):
         self._num_skipped += 1
         # Loads take part of the step's time, and so do stores without a side stream. A fit takes 0.2 ms, and times of
         # prompts alone are asked for, so it learns from few steps of decodes.
-        is_pure = not batch.copies or (self.memory.is_asynchronous and all(copy.source >= 0 for copy in batch.copies))
+        on_side = self.memory.is_asynchronous
+        is_pure = all(copy.source >= 0 and (on_side or copy.destination >= 0) for copy in batch.copies)
         if is_pure and (batch.prefills or self._num_skipped >= DECODES_SKIPPED):
             self._num_skipped = 0
             self._fit.step_ended(record, batch)
@@ -134,8 +140,18 @@ class PrefixTiers(Observer):
 
     @property
     def _writes_files(self) -> bool:
-        """Whether the files still name the engine's model."""
-        return self.reads is not None and self.reads.is_attached
+        """Whether the files still name the engine's model, and all ranks write theirs."""
+        if self.reads is None or not self.reads.is_attached or self._is_alone:
+            return False
+        if self._orders is not None and self._num_writes % WRITES_BETWEEN_LOOKS == 0:
+            self._num_writes += 1
+            self._is_alone = not self._orders.all_write()
+            if self._is_alone:
+                logger.warning(
+                    "prefix_cache_dir: another rank writes no files, since its disk is full or read-only, or another "
+                    "process writes there; nothing more is written, and what is there is read"
+                )
+        return not self._is_alone
 
     def _first_unsaved(self, node: StoredBlock) -> tuple[StoredBlock, int] | None:
         """The first block up to this one that no file has; a block in a file is reached by those before it.
@@ -170,6 +186,7 @@ class PrefixTiers(Observer):
         if not self.directory.append(node, group, content):
             return False
         if self._orders is not None:
+            self._num_writes += 1
             self._orders.write(node, group, block, slot)
         return True
 

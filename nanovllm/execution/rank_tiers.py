@@ -10,13 +10,14 @@ store: which parts of a read were right. A block of files is a hit only with all
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.cache.tiers.books import StoredBlock
@@ -34,13 +35,21 @@ POLL_SECONDS = 0.001
 ANSWER_SECONDS = 5.0  # that a rank may take to answer at the end: else it is stuck in a step
 
 
+class Part(NamedTuple):
+    """A rank's part of a block, in one of its files."""
+
+    node: StoredBlock
+    group: int
+    place: Place
+
+
 class RankOrders:
     """Rank 0's side: orders to the other ranks, and their answers."""
 
     def __init__(self, workers: WorkerProcesses, ranks: Ranks) -> None:
         self._workers, self._ranks = workers, ranks
         self._numbers = itertools.count()
-        self._is_over = False  # answers count no longer
+        self._end = math.inf  # time after which nothing waits for answers
 
     def _send(self, kind: str, *payload: Any) -> None:
         self._workers.send("follow_tiers", kind, payload)
@@ -65,7 +74,7 @@ class RankOrders:
     def all_right(self, number: int, results: Sequence[bool]) -> list[bool]:
         """Whether each block of a read is right on every rank; waits, in any thread, until all have read.
 
-        Raises DeviceError if a rank is gone.
+        Raises DeviceError if a rank is gone, and TimeoutError if it does not answer while the engine is closed.
         """
         right = list(results)
         for answer in self._answers(number, None):
@@ -78,8 +87,18 @@ class RankOrders:
             number = next(self._numbers)
             self._send("answer", number)
             self._answers(number, ANSWER_SECONDS)
+            self._end = time.monotonic() + ANSWER_SECONDS  # of reads in progress, which nobody needs any more
             return True
-        self._is_over = True
+        self._end = time.monotonic()
+        return False
+
+    def all_write(self) -> bool:
+        """Whether the other ranks can write files."""
+        with suppress(DeviceError, TimeoutError):
+            number = next(self._numbers)
+            self._send("tell_writer", number)
+            self._end = math.inf
+            return all(answer == b"1" for answer in self._answers(number, ANSWER_SECONDS))
         return False
 
     def finish(self, seconds: float) -> None:
@@ -87,14 +106,15 @@ class RankOrders:
         with suppress(DeviceError, TimeoutError):
             number = next(self._numbers)
             self._send("finish", number)
+            self._end = math.inf
             self._answers(number, seconds)
 
     def _answers(self, number: int, seconds: float | None) -> list[bytes]:
-        end, found = None if seconds is None else time.monotonic() + seconds, []
+        end, found = math.inf if seconds is None else time.monotonic() + seconds, []
         for rank in range(1, self._ranks.size):
             while not self._ranks.store.check([_key(number, rank)]):
                 self._workers.check()
-                if self._is_over or (end is not None and time.monotonic() > end):
+                if time.monotonic() > min(end, self._end):
                     raise TimeoutError(f"rank {rank} gives no answer {number}")
                 time.sleep(POLL_SECONDS)
             found.append(self._ranks.store.get(_key(number, rank)))
@@ -117,16 +137,18 @@ class RankTiers:
     def __init__(self, storage: TierStorage, ranks: Ranks) -> None:
         self._memory, self._books, self._directory = storage.memory, storage.books, storage.directory
         self._ranks = ranks
-        self._jobs: queue.SimpleQueue[tuple[int, list[tuple[Place | None, int, int]]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, list[tuple[Part | None, int]]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._read: dict[Place, tuple[StoredBlock, int]] = {}  # of blocks that were read
-        self._damaged: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        self._damaged: queue.SimpleQueue[Part] = queue.SimpleQueue()
 
     def store(self, copies: Sequence[Copy]) -> None:
         self._memory.store(copies)
 
     def answer(self, number: int, answer: str = "") -> None:
         self._ranks.store.set(_key(number, self._ranks.rank), answer)
+
+    def tell_writer(self, number: int) -> None:
+        self.answer(number, str(int(self._directory is not None and self._directory.is_writer)))
 
     def write(self, before: bytes, is_first: bool, group: int, tokens: bytes, block: int, slot: int | None) -> None:
         """Write this rank's part of a block, if its files have the block before."""
@@ -150,28 +172,24 @@ class RankTiers:
         """Begin to read this rank's parts of blocks, by hash and group, into slots."""
         assert self._directory is not None
         self._forget_damaged()
-        places = [(self._place(block_hash, group), group, slot) for block_hash, group, slot in items]
+        if any(self._part(block_hash, group) is None for block_hash, group, _ in items):
+            self._directory.refresh(now=True)
+        parts = [(self._part(block_hash, group), slot) for block_hash, group, slot in items]
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="nanovllm-prefix-files", daemon=True)
             self._thread.start()
-        self._jobs.put((number, places))
+        self._jobs.put((number, parts))
 
-    def _place(self, block_hash: bytes, group: int) -> Place | None:
+    def _part(self, block_hash: bytes, group: int) -> Part | None:
         assert self._directory is not None
         node = self._directory.find(block_hash)
-        if node is None or group not in node.places:
-            self._directory.refresh(now=True)
-            node = self._directory.find(block_hash)
-        if node is None or group not in node.places:
-            return None
-        place: Place = node.places[group]
-        self._read[place] = node, group
-        return place
+        return None if node is None or group not in node.places else Part(node, group, node.places[group])
 
     def _forget_damaged(self) -> None:
+        assert self._directory is not None
         while not self._damaged.empty():
-            node, group = self._read[self._damaged.get()]
-            if self._directory is not None:
+            node, group, place = self._damaged.get()
+            if node.places.get(group) == place:  # else it was written again
                 self._directory.damaged(node, group)
 
     def finish(self, number: int) -> None:
@@ -187,28 +205,26 @@ class RankTiers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            number, places = job
+            number, parts = job
             right: list[bool] = []
             files: dict[int, int] = {}
             try:
                 self._memory.settle()
-                for place, group, slot in places:
-                    right.append(self._is_right(place, group, slot, files))
+                for part, slot in parts:
+                    right.append(part is not None and self._is_right(part, slot, files))
             except Exception:  # of a device that failed: the rank's next step says so
                 pass
             finally:
                 for file in files.values():
                     os.close(file)
-            right += [False] * (len(places) - len(right))
+            right += [False] * (len(parts) - len(right))
             self.answer(number, "".join("01"[is_right] for is_right in right))
 
-    def _is_right(self, place: Place | None, group: int, slot: int, files: dict[int, int]) -> bool:
+    def _is_right(self, part: Part, slot: int, files: dict[int, int]) -> bool:
         assert self._directory is not None
-        if place is None:
-            return False
-        is_right = read_place(self._directory, place, self._memory.view(group, slot), files)
+        is_right = read_place(self._directory, part.place, self._memory.view(part.group, slot), files)
         if not is_right:
-            self._damaged.put(place)
+            self._damaged.put(part)
         return is_right
 
 

@@ -45,18 +45,23 @@ class TierStorage:
         Args:
             digest: of the model, or of this rank's shard, by `model.fingerprint`; None without files.
 
-        Raises ValueError for bytes that hold no recurrent state, or that cannot be pinned.
+        Raises ValueError for bytes that hold no block or recurrent state, or that cannot be pinned.
         """
         memory = _host_memory(binding, config, pools)
         host_bytes = config.prefix_cache_host_bytes or max(DEFAULT_HOST_BYTES, _least_bytes(pools))
         books = TierBooks([group.block_bytes for group in pools.groups], host_bytes, _shares(pools))
         if digest is None or config.prefix_cache_dir is None:
             return cls(memory, books, None, None)
-        header, folder, num_bytes = _file_header(binding, config, pools, digest), Path(config.prefix_cache_dir), 0
+        header, folder = _file_header(binding, config, pools, digest), Path(config.prefix_cache_dir)
         ranks, num_bytes = binding.ranks, config.prefix_cache_dir_bytes
         if ranks is not None:
             header |= {"rank": ranks.rank, "ranks": ranks.size}
             folder, num_bytes = folder / folder_of_rank(ranks.rank, ranks.size), num_bytes // ranks.size
+        if num_bytes < (most := max(group.block_bytes for group in pools.groups)):
+            raise ValueError(
+                f"prefix_cache_dir_bytes is {config.prefix_cache_dir_bytes:,}, {num_bytes:,} for a rank, and one block "
+                f"or state takes {most:,}. Set at least {most * config.tensor_parallel_size:,}."
+            )
         return cls(memory, books, CacheDirectory(folder, header, num_bytes, books), json.dumps(header, sort_keys=True))
 
 

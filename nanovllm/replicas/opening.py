@@ -67,11 +67,8 @@ def open_pool(
     _check_model(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
-    fleet = Fleet(
-        [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)],
-        source,
-        ends_in_order=config.prefix_cache_dir is not None or config.kv_events is not None,
-    )
+    replicas = [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)]
+    fleet = Fleet(replicas, source, ends_in_order=bool(config.prefix_cache_dir or config.kv_events))
     try:
         for replica in fleet.replicas:
             fleet.launch(replica)

@@ -42,19 +42,21 @@ def add_drafts(
     """Give a scheduler of resolved options its drafts.
 
     Args:
-        draft_model: builds the drafter of a draft model, None without one; if it raises, the target is closed.
+        draft_model: builds the drafter of a draft model, None without one.
+
+    Closes the target if it raises.
     """
-    try:
-        drafter = draft_model(scheduler.config, input_processor)
-    except BaseException:
-        target.close()  # and the processes of other ranks
-        raise
     config, limits, clock = scheduler.config, input_processor.limits, input_processor.clock
 
     def execute(batch: ScheduledBatch) -> object:
         return target.execute(batch).result()
 
-    learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
+    try:
+        drafter = draft_model(config, input_processor)
+        learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
+    except BaseException:
+        target.close()  # and the processes of other ranks
+        raise
     if learned is not None:
         observers.append(learned)
     source: Any = config.speculation

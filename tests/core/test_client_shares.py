@@ -403,6 +403,17 @@ def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alo
     assert chunks(loop.step()) == {"0": (0, 8)} | ({"2": (0, 3)} if client == "b" else {})
 
 
+def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
+    loop = make_loop(max_num_batched_tokens=64, max_num_seqs=7)
+    cut = loop.scheduler.block_manager.cut
+    monkeypatch.setattr(
+        loop.scheduler.block_manager, "cut", lambda s, start, end: start if s.client == "a" else cut(s, start, end)
+    )
+    loop.add(prompt(12), client="a")
+    loop.add(prompt(10, 1), client="b")
+    assert chunks(loop.step()) == {"1": (0, 10)}
+
+
 def random_scheduler(rng: random.Random) -> Scheduler:
     """With costs and a budget by predictions without sense, of tiny pools and few slots."""
     config = make_config(

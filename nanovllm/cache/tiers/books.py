@@ -6,6 +6,7 @@ found by its tokens and those of all blocks before it, never by a number that an
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -114,6 +115,11 @@ class TierBooks:
         return found
 
     # ------------------------------------------------------------------------------------------------------- slots
+
+    def max_slots(self, group: int) -> float:
+        """Most slots that the group may have."""
+        size = self.block_bytes[group]
+        return self._shares[group] * self.max_bytes // size if size else math.inf
 
     def take_slot(self, group: int) -> int | None:
         """A slot of no content, perhaps of the least recently used; None if all slots are pinned or read into."""

@@ -15,6 +15,7 @@ hit only with content that a committed step computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AnySequence
 from functools import partial
@@ -125,7 +126,10 @@ class TieredBlocks(StoringBlocks):
             self.reads.medium, num_bytes, known * self.block_size, (length - known) * self.block_size
         )
         self.costs.count(decision)
-        if decision.loads:
+        # Without all windows, chunks and states the rest is no hit.
+        needed = Counter(group for _, group in lacking)
+        is_whole = all(count <= self.books.max_slots(group) for group, count in needed.items())
+        if decision.loads and (is_whole or self.kinds == [FULL]):
             self.reads.begin(sequence, lacking, decision.compute_seconds)
 
     def lookup(self, sequence: Sequence) -> list[int]:
@@ -247,11 +251,17 @@ class TieredBlocks(StoringBlocks):
                     pool.hold(block, entry)
                     if not self.books.block_bytes[group]:
                         continue
+                    self._unpin_load(group, block)
                     self.books.pin(node, group)
                     self._loads[group, block] = Load(node.slots[group], node, entry)
                     self.copies.append(Copy(group, ~node.slots[group], block))
             parent, last = entry.prefix_id, entry
         return loaded
+
+    def _unpin_load(self, group: int, block: int) -> None:
+        """Unpin the source of a load into a block, if there is one."""
+        if (load := self._loads.pop((group, block), None)) is not None:
+            self.books.unpin(load.node, group)
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         super().claim(sequence, blocks)
@@ -293,12 +303,13 @@ class TieredBlocks(StoringBlocks):
             load = self._loads.get(key)
             if load is None or load.slot != ~copy.source:
                 continue
-            del self._loads[key]
-            self.books.unpin(load.node, copy.group)
+            self._unpin_load(*key)
             pool = self.pools[copy.group]
             if pool.entry_of[copy.destination] is load.entry:  # else it was evicted again
                 kept.append(copy)
                 self._uncommitted.setdefault(step_id, []).append((pool, copy.destination))
+        for key in list(self._loads):  # another copy has the block
+            self._unpin_load(*key)
         self._stored_in[step_id] = self._take_storing()
         return tuple(kept)
 
