@@ -49,14 +49,16 @@ def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
-    loops = [walk(seed, kinds) for seed in range(NUM_WALKS + NUM_WALKS_WITH_SAMPLES)]
+    has_states = any(kind.record_bytes for kind in kinds)  # which few walks read from files
+    num_walks = NUM_WALKS * (1 + has_states) + NUM_WALKS_WITH_SAMPLES
+    loops = [walk(seed, kinds) for seed in range(num_walks)]
     seen = sum((loop.seen for loop in loops), Counter())
     for situation in ("loads", "stores", "written", "read late", "non-finite"):
         assert seen[situation] > 0, situation
     assert bool(loops[0].model.states) or sum(loop.model.num_forked for loop in loops) > 50
     assert sum(loop.books.num_evictions for loop in loops) > 50
     reads = [loop.reads for loop in loops if loop.reads is not None]
-    assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) >= 5
+    assert sum(r.num_failed for r in reads) > 0 and sum(r.num_read_blocks for r in reads) >= (2 if has_states else 5)
     assert sum(r.num_timeouts for r in reads) > 0 or kinds != [FULL]
 
 

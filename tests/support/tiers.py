@@ -78,7 +78,7 @@ class FakeReads(FileReads):
         """End a read, with some of its blocks damaged."""
         for item in job.items:
             content = self.disk.get(item.place)
-            is_right = content is not None and self.rng.random() < 0.7
+            is_right = content is not None and self.rng.random() < 0.5
             self.loop.model.host[item.group, item.slot] = content if is_right else []
             job.results.append(is_right)
         job.is_done.set()

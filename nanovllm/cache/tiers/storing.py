@@ -167,4 +167,12 @@ class StoringBlocks(BlockManager):
     def withdraw(self, step_id: int) -> None:
         super().withdraw(step_id)
         for node, group in self._stored_in.pop(step_id, ()):
+            for key in [key for key, load in self._loads.items() if key[0] == group and load.node is node]:
+                self._unpin_load(*key)
+                self.pools[group].forget_block(key[1])
             self.books.drop(node, group)
+
+    def _unpin_load(self, group: int, block: int) -> None:
+        """Forget a load into a block, if there is one: its source may be evicted."""
+        if (load := self._loads.pop((group, block), None)) is not None:
+            self.books.unpin(load.node, group)

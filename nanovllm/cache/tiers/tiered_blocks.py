@@ -258,11 +258,6 @@ class TieredBlocks(StoringBlocks):
             parent, last = entry.prefix_id, entry
         return loaded
 
-    def _unpin_load(self, group: int, block: int) -> None:
-        """Unpin the source of a load into a block, if there is one."""
-        if (load := self._loads.pop((group, block), None)) is not None:
-            self.books.unpin(load.node, group)
-
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         super().claim(sequence, blocks)
         self._count_hits(blocks)
