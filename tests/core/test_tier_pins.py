@@ -27,3 +27,26 @@ def test_a_load_into_a_block_of_another_load_unpins_its_source():
         assert len({copy.destination for copy in copies}) == len(copies)
         manager.commit(step_id)
         assert not any(books.is_pinned(node, 0) for node in nodes)
+
+
+def test_a_load_from_a_slot_whose_store_fails_is_dropped():
+    """Its content is undefined; the block that waits for it is no hit."""
+    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
+    manager.attach(books, LoadCosts(), root_seed="model")
+    first, other, again = make_sequence(range(9)), make_sequence(range(50, 70)), make_sequence(range(9))
+    manager.begin_step()
+    manager.allocate(first, 2)
+    manager.register(first, 0, 2, 1)
+    manager.take_copies(1)
+    manager.commit(1)
+    manager.release(first)
+    manager.begin_step()
+    assert len(manager.take_copies(2)) == 2  # stores
+    manager.allocate(other, 5)  # evicts both blocks
+    manager.release(other)
+    manager.begin_step()
+    assert len(manager.lookup(again)) == 2  # by loads
+    manager.withdraw(2)
+    assert not manager.lookup(again)
+    assert not manager.take_copies(3)
+    assert books.num_stored == 0
