@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.core.batch import Copy
+from nanovllm.core.batch import NULL_BLOCK, Copy
 
 SLAB_BYTES = 64 * 2**20  # allocated at once, on demand; more for large blocks, since pinned sizes are powers of two
 ALIGNMENT = 16  # bytes: slots begin at multiples, for elements of any dtype
@@ -119,6 +120,15 @@ class HostMemory:
         if loads := [copy for copy in copies if copy.source < 0]:
             with torch.inference_mode():
                 self._load(loads)
+
+    def content(self, group: int, block: int, slot: int | None) -> Any:
+        """Bytes of a block: from the KV cache, from a slot for the null block, b"" without either."""
+        if block != NULL_BLOCK:
+            return self.read_block(group, block)
+        if slot is None:
+            return b""
+        self.settle()
+        return self.view(group, slot)
 
     def read_block(self, group: int, block: int) -> NDArray[np.uint8]:
         """The content of a block, [block_bytes], on the host; with no step in flight."""

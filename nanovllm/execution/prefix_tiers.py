@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_pools import CachePools
@@ -54,7 +54,7 @@ class PrefixTiers(Observer):
 
     Args:
         manager: without entries.
-        fit: of the time to compute; learns from every step.
+        fit: of the time to compute; learns from steps with prompts, and from a few others.
         seed: everything that KV depends on besides tokens and salt.
         orders: to the other ranks.
     """
@@ -123,7 +123,7 @@ class PrefixTiers(Observer):
                 self.reads.collect()
             if self._keeps_all and self._store_one():
                 return True
-            if self.directory is None or not self.directory.is_writer or not self._writes_files:
+            if self.directory is None or not self.directory.is_writer or not self._may_write():
                 return False
             for group in self.manager.numbers:
                 for _, node in self.manager.idle_blocks(group):
@@ -138,8 +138,7 @@ class PrefixTiers(Observer):
             self._orders.store(copies)
         return bool(copies)
 
-    @property
-    def _writes_files(self) -> bool:
+    def _may_write(self) -> bool:
         """Whether the files still name the engine's model, and all ranks write theirs."""
         if self.reads is None or not self.reads.is_attached or self._is_alone:
             return False
@@ -177,13 +176,7 @@ class PrefixTiers(Observer):
         assert self.directory is not None
         block = self.manager.settled_block(group, node) if self.books.block_bytes[group] else NULL_BLOCK
         slot = node.slots.get(group)
-        content: Any = b""
-        if block != NULL_BLOCK:
-            content = self.memory.read_block(group, block)
-        elif slot is not None:
-            self.memory.settle()
-            content = self.memory.view(group, slot)
-        if not self.directory.append(node, group, content):
+        if not self.directory.append(node, group, self.memory.content(group, block, slot)):
             return False
         if self._orders is not None:
             self._num_writes += 1
@@ -216,7 +209,7 @@ class PrefixTiers(Observer):
     def _write_all(self) -> None:
         assert self.directory is not None
         end, left = time.monotonic() + CLOSE_SECONDS, self.directory.max_bytes - 2 * self.directory.segment_bytes
-        if not self.directory.is_writer or not self._writes_files:
+        if not self.directory.is_writer or not self._may_write():
             return
         for root in list(self.books.roots.values()):
             for node in list(root.below()):

@@ -23,7 +23,7 @@ from nanovllm.cache.cache_pools import CachePools
 from nanovllm.cache.tiers.books import StoredBlock
 from nanovllm.cache.tiers.reading import ReadItem, read_place
 from nanovllm.cache.tiers.segments import Place
-from nanovllm.core.batch import NULL_BLOCK, Copy
+from nanovllm.core.batch import Copy
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError
 from nanovllm.execution.tier_storage import TierStorage
@@ -158,23 +158,17 @@ class RankTiers:
         if parent is None:
             return
         node = parent.child(tokens)
-        if block != NULL_BLOCK:
-            content: Any = self._memory.read_block(group, block)
-        elif slot is not None:
-            self._memory.settle()
-            content = self._memory.view(group, slot)
-        else:
-            content = b""
-        self._directory.append(node, group, content)
+        self._directory.append(node, group, self._memory.content(group, block, slot))
         self._books.prune(node)
 
     def read(self, number: int, items: Sequence[tuple[bytes, int, int]]) -> None:
         """Begin to read this rank's parts of blocks, by hash and group, into slots."""
         assert self._directory is not None
         self._forget_damaged()
-        if any(self._part(block_hash, group) is None for block_hash, group, _ in items):
-            self._directory.refresh(now=True)
         parts = [(self._part(block_hash, group), slot) for block_hash, group, slot in items]
+        if any(part is None for part, _ in parts):
+            self._directory.refresh(now=True)
+            parts = [(self._part(block_hash, group), slot) for block_hash, group, slot in items]
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="nanovllm-prefix-files", daemon=True)
             self._thread.start()

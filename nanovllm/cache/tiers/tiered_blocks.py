@@ -121,15 +121,15 @@ class TieredBlocks(StoringBlocks):
             for group in self.numbers
             if self._needs(group, index, 0, length) and not self._has(group, path[index])
         ]
+        needed = Counter(group for _, group in lacking)
+        if self.kinds != [FULL] and any(count > self.books.max_slots(group) for group, count in needed.items()):
+            return  # without all windows, chunks and states the rest is no hit
         num_bytes = sum(self.books.block_bytes[group] for _, group in lacking)
         decision = self.costs.decide(
             self.reads.medium, num_bytes, known * self.block_size, (length - known) * self.block_size
         )
         self.costs.count(decision)
-        # Without all windows, chunks and states the rest is no hit.
-        needed = Counter(group for _, group in lacking)
-        is_whole = all(count <= self.books.max_slots(group) for group, count in needed.items())
-        if decision.loads and (is_whole or self.kinds == [FULL]):
+        if decision.loads:
             self.reads.begin(sequence, lacking, decision.compute_seconds)
 
     def lookup(self, sequence: Sequence) -> list[int]:
