@@ -186,8 +186,8 @@ class BlockManager(BlockPool):
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
         """Free blocks that the sequence takes until it has `num_tokens`, if it claims `hits` first."""
-        lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
-        return lacking + self.num_free_among(hits)
+        in_use = [block for block in hits if self.ref_counts[block]]  # a claim takes the other hits from the free ones
+        return self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(in_use)
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
         """The end of a chunk of positions start..end-1: `end`, or a block boundary before it."""
@@ -208,8 +208,8 @@ class BlockManager(BlockPool):
     def want(self, sequence: Sequence) -> None:
         """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""
         is_full = not any(self.entry_of[block] is None for block in islice(self.free_blocks, 1))
-        num_blocks = sequence.num_findable_blocks(self.block_size) if self.enable_prefix_caching else 0
-        if num_blocks > 0 and (is_full or self.cuts_chunks):
+        may_find = self.enable_prefix_caching and (is_full or self.cuts_chunks)
+        if may_find and (num_blocks := sequence.num_findable_blocks(self.block_size)):
             self._block_hash(sequence, num_blocks - 1)
             self.wanted.add(sequence, sequence.block_hashes[:num_blocks])
 

@@ -15,7 +15,7 @@ from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.forks import fork_samples
-from nanovllm.core.admission import Admission, Drafting, OpenStep, SlotExchange
+from nanovllm.core.admission import Admission, Drafting, OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
 from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
@@ -81,7 +81,11 @@ class Scheduler:
         """The next step's batch; None if all work is in flight or waits for files."""
         self._step_id += 1
         self.block_manager.begin_step()
-        exchange = self._exchange_slot() if self.waiting.is_shared else None
+        exchange = None
+        if self.waiting.is_shared:  # a slot may be due to another client
+            exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
+        if exchange is not None:
+            self.preempt(exchange.victim)
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
@@ -185,6 +189,8 @@ class Scheduler:
         if num_decodes and not self.waiting:
             return
         for sequence, (_, start) in step.chunks.items():
+            if sequence.num_computed_tokens == sequence.num_known_tokens:
+                continue
             placed = sequence.num_computed_tokens - start
             size = self.admission.chunk_size(sequence, start, placed + step.budget) - placed
             # A hit: this step computes the next block for another sequence, and the next step claims it.
@@ -235,13 +241,6 @@ class Scheduler:
             if victim.key > sequence.key and victim.placed_in_step != self._step_id:
                 self.preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
-
-    def _exchange_slot(self) -> SlotExchange | None:
-        """Preempt a sequence to give its slot to another client, if that one's turn has come."""
-        exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
-        if exchange is not None:
-            self.preempt(exchange.victim)
-        return exchange
 
     def preempt(self, victim: Sequence) -> None:
         self._requeue(victim)

@@ -72,6 +72,8 @@ class ClientQueue:
         self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client
         self._num_accounts: Counter[str] = Counter()  # of each client
         self._idle: dict[tuple[int, str], Account] = {}  # of clients without sequences, oldest first
+        # Whether a client has others to keep up with; else its generated tokens need not be counted.
+        self.is_shared = False
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -89,10 +91,11 @@ class ClientQueue:
         if not account.num_waiting:
             others = [other for other in level.values() if other is not account]
             waiting = [other for other in others if other.num_waiting]
-            account.served = max(account.served, _least_served(waiting or others, 0.0))
+            account.served = max(account.served, min(map(SERVED, waiting or others), default=0.0))
         level[client] = account
         account.num_unfinished += 1
         sequence.account = account
+        self.is_shared = len(self._num_accounts) > 1 or bool(self._idle)
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -109,12 +112,13 @@ class ClientQueue:
         if len(self._idle) > MAX_IDLE:
             del self._idle[next(iter(self._idle))]
         if self._idle and len(level) < 2:  # forget clients with which the last one has caught up
-            least = _least_served(level.values(), math.inf)
+            least = min(map(SERVED, level.values()), default=math.inf)
             self._idle = {
                 key: account
                 for key, account in self._idle.items()
                 if key[0] != sequence.priority or account.served > least
             }
+        self.is_shared = len(self._num_accounts) > 1 or bool(self._idle)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence again that was preempted."""
@@ -150,11 +154,6 @@ class ClientQueue:
         for sequences, cost in ((advanced, self.decode_cost), (without_token, -self.decode_cost)):
             for sequence in sequences:
                 sequence.account.served += cost / sequence.account.weight
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a client has others to keep up with; else its generated tokens need not be counted."""
-        return len(self._num_accounts) > 1 or bool(self._idle)
 
     @property
     def num_clients(self) -> int:
@@ -237,7 +236,3 @@ class ClientQueue:
 
 def _precedence(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
     return sequence.priority, sequence.account.served, sequence.key
-
-
-def _least_served(accounts: Iterable[Account], default: float) -> float:
-    return min(map(SERVED, accounts), default=default)

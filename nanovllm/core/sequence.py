@@ -193,14 +193,17 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether part of its prompt must be computed for log-probabilities, cached or not."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
     def num_findable_tokens(self) -> int:
         """Leading tokens that may come from the prefix cache: row p gives the log-probabilities of token p + 1."""
-        return len(self.prompt_logprobs or ()) - 1 if self.lacks_prompt_logprobs else len(self.token_ids)
+        reported = self.prompt_logprobs
+        if reported is None or len(reported) >= self.num_prompt_tokens:
+            return len(self.token_ids)
+        return len(reported) - 1
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether part of its prompt must be computed for log-probabilities, cached or not."""
+        return self.num_findable_tokens < len(self.token_ids)
 
     def num_findable_blocks(self, block_size: int) -> int:
         """Full blocks among them, before the last known token, which is computed for its logits."""
