@@ -186,7 +186,9 @@ class ModelRunner:
         Args:
             was_idle: check everything, since nothing ran meanwhile; else only weights.
         """
-        weights_changed, structure_changed = self.binding.owner_changes(with_structure=was_idle)
+        if (watch := self.binding.watch) is None:
+            return False
+        weights_changed, structure_changed = watch.changes(with_structure=was_idle)
         if weights_changed or structure_changed:
             self._executor.model_changed(in_place=not structure_changed)
         return weights_changed or structure_changed

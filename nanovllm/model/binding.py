@@ -113,8 +113,7 @@ class ModelBinding:
         self.dtype = self.layers[0].dtype if self.layers else model.dtype
         self.caches = KVCaches(self.layers, self.device, self.mixers.shapes if self.mixers else ())
         self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
-        with self._lock:
-            self.watch = ModuleWatch(model) if is_live else None
+        self.watch = ModuleWatch(model, self._lock) if is_live else None
 
     def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
         """Let the model return only this rank's logits, if they equal the slice of the whole ones.
@@ -233,13 +232,6 @@ class ModelBinding:
         """See `PinnedRope.pin`."""
         with self._lock:
             self.rope.pin(max_model_len)
-
-    def owner_changes(self, *, with_structure: bool) -> tuple[bool, bool]:
-        """See `ModuleWatch.changes`; (False, False) for a module that is not live."""
-        if self.watch is None:
-            return False, False
-        with self._lock:  # another engine's step patches the module
-            return self.watch.changes(with_structure=with_structure)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -43,10 +44,14 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class ModuleWatch:
-    """Detects writes to and replacements of parameters and buffers, by version and storage, and structural changes."""
+    """Detects writes to and replacements of parameters and buffers, by version and storage, and structural changes.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        lock: held while the module is read, since another engine's step patches it.
+    """
+
+    def __init__(self, model: nn.Module, lock: AbstractContextManager[Any]) -> None:
+        self._model, self._lock = model, lock
         self._weights: list[_TensorState] = []
         self._structure = 0
         self.changes(with_structure=True)
@@ -58,20 +63,21 @@ class ModuleWatch:
             with_structure: also check the structure, which takes longer than the weights; if False, it counts as
                 unchanged.
         """
-        modules = modules_of(self._model)  # walked each time: submodules may be replaced, adapters injected
-        tensors = tensors_of(modules)
-        weights_changed = len(tensors) != len(self._weights) or not all(
-            state.tensor() is tensor
-            and state.version == (0 if tensor.is_inference() else tensor._version)
-            and state.address == tensor.data_ptr()
-            and not state.storage.expired()
-            for state, tensor in zip(self._weights, tensors, strict=True)
-        )
-        if weights_changed:
-            self._weights = [_TensorState.from_tensor(tensor) for tensor in tensors]
-        structure_before = self._structure
-        if with_structure:
-            self._structure = _structure_of(modules)
+        with self._lock:
+            modules = modules_of(self._model)  # walked each time: submodules may be replaced, adapters injected
+            tensors = tensors_of(modules)
+            weights_changed = len(tensors) != len(self._weights) or not all(
+                state.tensor() is tensor
+                and state.version == (0 if tensor.is_inference() else tensor._version)
+                and state.address == tensor.data_ptr()
+                and not state.storage.expired()
+                for state, tensor in zip(self._weights, tensors, strict=True)
+            )
+            if weights_changed:
+                self._weights = [_TensorState.from_tensor(tensor) for tensor in tensors]
+            structure_before = self._structure
+            if with_structure:
+                self._structure = _structure_of(modules)
         return weights_changed, self._structure != structure_before
 
 
