@@ -85,31 +85,34 @@ class SdpaAttention:
         """The masks of one step, shared by all layers."""
         seen = {}
         for sight in self.sights:
-            groups = self._decode_groups(layout, sight) if layout.num_decodes else []
-            seen[sight] = Seen(groups, self._chunks(layout, sight))
+            first_seen = sight.first_seen(layout.positions)
+            groups = self._decode_groups(layout, first_seen) if layout.num_decodes else []
+            seen[sight] = Seen(groups, self._chunks(layout, first_seen))
         return SdpaPlan(self.kinds, self._holds_scores, self.block_size, seen)
 
-    def _chunks(self, layout: BatchLayout, sight: StateKind) -> list[_Chunk]:
+    def _chunks(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_Chunk]:
+        """Args: first_seen: [num_tokens] the first position that each row of the step sees."""
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
             count = entry.num_new_tokens
-            step = count if sight.is_full and not any(self._holds_scores) else PIECE_ROWS
+            sees_all = first_seen[first_row + count - 1] == 0  # no row before it sees less
+            step = count if sees_all and not any(self._holds_scores) else PIECE_ROWS
             for row in range(0, count, step):
                 rows = slice(first_row + row, first_row + min(row + step, count))
-                positions = layout.positions[rows]
+                positions, firsts = layout.positions[rows], first_seen[rows]
                 end = int(positions[-1]) + 1
-                block = int(sight.first_seen(positions[:1])[0]) // self.block_size
+                block = int(firsts[0]) // self.block_size
                 blocks = torch.tensor(entry.block_table[block : -(-end // self.block_size)], device=self.device)
                 begin = block * self.block_size
-                is_causal = positions[0] == begin and sight.first_seen(positions[-1:])[0] <= begin
-                mask = None if is_causal else self._mask(positions, sight, begin, end - begin)[None, None]
+                is_causal = positions[0] == begin and firsts[-1] <= begin
+                mask = None if is_causal else self._mask(positions, firsts, begin, end - begin)[None, None]
                 chunks.append(_Chunk(rows, blocks, end - begin, mask))
         return chunks
 
-    def _decode_groups(self, layout: BatchLayout, sight: StateKind) -> list[_DecodeGroup]:
+    def _decode_groups(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_DecodeGroup]:
         positions = layout.positions[: layout.num_decodes]
-        first_blocks = sight.first_seen(positions) // self.block_size
+        first_blocks = first_seen[: layout.num_decodes] // self.block_size
         num_blocks = positions // self.block_size + 1 - first_blocks
         order = np.argsort(num_blocks, kind="stable")
         sorted_blocks = num_blocks[order]
@@ -126,32 +129,36 @@ class SdpaAttention:
                 blocks[index, : len(table)] = table
             begins = first_blocks[rows] * self.block_size
             context = int((positions[rows] - begins).max()) + 1
-            needs_mask = len(rows) > 1 or int(sight.first_seen(positions[rows])[0]) > int(begins[0])
+            needs_mask = len(rows) > 1 or first_seen[rows[0]] > begins[0]
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
                     torch.from_numpy(blocks.reshape(-1)).to(self.device),
                     context,
-                    self._mask(positions[rows], sight, begins, context)[:, None, None] if needs_mask else None,
+                    self._mask(positions[rows], first_seen[rows], begins, context)[:, None, None]
+                    if needs_mask
+                    else None,
                 )
             )
             first = end
         return groups
 
     def _mask(
-        self, positions: NDArray[np.int64], sight: StateKind, begin: int | NDArray[np.int64], num_keys: int
+        self,
+        positions: NDArray[np.int64],
+        first_seen: NDArray[np.int64],
+        begin: int | NDArray[np.int64],
+        num_keys: int,
     ) -> Tensor:
         """[len(positions), num_keys]: 0 for the keys that a query at each position sees, -inf for the others.
 
         Args:
+            first_seen: the first position that each query sees.
             begin: position of the first key, or one for each query.
         """
         keys = torch.arange(num_keys, device=self.device)
-        last, first = (
-            torch.from_numpy(bound - begin)[:, None].to(self.device)
-            for bound in (positions, sight.first_seen(positions))
-        )
-        hidden = keys > last if sight.is_full else (keys > last) | (keys < first)
+        last, first = (torch.from_numpy(bound - begin)[:, None].to(self.device) for bound in (positions, first_seen))
+        hidden = (keys > last) | (keys < first) if first_seen.any() else keys > last
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
 
