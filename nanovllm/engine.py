@@ -169,7 +169,8 @@ class Engine:
         try:
             with self._changing():
                 if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
-                    self._drop_computed()  # the owner of a live module edited it
+                    self.restart_running()  # the owner of a live module edited it
+                    self.block_manager.reset_prefix_cache()
                 start = self.clock()
                 while self._deadlines and self._deadlines[0][0] <= start:
                     overdue = self.requests[self._deadlines[0][1]]
@@ -266,20 +267,14 @@ class Engine:
         self.model_runner.check_editable()
         with self._changing():
             self.model_runner.forget_model()
-            self._drop_computed()
-
-    def _drop_computed(self) -> None:
-        self._restart_running()
-        self.block_manager.reset_prefix_cache()
-
-    def _restart_running(self) -> None:
-        self._drop_in_flight(has_failed=False)
-        self.scheduler.preempt_all()
+            self.restart_running()
+            self.block_manager.reset_prefix_cache()
 
     def restart_running(self) -> None:
         """Requeue all running requests, with no step in flight; their prefixes mostly stay in the cache."""
         with self._changing():
-            self._restart_running()
+            self._drop_in_flight(has_failed=False)
+            self.scheduler.preempt_all()
 
     def reset_prefix_cache(self) -> None:
         """Make every cached prefix unfindable; running requests keep their blocks."""
