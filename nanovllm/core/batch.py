@@ -85,6 +85,17 @@ class Drafts(dict[Sequence, list[int]]):
     def __exit__(self, *_: object) -> None:
         self.hide()
 
+    def keep(self, sequence: Sequence) -> bool:
+        """Keep what the step being scheduled overwrites of the sequence; False if there is no room for it."""
+        return True
+
+    def put_back(self, sequence: Sequence, start: int, end: int) -> int:
+        """Cut a step that began at `start` back to `end`, or return to what was kept; returns the computed tokens."""
+        return end
+
+    def free_kept(self) -> None:
+        """Free what was kept and not put back."""
+
     def around(self, call: Callable[[], T]) -> Callable[[], T]:
         """The call with the drafts entered."""
 

@@ -50,8 +50,8 @@ class DraftsWithStates(Drafts):
         self._manager.copies.append(Copy(self._number, self._table(sequence)[-1], slot))
         return True
 
-    def put_back(self, sequence: Sequence, start: int) -> int:
-        """Return to the state before the step, which began at position `start`; returns the computed tokens of it."""
+    def put_back(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return to the state before the step, which began at position `start`."""
         if (slot := self._kept.pop(sequence, None)) is None:
             return self._manager.rewindable(sequence, start)
         self._group.put_back(self._table(sequence), slot)

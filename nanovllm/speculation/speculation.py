@@ -27,7 +27,7 @@ from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest
-from nanovllm.speculation.kept_states import DraftsWithStates, KeptStates
+from nanovllm.speculation.kept_states import KeptStates
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
 from nanovllm.speculation.suffix import SuffixDrafter
 
@@ -164,7 +164,7 @@ class Speculation(Observer):
         drafts = Drafts() if self._states is None else self._states.drafts()
         for (sequence, token_ids), count in zip(found, counts, strict=True):
             count = self._allocate(sequence, count)
-            if count and (not isinstance(drafts, DraftsWithStates) or drafts.keep(sequence)):
+            if count and drafts.keep(sequence):
                 drafts[sequence] = token_ids[:count]
             else:
                 sequence.drafting.note(len(sequence.token_ids), 0)
@@ -278,8 +278,7 @@ class Speculation(Observer):
                 batch.drafts.num_accepted[sequence] = max(0, len(drawn) - 1)
             entries.append(entry)
             taken += [(sequence, token_id) for token_id in drawn]
-        if isinstance(batch.drafts, DraftsWithStates):
-            batch.drafts.free_kept()
+        batch.drafts.free_kept()
         return tuple(entries), taken
 
     def _accept(
@@ -309,10 +308,7 @@ class Speculation(Observer):
                 manager.forget(sequence)
                 requeue(sequence)
         elif has_blocks and num_cut:
-            if isinstance(step, DraftsWithStates):
-                end = step.put_back(sequence, entry.start)
-            else:
-                end = manager.rewindable(sequence, sequence.num_computed_tokens - num_cut)
+            end = step.put_back(sequence, entry.start, sequence.num_computed_tokens - num_cut)
             manager.release(sequence, manager.num_blocks_for(end))
             sequence.num_computed_tokens = end
             return entry._replace(num_new_tokens=end - entry.start), kept
