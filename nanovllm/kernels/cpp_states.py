@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanovllm.core.errors import KernelBuildError
 from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets, open_library
-from nanovllm.kernels.state_checks import first_wrong
+from nanovllm.kernels.state_checks import check_of_heads, first_wrong
 
 logger = logging.getLogger("nanovllm")
 
@@ -165,9 +165,7 @@ class StateKernels:
             options: `dt_bias`, as dt; `dt_softplus`; `z`, a gate of the outputs, as `inputs`.
         """
         dt_bias, z = options.get("dt_bias"), options.get("z")
-        expanded = [(dt, 1), (A, 2), *((each, 1) for each in (D, dt_bias) if each is not None)]
-        if not all(each.stride()[-count:] == (0,) * count for each, count in expanded):
-            raise ValueError("a state space with steps that are not those of heads")
+        check_of_heads(dt, A, D, dt_bias)
         step = _steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], options.get("dt_softplus", False))
         of_heads = step[:, None], A[..., 0, 0], None if D is None else D[..., 0]
         output = self._state_space(pool, inputs[:, None], B[:, None], C[:, None], *of_heads)[:, 0]

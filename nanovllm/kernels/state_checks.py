@@ -1,4 +1,4 @@
-"""Kernels for recurrent states against torch on small rows: of a processor at their start, and of a GPU in tests."""
+"""Checks of kernels for recurrent states: of their arguments, and of their results against torch on small rows."""
 
 from __future__ import annotations
 
@@ -114,3 +114,10 @@ def _chunks(kernels: Any, random: Callable[..., Tensor]) -> Check:
     yield "state spaces of chunks", space.double() + 1, torch.ones_like(space, dtype=torch.float64)
     for name, one, other in zip(("delta rules", "state spaces"), found, expected, strict=True):
         yield f"states of {name} of chunks", one[own], other[own].double()
+
+
+def check_of_heads(dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None) -> None:
+    """Raise ValueError unless these arguments of a state space are values of heads, expanded over width and state."""
+    expanded = [(dt, 1), (A, 2), *((each, 1) for each in (D, dt_bias) if each is not None)]
+    if not all(each.stride()[-count:] == (0,) * count for each, count in expanded):
+        raise ValueError("a state space with steps that are not those of heads")

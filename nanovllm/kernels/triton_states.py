@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.state_checks import check_of_heads
+
 CHANNELS = 256  # of a convolution, for one program
 TILE = 4096  # elements of a recurrent state, for one program
 MAX_WIDTH = 512  # of a head's keys, and of a state space's row
@@ -206,8 +208,8 @@ class TritonStateKernels:
         dt_bias, z = options.get("dt_bias"), options.get("z")
         num_sequences, num_heads, width = inputs.shape
         num_groups, state_width = B.shape[1:]
-        expanded = [(dt, 1), (A, 2), *((each, 1) for each in (D, dt_bias) if each is not None)]
-        if state_width > MAX_WIDTH or any(each.stride()[-count:] != (0,) * count for each, count in expanded):
+        check_of_heads(dt, A, D, dt_bias)
+        if state_width > MAX_WIDTH:
             raise ValueError(f"a state space with {num_heads} heads of {width} by {state_width}")
         _check_pool(pool, torch.float32)
         rows = [each.reshape(num_sequences, -1) for each in (inputs, B, C)]
