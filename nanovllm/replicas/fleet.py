@@ -15,13 +15,12 @@ from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.model.source import stored_files
 from nanovllm.replicas.messages import Close, Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica
+from nanovllm.streaming.engine_thread import CLOSE_SECONDS
 
 logger = logging.getLogger("nanovllm")
 
 # A replica with work that reports no step for this long is killed, and its requests move to other replicas.
 STALL_SECONDS = 120.0
-# A replica that has prefixes or block events to write may take so long to end: 30 s for prefixes, and a running step.
-CLOSE_SECONDS = 40.0
 # Maximum seconds of silence per check: while the front does not listen, a replica is not silent.
 MAX_LISTENING_SECONDS = 1.0
 

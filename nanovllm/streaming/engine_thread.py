@@ -29,8 +29,9 @@ MAX_FAILED_STEPS = 3
 CLIENT_CHECK_SECONDS = 1.0
 # Seconds after the last request at which idle work begins.
 IDLE_SECONDS = 0.5
-# Maximum wait for the running step when the interpreter exits.
-EXIT_SECONDS = 30.0
+# Maximum wait for an engine that ends, at the interpreter's exit too: for a running step, and 30 s for replicas that
+# have prefixes or block events to write.
+CLOSE_SECONDS = 40.0
 
 
 class OutputSink(Protocol):
@@ -137,7 +138,7 @@ class EngineThread:
 
     def _stop_at_exit(self) -> None:
         self.stop()
-        self.join(EXIT_SECONDS)
+        self.join(CLOSE_SECONDS)
 
     def _fail(self, error: DeviceError) -> None:
         """Let the engine die of an error between two steps."""
