@@ -101,7 +101,11 @@ def build_engine(
 def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
     from nanovllm.execution.prefix_tiers import open_tiers
 
-    engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
+    try:
+        engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
+    except BaseException:  # such as memory that cannot be pinned: other ranks are to end in order
+        engine.model_runner.close()
+        raise
     engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
     engine.observers.append(engine.tiers)
     if publisher is not None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
-from nanovllm.execution import rank_tiers
+from nanovllm.execution import prefix_tiers, rank_tiers
 from nanovllm.execution.rank_tiers import RankOrders
+from nanovllm.rank_runner import RankRunner
 from tests.support.llms import OPTIONS, generate, token_ids
 from tests.support.tiny_models import save_tiny
 
@@ -160,6 +161,19 @@ def test_a_block_is_right_if_it_is_on_every_rank():
     assert orders.all_right(number, [True, True, True]) == [True, False, False]
     assert orders.all_right(orders.read([]), [False, True, True]) == [False, False, False]
     assert others.store.num_keys() <= 1, "answers are taken out"
+
+
+def test_tiers_that_cannot_be_opened_end_the_ranks_in_order(folder, monkeypatch):
+    closed = []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the machine cannot pin so much memory")
+
+    monkeypatch.setattr(prefix_tiers, "open_tiers", fail)
+    monkeypatch.setattr(RankRunner, "close", lambda self, close=RankRunner.close: closed.append(close(self)))
+    with pytest.raises(ValueError, match="cannot pin"):
+        LLM(folder, **(TWO | HOST))
+    assert closed == [None]
 
 
 def test_a_rank_that_is_stuck_is_not_waited_for_at_the_end(monkeypatch):
