@@ -27,9 +27,8 @@ from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.process.interrupts import interrupts_put_off
-from nanovllm.requests import output_processor
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.output_processor import Request
+from nanovllm.requests.output_processor import Request, deliver
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -226,10 +225,8 @@ class Engine:
                 self._failed_steps.pop(entry.sequence, None)
         now = step.times.delivered_time = self.clock()
         runs = {entry.sequence: entry.start + 1 for entry in step.batch.drafted} if step.batch.drafts else {}
-        for sequence, reason in output_processor.advance(self.requests, advanced, now, step.times.tokens, runs):
-            self.scheduler.finish(sequence, reason)
+        outputs = deliver(self.requests, advanced, now, step.times.tokens, self.scheduler.finish, runs)
         self.scheduler.stats.num_output_tokens -= step.times.tokens.num_cut
-        outputs = output_processor.outputs(self.requests, advanced, now)
         self.outputs.extend(outputs)
         for output in outputs:
             if output.finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
@@ -258,51 +258,65 @@ class Request:
         return outputs[0] if len(outputs) == 1 else merged(outputs)
 
 
-def advance(
+def deliver(
     requests: Mapping[str, Request],
-    sequences: Iterable[Sequence],
+    advanced: Iterable[Sequence],
     now: float,
     times: TokenTimes,
+    finish: Callable[[Sequence, FinishReason], None],
     runs: Mapping[Sequence, int] = MappingProxyType({}),
-) -> list[tuple[Sequence, FinishReason]]:
-    """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
+) -> list[RequestOutput]:
+    """Detokenise new tokens; returns outputs of these sequences' requests, if streamed or finished.
 
     Adds the tokens' latencies to `times`.
 
     Args:
         requests: the engine's, by id.
+        finish: ends a running sequence at a stop string, or where its tokens cannot be decoded.
         runs: sequences that may have several new tokens -> tokens before them.
     """
-    ended = []
-    for sequence in sequences:
-        request = requests[sequence.request_id]
-        sample = request.samples[sequence.index]
-        if sequence.finish_reason == "error" and len(sequence.token_ids) == runs.get(sequence, len(sequence.token_ids)):
-            continue  # no new token
-        if sequence.params.embeds:
-            continue
-        if sample.last_token_time is None:
-            times.ttfts.append(now - sequence.arrival_time)
-            if not request.has_token:
-                request.has_token = True
-                times.request_ttfts.append(times.ttfts[-1])
-        else:
-            times.itls[now - sample.last_token_time] += 1
-        try:
-            stop = _advance_run(sample, now, times, runs[sequence]) if sequence in runs else sample.advance(now)
-        except Exception as error:  # ends only the sample that cannot be decoded
-            sample.fail_text(error)
-            reason: FinishReason = "error"
-        else:
-            if stop is None:
-                continue
-            sequence.stop_reason, reason = stop, "stop"
-            sequence.error = sequence.error_kind = None  # of a row after the stop string
-        if sequence.is_finished:  # its last token (by length, or a stop token) completed the stop string
+    reported: dict[Request, None] = {}
+    for sequence in advanced:
+        request, num_before = requests[sequence.request_id], runs.get(sequence)
+        num_tokens = len(sequence.token_ids)
+        has_token = sequence.finish_reason != "error" or (num_before is not None and num_tokens > num_before)
+        reason = advance(request, sequence, now, times, num_before) if has_token else None
+        if reason is not None and sequence.is_finished:  # its last token completed the stop string
             sequence.finish_reason = reason
-        else:
-            ended.append((sequence, reason))
-    return ended
+        elif reason is not None:
+            finish(sequence, reason)
+        # The sequence's own finish reason first: most are still running.
+        if request.is_streamed or (
+            sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
+        ):
+            reported[request] = None
+    return [request.output(now) for request in reported]
+
+
+def advance(
+    request: Request, sequence: Sequence, now: float, times: TokenTimes, num_before: int | None
+) -> FinishReason | None:
+    """Detokenise the new token, or those after the first `num_before`; returns why the text ends the sequence."""
+    if sequence.params.embeds:
+        return None
+    sample = request.samples[sequence.index]
+    if sample.last_token_time is None:
+        times.ttfts.append(now - sequence.arrival_time)
+        if not request.has_token:
+            request.has_token = True
+            times.request_ttfts.append(times.ttfts[-1])
+    else:
+        times.itls[now - sample.last_token_time] += 1
+    try:
+        stop = sample.advance(now) if num_before is None else _advance_run(sample, now, times, num_before)
+    except Exception as error:  # ends only the sample that cannot be decoded
+        sample.fail_text(error)
+        return "error"
+    if stop is None:
+        return None
+    sequence.stop_reason = stop
+    sequence.error = sequence.error_kind = None  # of a row after the stop string
+    return "stop"
 
 
 def _advance_run(sample: Sample, now: float, times: TokenTimes, num_before: int) -> str | None:
@@ -317,16 +331,3 @@ def _advance_run(sample: Sample, now: float, times: TokenTimes, num_before: int)
         times.itls[0.0] += end - num_before - 1
         sequence.cut(end)
     return stop
-
-
-def outputs(requests: Mapping[str, Request], sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
-    """Outputs of these sequences' requests, if streamed or finished."""
-    reported: dict[Request, None] = {}
-    for sequence in sequences:
-        request = requests[sequence.request_id]
-        # The sequence's own finish reason first: most are still running.
-        if request.is_streamed or (
-            sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
-        ):
-            reported[request] = None
-    return [request.output(now) for request in reported]
