@@ -295,11 +295,12 @@ class ModelBinding:
             sample_rows: [num_samples] int64.
             report: receives logits of prompt rows, piece by piece, and hidden states of embedded rows.
         """
-        inputs = token_ids[None], positions[None]
+        inputs, direct = (token_ids[None], positions[None], sample_rows), self._passes.direct
         with self._in_step(step, slot_mapping) as extra:
-            if report is None or not report.reads_rows:
-                return self._passes.step_logits(*inputs, sample_rows, **extra)
-            return self._passes.reported(report, *inputs, sample_rows, **extra)
+            if report is not None and report.reads_rows:
+                return self._passes.reported(report, *inputs, **extra)
+            compute = direct if direct is not None and direct.is_ready else self._passes.logits
+            return compute(*inputs, **extra)
 
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:

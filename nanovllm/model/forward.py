@@ -52,7 +52,7 @@ class ForwardPasses:
         self.direct: DirectPass | Trial | None = None
 
     def find_faster(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
-        """Use a direct pass for `step_logits`, or else a stack of layers, if trials give the same bits."""
+        """Use a direct pass for engine steps, or else a stack of layers, if trials give the same bits."""
         stack = layers[0].stack if layers else None
         if stack is None:
             return
@@ -67,11 +67,6 @@ class ForwardPasses:
         if self.direct is None:
             how = "all layers in one call" if stack.is_on else "one layer after another"
             logger.info("steps run through the forward pass of %s, %s", type(self._model).__name__, how)
-
-    def step_logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
-        """As `logits`, by the direct pass where there is one; for engine steps."""
-        call = self.direct if self.direct is not None and self.direct.is_ready else self.logits
-        return call(token_ids, positions, sample_rows, **kwargs)
 
     def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
