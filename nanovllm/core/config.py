@@ -40,6 +40,22 @@ def _goal(name: str, value: Any) -> Any:
 _endpoint = partial(
     matching, pattern=r"tcp://.+:\d{1,5}|ipc://.+", expected="like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'"
 )
+# Options that do nothing while another one has some value: names, the other one, that value, and the rest of the error.
+_NEEDS: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
+    (("ttft_goal",), "itl_goal", None, "no itl_goal is set, which it is for. Set itl_goal too."),
+    (
+        ("kv_events_replay", "kv_events_topic", "kv_events_rank"), "kv_events", None,
+        "no events are published. Set kv_events too.",
+    ),
+    (
+        ("kv_events", "prefix_cache_host_bytes", "prefix_cache_dir"), "enable_prefix_caching", False,
+        "enable_prefix_caching=False caches no prefix. Leave one of them out.",
+    ),
+    (
+        ("routing",), "data_parallel_size", 1,
+        "there is one replica to route to. Set data_parallel_size to at least 2, or leave routing out.",
+    ),
+)  # fmt: skip
 
 
 @documented
@@ -280,16 +296,10 @@ class EngineConfig:
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
-        if self.itl_goal is None and self.ttft_goal is not None:
-            raise ValueError(
-                f"ttft_goal is {self.ttft_goal!r}, but no itl_goal is set, which it is for. Set itl_goal too."
-            )
-        validation.check_tiers(self)
-        if self.routing is not None and self.data_parallel_size == 1:
-            raise ValueError(
-                f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
-                "least 2, or leave routing out."
-            )
+        for names, needed, default, error in _NEEDS:
+            for name in names:
+                if getattr(self, name) and getattr(self, needed) == default:
+                    raise ValueError(f"{name} is {getattr(self, name)!r}, but {error}")
 
     # ---------------------------------------------------------------------------------------------- resolution
 

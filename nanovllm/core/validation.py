@@ -275,10 +275,7 @@ def check_fields(options: Any, checks: dict[str, Callable[[str, Any], Any]]) -> 
 
 
 def check_kv_events(config: Any) -> None:
-    """Raise ValueError for options of an `EngineConfig` about KV events that contradict each other."""
-    for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
-        if getattr(config, name) and config.kv_events is None:
-            raise ValueError(f"{name} is {getattr(config, name)!r}, but no events are published. Set kv_events too.")
+    """Raise ValueError for ports of an `EngineConfig`'s KV events that overlap."""
     ports = [int(end.rpartition(":")[2]) for end in (config.kv_events, config.kv_events_replay) if end and "tcp" in end]
     if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < config.data_parallel_size:
         raise ValueError(
@@ -290,18 +287,3 @@ def check_kv_events(config: Any) -> None:
             f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is "
             "the highest. Set lower ones."
         )
-    if config.kv_events is not None and not config.enable_prefix_caching:
-        raise ValueError(
-            f"kv_events is {config.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
-            "out."
-        )
-
-
-def check_tiers(config: Any) -> None:
-    """Raise ValueError if tiers of a prefix cache are asked for without one."""
-    for name in ("prefix_cache_host_bytes", "prefix_cache_dir"):
-        if getattr(config, name) is not None and not config.enable_prefix_caching:
-            raise ValueError(
-                f"{name} is {getattr(config, name)!r}, but enable_prefix_caching=False caches no prefix. Leave one of "
-                "them out."
-            )
