@@ -86,15 +86,15 @@ class Drafts(dict[Sequence, list[int]]):
         self.hide()
 
     def keep(self, sequence: Sequence) -> bool:
-        """Keep what the step being scheduled overwrites of the sequence; False if there is no room for it."""
+        """Keep states that the step being scheduled overwrites; False without room for them."""
         return True
 
     def put_back(self, sequence: Sequence, start: int, end: int) -> int:
-        """Cut a step that began at `start` back to `end`, or return to what was kept; returns the computed tokens."""
+        """Cut a step that began at `start` back to `end`, or return to kept states; returns the computed tokens."""
         return end
 
     def free_kept(self) -> None:
-        """Free what was kept and not put back."""
+        """Free kept states that were not put back."""
 
     def around(self, call: Callable[[], T]) -> Callable[[], T]:
         """The call with the drafts entered."""
