@@ -169,6 +169,7 @@ class BlockManager(BlockPool):
         self.wanted: WantedBlocks = WantedBlocks()
         self.cuts_chunks = False  # whether `cut` goes by blocks that are wanted
         self.copies: list[Copy] = []  # of blocks, before the forward pass of the next batch
+        self.at_steps: list[Callable[[], None]] = []  # called in order before each step is scheduled
         self._prefix_ids = count(1)
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
@@ -201,9 +202,6 @@ class BlockManager(BlockPool):
         """Under a lack of blocks, free those that only a failed step would need."""
 
     # ------------------------------------------------------------------------------------------------ prefixes
-
-    def begin_step(self) -> None:
-        """The next step is about to be scheduled."""
 
     def want(self, sequence: Sequence) -> None:
         """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""

@@ -80,7 +80,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch; None if all work is in flight or waits for files."""
         self._step_id += 1
-        self.block_manager.begin_step()
+        for begin in self.block_manager.at_steps:
+            begin()
         exchange = None
         if self.waiting.is_shared:  # a slot may be due to another client
             exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
@@ -257,8 +258,6 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Make every running sequence recompute its KV (the weights changed); nothing may be in flight."""
-        if self.in_flight:
-            raise RuntimeError("preempt_all() while a step is in flight")
         for sequence in list(self.running):
             self.preempt(sequence)
 

@@ -110,6 +110,7 @@ class CacheGroups(BlockManager):
         ]
         self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
         self.cuts_chunks = bool(self._states)
+        self.at_steps += [group.begin_step for group in self._states]
         self.state_observer: BlockObserver | None = None  # of recurrent states after blocks
         self.by_id: dict[int | str, PrefixEntry] = {}
         self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
@@ -204,10 +205,6 @@ class CacheGroups(BlockManager):
         return length * self.block_size
 
     # ------------------------------------------------------------------------------------------------ prefixes
-
-    def begin_step(self) -> None:
-        for group in self._states:
-            group.begin_step()
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
         """The longest prefix in all groups. The end of a longer prefix in the index becomes a junction."""

@@ -72,6 +72,7 @@ class TieredBlocks(StoringBlocks):
         self._held_back: set[Sequence] = set()  # their loads go on in the next step
         self._declined: set[Sequence] = set()  # computed, since that is faster, until they are queued again
         self._has_waited = False  # for files, in this step
+        self.at_steps.append(self.begin_step)
         for group, pool in enumerate(self.pools):
             if self.books.block_bytes[group]:
                 pool.on_idle = partial(self._on_idle, group)
@@ -275,7 +276,6 @@ class TieredBlocks(StoringBlocks):
         return sequence in self._held_back or (self.reads is not None and self.reads.is_waiting(sequence))
 
     def begin_step(self) -> None:
-        super().begin_step()
         self._step_bytes, self._has_waited = 0, False
         self._held_back.clear()
         if self._declined:
@@ -311,10 +311,6 @@ class TieredBlocks(StoringBlocks):
 
 class TieredGroups(CacheGroups, TieredBlocks):
     """Cache groups with tiers."""
-
-    def begin_step(self) -> None:
-        CacheGroups.begin_step(self)
-        TieredBlocks.begin_step(self)
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
         return start if self._awaits_load(sequence) else CacheGroups.cut(self, sequence, start, end)
