@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
@@ -217,14 +217,14 @@ def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float
 def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
     """The message for a pool that cannot hold one sequence."""
     (layers, _, kind), count = pools.groups[number], pools.num_blocks[number]
-    seen = f"window {kind.window}" if kind.window is not None else f"chunks of {kind.chunk}"
+    needed = 1 + kind.max_blocks(config.max_model_len, config.block_size)
     if kind.record_bytes is not None:
         return (
             f"the pool of recurrent states has {count} slots of {kind.record_bytes:,} bytes (slot 0 is reserved), but "
-            f"one sequence needs {1 + kind.max_blocks(config.max_model_len, config.block_size)}. Give the cache more "
-            "memory through kv_cache_memory_bytes or gpu_memory_utilization."
+            f"one sequence needs {needed}. Give the cache more memory through kv_cache_memory_bytes or "
+            "gpu_memory_utilization."
         )
-    needed = 1 + kind.max_blocks(config.max_model_len, config.block_size)
+    seen = f"window {kind.window}" if kind.window is not None else f"chunks of {kind.chunk}"
     return (
         f"the KV cache of the {len(layers)} layers with {'full attention' if kind.is_full else seen} has {count}"
         f" blocks of {config.block_size} tokens (block 0 is reserved), but one sequence of max_model_len "
@@ -238,24 +238,19 @@ def build_block_manager(
     config: EngineConfig, pools: CachePools, *, hash_seed: str = "", with_tiers: bool = False
 ) -> BlockManager:
     """The block manager of an engine: a plain one for full attention alone. The config is fully resolved."""
+    prefixes: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching, "hash_seed": hash_seed}
     plain, grouped = BlockManager, CacheGroups
     if with_tiers:
         from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
 
         plain, grouped = TieredBlocks, TieredGroups
     if pools.is_one_full:
-        return plain(
-            config.num_kv_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            hash_seed=hash_seed,
-        )
+        return plain(config.num_kv_blocks, config.block_size, **prefixes)
     return grouped(
         [group.kind for group in pools.groups],
         pools.num_blocks,
         config.block_size,
         max_model_len=config.max_model_len,
         max_chunk_tokens=config.long_prefill_token_threshold * (2 if config.overlap else 1),
-        enable_prefix_caching=config.enable_prefix_caching,
-        hash_seed=hash_seed,
+        **prefixes,
     )
