@@ -121,13 +121,11 @@ def build_layout(
 
 
 def with_groups(layout: BatchLayout, are_records: SequenceABC[bool], block_size: int) -> BatchLayout:
-    """Adds the rows of each further cache group to a layout; call it right after the step was scheduled.
+    """Adds the rows of each cache group after the first to a layout; call it right after the step was scheduled.
 
     Args:
         are_records: of each group, whether it keeps a record a sequence, and not K and V.
     """
-    if len(are_records) == 1:
-        return layout
     starts = np.fromiter((entry.start for entry in layout.entries), np.int64, len(layout.entries))
     counts = np.diff(layout.row_starts)
     others = []
