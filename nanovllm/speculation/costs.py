@@ -34,7 +34,8 @@ def draft_costs(
     """
     costs = DraftCosts(config, () if pools.is_one_full else pools.groups)
     if config.step_costs is not None:
-        costs.fit = RecursiveFit(read_costs(config.step_costs).step_cost(overlap=config.overlap))
+        model = read_costs(config.step_costs)
+        costs.begin(*(RecursiveFit(model.step_cost(overlap=overlap)) for overlap in (False, config.overlap)))
         return costs
 
     def timed(count: int, num_rows: int) -> tuple[StepWork, float]:
@@ -51,5 +52,5 @@ def draft_costs(
     for count in (1, 4, 16):
         if not samples or samples[0][1] < LONG_STEP:
             samples += [timed(count, num_rows) for num_rows in (1, 2, 4, 8) if count * num_rows <= most]
-    costs.fit = RecursiveFit.begin(samples)
+    costs.begin(RecursiveFit.begin(samples), RecursiveFit.begin(samples))
     return costs

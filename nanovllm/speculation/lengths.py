@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import StepWork
-from nanovllm.execution.learned_costs import LearnedCosts
+from nanovllm.execution.cost_model import DeviceCost, StepWork
+from nanovllm.execution.learned_costs import LearnedCosts, RecursiveFit
 from nanovllm.observability.step_records import StepRecord
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # of acceptance, in trials, before any draft of a sequence was verified
@@ -19,24 +21,70 @@ ENGINE_DECAY = 0.998
 LEARN_EVERY = 8  # steps without drafts
 ALL_NUMBERS = 16  # of drafts are compared up to so many, then a sixteenth of them at least apart
 LEAST_GAIN = 1.1  # in tokens per second, of a step with drafts over one without: predictions are a tenth off
+TRIAL_STEPS = 4  # without drafts, to measure them; the first does not run ahead
+FIRST_PATIENCE, LAST_PATIENCE = 32, 2048  # steps with drafts until such a trial; twice as many with each
 
 
 class DraftCosts(LearnedCosts):
-    """Predicts steps with drafts; learns from all of these, and from some of the others."""
+    """Predicts steps with and without drafts; learns from all of the first, and from some of the others.
+
+    With overlap a step without drafts runs ahead, which hides the host's work, so these steps have a fit of their own.
+    As long as drafts pay there are none, so a few are tried now and then.
+
+    Args:
+        cost: of steps with drafts, at first.
+        plain: of steps without.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: Sequence[CacheGroup] = (),
+        cost: DeviceCost | None = None,
+        plain: DeviceCost | None = None,
+    ) -> None:
+        super().__init__(config, groups, cost)
+        self._plain = RecursiveFit(plain or self.fit.cost) if config.overlap else None
+        self._num_drafted, self._num_tried, self._patience = 0, 0, FIRST_PATIENCE  # steps
+
+    def begin(self, drafted: RecursiveFit, plain: RecursiveFit) -> None:
+        """Go on from fits to other steps."""
+        self.fit = drafted
+        if self._plain is not None:
+            self._plain = plain
+
+    @property
+    def is_trial(self) -> bool:
+        return self._num_drafted >= self._patience
 
     def seconds(self, work: StepWork) -> float:
         return self.fit.seconds(work)
 
+    def plain_seconds(self, work: StepWork) -> float:
+        return (self._plain or self.fit).seconds(work)
+
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
-        if batch.drafts or record.step_id % LEARN_EVERY == 0:
+        runs_ahead = record.start_time < self.last_time
+        if batch.drafts or (self._plain is None and record.step_id % LEARN_EVERY == 0):
             super().step_ended(record, batch)
+            self._num_drafted += self._plain is not None
+        elif self._plain is not None and runs_ahead and (self.is_trial or record.step_id % LEARN_EVERY == 0):
+            self._plain.learn(self.work(batch), record.time - self.last_time)
+        if self.is_trial and not batch.drafts:
+            self._num_tried += 1
+            if self._num_tried == TRIAL_STEPS:
+                self._num_drafted = self._num_tried = 0
+                self._patience = min(2 * self._patience, LAST_PATIENCE)
         self.last_time = record.time
 
 
 class StepCosts(Protocol):
-    """Predicts seconds of steps; see `DraftCosts`."""
+    """Predicts seconds of steps with drafts, and of plain ones; see `DraftCosts`."""
 
+    @property
+    def is_trial(self) -> bool: ...
     def seconds(self, work: StepWork) -> float: ...
+    def plain_seconds(self, work: StepWork) -> float: ...
     def work(self, batch: ScheduledBatch) -> StepWork: ...
 
 
@@ -88,6 +136,8 @@ class DraftLengths:
         """Whether drafts in a step of these decodes would pay if all were accepted; asked anew every 32 steps."""
         if self.costs is None or not entries:
             return True
+        if self.costs.is_trial:
+            return False
         count = len(entries)
         key = count if count < ALL_NUMBERS else count // 4 * 4  # requests end one by one
         age, pays = self._pays.get(key, (0, False))
@@ -133,7 +183,7 @@ class DraftLengths:
         batch = ScheduledBatch(0, tuple(entries), len(entries))
         decodes = costs.work(batch)
         context = decodes.num_context_tokens // max(1, len(entries))
-        best, most = 0, LEAST_GAIN * len(entries) / max(costs.seconds(decodes), 1e-9)
+        best, most = 0, LEAST_GAIN * len(entries) / max(costs.plain_seconds(decodes), 1e-9)
         tokens = float(len(entries))
         sizes: set[int] | None = None  # numbers of drafts that fill a padded step
         if self.row_sizes is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes, runs_as_decodes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
+from nanovllm.observability.step_records import StepRecord
 from nanovllm.speculation import costs as costs_of_drafts
 from nanovllm.speculation.costs import draft_costs
-from nanovllm.speculation.lengths import Acceptance, DraftLengths
+from nanovllm.speculation.lengths import Acceptance, DraftCosts, DraftLengths
 from tests.support.llms import generate, open_llm
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.scheduling import make_sequence
@@ -21,11 +23,16 @@ COST = DeviceCost(16, fixed=10.0, per_token_below=0.01, per_token_above=1.0)
 
 
 class Costs:
+    is_trial = False
+
     def __init__(self, cost: DeviceCost = COST) -> None:
         self.cost = cost
 
     def seconds(self, work: StepWork) -> float:
         return self.cost.seconds(work)
+
+    def plain_seconds(self, work: StepWork) -> float:
+        return self.seconds(work)
 
     def work(self, batch: ScheduledBatch) -> StepWork:
         return StepWork.from_batch(batch, 16)
@@ -110,6 +117,43 @@ def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
     work = StepWork.from_batch(batch, 16, sizes)
     assert work == StepWork(sizes.padded(5, 16)[1], 5, 1, 20 + 23, 20 + 21 + 22, 16 * 17 // 2, 5)
     assert StepWork.from_batch(batch, 16) == StepWork(21, 1, 2, 20, 0, 20 + 21 + 22 + 23 + 16 * 17 // 2, 5)
+
+
+@pytest.mark.parametrize(("accepted", "pays"), [(3, False), (7, True)])
+def test_steps_that_run_ahead_are_measured_although_drafts_looked_better(accepted, pays):
+    """16 decodes: a step with drafts takes 5 ms, one without 4 ms after it and 1 ms where it runs ahead."""
+    entries, time, num_tokens = decodes(16), 0.0, 0
+    costs = DraftCosts(EngineConfig(max_num_seqs=128, block_size=16, overlap=True), cost=DeviceCost(1, fixed=5e-3))
+    lengths = DraftLengths(costs, 7)
+    states, last, drafted = [Acceptance() for _ in entries], 0, []
+    for step_id in range(600):
+        counts = [0] * 16
+        if lengths.may_pay(entries):
+            counts = lengths.choose(entries, [(state, 7) for state in states], 112)
+        drafts, plain, runs = Drafts(), [], []
+        for entry, count in zip(entries, counts, strict=True):
+            if count:
+                drafts[entry.sequence] = [0] * count
+                runs.append(entry._replace(num_new_tokens=1 + count, num_samples=1 + count))
+            else:
+                plain.append(entry)
+        seconds = 5e-3 if drafts else 4e-3 if last else 1e-3
+        ahead = 1e-4 if not drafts and not last else 0.0
+        last = len(drafts)
+        drafted.append(bool(drafts))
+        record = StepRecord(
+            step_id, time + seconds, time - ahead, 16, 16, 0, 0, 16, 0, 16, 0.0, 0.0, seconds, 0.0, (),
+        )  # fmt: skip
+        costs.step_ended(record, ScheduledBatch(step_id, (*plain, *runs), len(plain), drafts=drafts))
+        time += seconds
+        for state, count in zip(states, counts, strict=True):
+            if count:
+                lengths.note(state, count, min(count, accepted))
+            num_tokens += min(count, accepted) + 1
+    if pays:
+        assert sum(drafted) > 570 and all(drafted[-100:])
+    else:
+        assert sum(drafted[200:]) < 20 and num_tokens / time > 0.8 * 16 / 1e-3
 
 
 def test_a_run_as_decodes_has_the_same_rows_and_samples():

@@ -29,7 +29,8 @@ class SimulatedDrafts:
     ) -> None:
         self._acceptance, self._draw_token, self._choice = acceptance, draw_token, Random(0)
         config = scheduler.config
-        costs = DraftCosts(config, cost=cost_model.step_cost(overlap=config.overlap))
+        drafted, plain = (cost_model.step_cost(overlap=overlap) for overlap in (False, config.overlap))
+        costs = DraftCosts(config, cost=drafted, plain=plain)
         scheduler.drafting = Speculation(
             config,
             scheduler.block_manager,
