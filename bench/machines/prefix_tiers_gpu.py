@@ -198,21 +198,18 @@ def conversations_replay(args: argparse.Namespace) -> None:
 
 
 def long_decodes(args: argparse.Namespace) -> None:
-    """Seconds of W1 by two engines in turn; the tiers store all and find nothing."""
+    """Seconds of W1 by two engines in turn, other prompts in each round: blocks are evicted, and nothing is found."""
     from gpu import engine, params_of, seconds_of  # beside this file
 
     from nanovllm.tools.workloads.workloads import w1
 
-    workload = w1()
-    options: dict[str, Any] = {"max_model_len": 4096, "gpu_memory_utilization": 0.4}
+    options: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 26 << 30}  # one W1 has 33e9 bytes
     with engine(**options) as plain, engine(**options, prefix_cache_host_bytes=2**33) as tiered:
-        llms, params = {"plain": plain, "tiers": tiered}, params_of(workload)
-        ratios = []
+        llms, ratios = {"plain": plain, "tiers": tiered}, []
         for number in range(1 + args.repeats):
-            seconds = {}
+            workload, seconds = w1(1 + number), {}
             for name in [*llms][:: 1 - 2 * (number % 2)]:
-                llms[name].reset_prefix_cache()
-                seconds[name] = seconds_of(llms[name], workload, params)
+                seconds[name] = seconds_of(llms[name], workload, params_of(workload))
             print_line(stage="w1", **seconds)
             if number:  # the first captures
                 ratios.append(seconds["tiers"] / seconds["plain"])
