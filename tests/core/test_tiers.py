@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.cache.tiers import reading, segments
+from nanovllm.cache.tiers import books, reading, segments
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
@@ -87,6 +87,32 @@ def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family
         llm._engine.tiers.books.check()
     assert token_ids(again) == expected
     assert min(cached(again)) >= 64 and stats.num_loaded_blocks > 0 and stats.host_bytes > 0
+
+
+def test_a_tier_in_which_nothing_is_found_stores_little_until_something_is(monkeypatch):
+    monkeypatch.setattr(books, "MIN_MEMORY", 1)
+
+    def stored(llm: LLM, prompts: list[list[int]]) -> int:
+        before = llm.stats().tiers.num_stored_blocks
+        for prompt in prompts:  # one at a time, so that each has steps of its own
+            generate(llm, [prompt])
+        return llm.stats().tiers.num_stored_blocks - before
+
+    with open_llm(num_kv_blocks=12, max_model_len=160, **HOST) as llm:
+        block_bytes = llm._engine.tiers.books.block_bytes[0]
+    with open_llm(num_kv_blocks=12, max_model_len=160, prefix_cache_host_bytes=24 * block_bytes) as llm:
+        monkeypatch.setattr(llm._engine.tiers, "save_idle", lambda: False)  # idle time costs nothing
+        tier = llm._engine.tiers.books
+        first = stored(llm, OTHERS[:6])
+        stored(llm, [[number, *OTHERS[0]] for number in range(3, 43)])
+        share = tier.found_share
+        assert share < 0.02, "all of it left without a hit"
+        assert stored(llm, [[number, *OTHERS[1]] for number in range(3, 9)]) < first / 3
+        assert llm.stats().tiers.num_loaded_blocks == 0
+        for number in range(3, 63):  # the same prompt again, with others between: stored by and by, then always
+            stored(llm, [[number, *OTHERS[3]]])
+            (again,) = generate(llm, [OTHERS[2]])
+        assert again.num_cached_tokens > 0 and llm.stats().tiers.num_loaded_blocks > 0
 
 
 def test_every_loaded_block_has_the_bytes_that_were_stored():

@@ -15,6 +15,9 @@ from nanovllm.cache.kinds import StateKind
 from nanovllm.core import block_hashes
 from nanovllm.core.prefix_entry import PrefixEntry
 
+FIRST_SHARE = 0.2  # of stored content that is found, before any was
+MIN_MEMORY = 256  # blocks by which that share is averaged, or all of the tier's
+
 
 class StoredBlock:
     """A full block after a given prefix: a node in the tree of tokens.
@@ -82,6 +85,7 @@ class TierBooks:
         self._shares = [1.0] * len(self.block_bytes) if shares is None else shares
         self.roots: dict[bytes, StoredBlock] = {}
         self.num_bytes = self.num_evictions = 0  # bytes of slots that exist, used or free
+        self.found_share = FIRST_SHARE  # of recent blocks that were stored before any hit
         self.generation = 0  # of the tree: a read that began before `clear` has no place in it
         self.on_change: Callable[[StoredBlock, int, bool], None] | None = None  # (block, group, is stored)
         self._num_slots = [0] * len(self.block_bytes)
@@ -134,6 +138,7 @@ class TierBooks:
             if victim is None:
                 return None
             self.num_evictions += 1
+            self.count_use(victim, is_found=False)
             self.drop(victim, group)
         return self._free[group].pop()
 
@@ -153,6 +158,11 @@ class TierBooks:
         for node in reversed(nodes):
             if group in node.slots:
                 self._used[group].move_to_end(node)
+
+    def count_use(self, node: StoredBlock, *, is_found: bool) -> None:
+        """Note that a block without hits so far is found in the tier, or leaves it; others say nothing of new ones."""
+        if node.num_hits == 0:
+            self.found_share += (is_found - self.found_share) / max(MIN_MEMORY, sum(self._num_slots))
 
     def pin(self, node: StoredBlock, group: int) -> None:
         self._pins[node, group] += 1

@@ -14,6 +14,8 @@ from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
 
 MAX_EXAMINED = 256  # queued blocks examined in one step
+# Content without a hit is stored in all steps if so large a share of it is found later, else in fewer, but some.
+WORTH_SHARE, LEAST_STEPS = 0.1, 1 / 16
 
 
 class Load(NamedTuple):
@@ -40,6 +42,7 @@ class StoringBlocks(BlockManager):
 
     def _begin_storing(self) -> None:
         self.queues: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]
+        self._credit = 1.0  # of steps that store content without a hit
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
         self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
@@ -122,13 +125,26 @@ class StoringBlocks(BlockManager):
                     found.append((block, node))
         return found
 
-    def stores(self, group: int, max_bytes: int) -> list[Copy]:
-        """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight."""
+    def stores_new(self) -> bool:
+        """Whether the next step stores content without a hit too: all of a prefix, or none."""
+        self._credit += min(1.0, max(LEAST_STEPS, self.books.found_share / WORTH_SHARE))
+        is_turn = self._credit >= 1.0
+        self._credit -= is_turn
+        return is_turn
+
+    def stores(self, group: int, max_bytes: int, *, stores_new: bool = True) -> list[Copy]:
+        """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight.
+
+        Args:
+            stores_new: content that is not `is_worth` it too; else it leaves the queue.
+        """
         chosen: list[tuple[int, StoredBlock]] = []
         slots: list[int] = []
         num_bytes = 0
         for block, node in self.idle_blocks(group, max(MAX_EXAMINED, self.max_step_blocks)):
-            if not (self.stores_all or self.is_worth(node)):
+            if not (self.stores_all and stores_new) and not self.is_worth(node):
+                if self.stores_all:
+                    del self.queues[group][block]
                 continue
             num_bytes += self.books.block_bytes[group]
             slot = self.books.take_slot(group) if num_bytes <= max_bytes else None

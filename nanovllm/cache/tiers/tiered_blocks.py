@@ -253,6 +253,7 @@ class TieredBlocks(StoringBlocks):
                     if not self.books.block_bytes[group]:
                         continue
                     self._unpin_load(group, block)
+                    self.books.count_use(node, is_found=True)
                     self.books.pin(node, group)
                     self._loads[group, block] = Load(node.slots[group], node, entry)
                     self.copies.append(Copy(group, ~node.slots[group], block))
@@ -282,9 +283,11 @@ class TieredBlocks(StoringBlocks):
             self._declined = {sequence for sequence in self._declined if not sequence.is_finished}
         if self.reads is not None:
             self.reads.collect()
+        stores_new = any(self.queues) and self.stores_new()
         for group, queue in enumerate(self.queues):
             if queue and ((evicts := self._evicts_soon(group)) or self.stores_while_busy):
-                self.copies += self.stores(group, EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES)
+                most = EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES
+                self.copies += self.stores(group, most, stores_new=stores_new)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
