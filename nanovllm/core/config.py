@@ -91,7 +91,7 @@ class EngineConfig:
     ttft_goal: Seconds | None = option(
         None,
         "time to the first token that is worth longer steps: a prompt that has waited half of it relaxes itl_goal, "
-        "up to four times.",
+        'up to four times. Default: 50 times itl_goal with itl_goal="auto" on a CPU, else none.',
         check=partial(real, low=MIN_GOAL_S, high=math.inf),
     )
     step_costs: str | None = option(

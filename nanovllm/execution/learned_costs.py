@@ -33,6 +33,8 @@ NUM_ERRORS = 100
 NUM_EXCESSES, KEPT_SHARE = 300, 0.98
 # itl_goal="auto": a time at which text still flows, for 5 % of a batch at most, or what so many blocks take.
 DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
+# A CPU's ttft_goal with it, in itl_goals: up to the capacity hardly a prompt waits half of them, in a batch most do.
+DEFAULT_TTFT_GOALS = 50
 BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
 MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # in prompt tokens; a few steps of a start may be fitted by less or more
 
@@ -135,13 +137,17 @@ class RecursiveFit:
 
 
 def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
-    """Settle `itl_goal` by the device's type and the seconds of a step of one block.
+    """Settle automatic goals by the device's type and the seconds of a step of one block.
 
     Raises ValueError for less than half of them; for a goal between, a warning says that steps will exceed it.
     """
     if config.itl_goal == AUTO_GOAL:
-        least = GPU_GOAL_S if config.device.startswith("cuda") else DEFAULT_GOAL_S
-        return replace(config, itl_goal=max(least, DEFAULT_GOAL_BLOCKS * block_seconds))
+        is_gpu = config.device.startswith("cuda")
+        goal = max(GPU_GOAL_S if is_gpu else DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS * block_seconds)
+        ttft_goal = config.ttft_goal
+        if ttft_goal is None and not is_gpu:
+            ttft_goal = DEFAULT_TTFT_GOALS * goal
+        return replace(config, itl_goal=goal, ttft_goal=ttft_goal)
     assert config.itl_goal is not None
     if config.itl_goal < block_seconds / BUSY:
         raise ValueError(

@@ -223,3 +223,12 @@ def test_the_automatic_goal_fits_the_device_and_its_speed():
     gpu = replace(EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096), device="cuda:1")
     assert (resolve_goal(gpu, 1e-3).itl_goal, resolve_goal(gpu, 1.0).itl_goal) == (GPU_GOAL_S, 4.0)
     assert EngineConfig(itl_goal=0.05).resolve_limits("cuda", 4096).itl_goal == 0.05
+
+
+def test_prompts_that_wait_long_relax_the_automatic_goal_of_a_cpu():
+    assert resolve_goal(config(itl_goal="auto"), 1e-3).ttft_goal == pytest.approx(5.0)
+    assert resolve_goal(config(itl_goal="auto"), 1.0).ttft_goal == pytest.approx(200.0)
+    assert resolve_goal(config(itl_goal="auto", ttft_goal=1.0), 1e-3).ttft_goal == 1.0
+    assert resolve_goal(config(itl_goal=0.1), 1e-3).ttft_goal is None
+    gpu = replace(EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096), device="cuda:1")
+    assert resolve_goal(gpu, 1e-3).ttft_goal is None
