@@ -36,7 +36,9 @@ REFUSALS: dict[str, Mapping[str, str]] = {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",
     },
-    "a Drafter as speculation": {REPLICAS: "an object lives in this process. Run one engine, or leave it out."},
+    "a Drafter that cannot be pickled": {
+        REPLICAS: "each replica needs a copy. Define its class in a module that can be imported, with data alone."
+    },
     "logits_processors": {
         REPLICAS: "a function lives in this process. Use logit_bias, bad_words or allowed_token_ids."
     },

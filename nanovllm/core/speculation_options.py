@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.option_fields import option
 from nanovllm.core.validation import integer, string
 
@@ -48,8 +47,6 @@ def check_speculation(config: Any) -> None:
         )
     if config.speculation is None:
         return
-    if config.data_parallel_size != 1 and not isinstance(config.speculation, str):
-        refuse("a Drafter as speculation", REPLICAS)
     if config.max_num_seqs == 1:
         raise ValueError(
             "max_num_seqs is 1, so a step draws one token and has no room for drafts. Raise max_num_seqs to at least "

@@ -155,10 +155,12 @@ def _setup(
         raise TypeError(f"model must be a name or a folder, not {model!r}.")
     if has_trace:
         refuse("trace", REPLICAS)
-    try:
-        pickle.dumps(tokenizer)
-    except Exception:
+    if not _can_be_sent(tokenizer):
         refuse("a tokenizer that cannot be pickled", REPLICAS)
+    drafter = config.speculation
+    # A replica does not import the program that started it.
+    if not _can_be_sent(drafter) or type(drafter).__module__ == "__main__":
+        refuse("a Drafter that cannot be pickled", REPLICAS)
     # The front bounds the queue: it refuses excess requests before sending them.
     own = {name: value for name, value in options.items() if name != "max_queue"}
     return {
@@ -168,6 +170,14 @@ def _setup(
         "log_level": logger.getEffectiveLevel(),
         "logs_json": writes_json(),
     }
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _wait_until_up(fleet: Fleet) -> list[Ready]:
@@ -206,6 +216,7 @@ def _smallest_config(configs: Sequence[EngineConfig], options: EngineConfig) -> 
     return replace(
         configs[0],
         max_queue=options.max_queue,
+        speculation=options.speculation,
         max_model_len=min(config.max_model_len for config in configs),
         num_kv_blocks=min(config.num_kv_blocks for config in configs),
     )

@@ -421,7 +421,7 @@ ELSEWHERE = {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
         "prefix_cache_dir": "test_rank_tiers",
         "structured_output": "test_tensor_parallel",
-        "draft_model": "test_drafts_on_ranks", "a Drafter as speculation": "test_drafts_on_ranks",
+        "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",
         "nanovllm calibrate": "steps an LLM as here", "nanovllm simulate": "starts no engine",

@@ -56,7 +56,7 @@ BAD = {
     "a tokenizer that cannot be pickled": lambda: {"tokenizer": Unpicklable()},
     "trace": lambda: {"trace": TraceWriter("/dev/null")},
     "a GPU by its number as device": lambda: {"device": "cuda:1"},
-    "a Drafter as speculation": lambda: {"speculation": KnownAnswers({})},
+    "a Drafter that cannot be pickled": lambda: {"speculation": KnownAnswers({}, lambda _, drafts: drafts)},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutpu
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import details_of
 from nanovllm.speculation.drafter import DraftRequest
-from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
+from tests.support.forked_processes import programs_are_forked
+from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.structured import EOS
-from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 PROMPTS = random_prompts(4, low=5, high=40, seed=2)
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
@@ -217,12 +219,29 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
         ({"speculation": object()}, "or an object with a method `propose`"),
         ({"speculation": Recorder(), "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be"),
         ({"speculation": Recorder(), "max_num_seqs": 1}, "max_num_seqs is 1, so a step draws one token"),
-        ({"speculation": Recorder(), "data_parallel_size": 2}, "a Drafter as speculation does not work with data_par"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         LLM("folder", **options)
+
+
+@programs_are_forked()
+def test_each_replica_has_a_copy_of_a_drafter(tmp_path, wanted, right):
+    folder = str(save_tiny(tmp_path, num_layers=1))
+    options = OPTIONS | {"tokenizer": tiny_tokenizer(), "speculation": right, "data_parallel_size": 2}
+    with LLM(folder, routing="round-robin", **options) as llm:
+        assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
+        counts = llm.stats().speculation
+    assert counts.num_failures == 0 and counts.num_accepted_tokens == counts.num_draft_tokens > 0
+
+
+def test_a_drafter_of_the_program_itself_is_refused_for_replicas(monkeypatch):
+    """A replica would not find its class."""
+    monkeypatch.setattr(Recorder, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Recorder", Recorder, raising=False)
+    with pytest.raises(ValueError, match="a Drafter that cannot be pickled does not work with data_parallel_size"):
+        LLM("folder", speculation=Recorder(), data_parallel_size=2)
 
 
 def test_an_engine_without_speculation_has_none():

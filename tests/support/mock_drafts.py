@@ -43,6 +43,10 @@ class GuessingDrafter:
         return [d if self._rng.random() < self._share_right else self._rng.randrange(VOCAB_SIZE) for d in drafts]
 
 
+def unchanged(request: DraftRequest, drafts: list[int]) -> list[int]:
+    return drafts
+
+
 class KnownAnswers:
     """Drafts from the outputs that requests are known to have, each changed as a test wants it.
 
@@ -54,7 +58,7 @@ class KnownAnswers:
     def __init__(
         self,
         answers: Mapping[tuple[int, ...], SequenceABC[SequenceABC[int]]],
-        change: Callable[[DraftRequest, list[int]], Iterable[int]] = lambda _, drafts: drafts,
+        change: Callable[[DraftRequest, list[int]], Iterable[int]] = unchanged,
     ) -> None:
         self._answers, self._change = answers, change
 
