@@ -255,7 +255,7 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     engine = build_engine(model, tokenizer, None, options)
     config = {field.name: getattr(engine.config, field.name) for field in dataclasses.fields(engine.config)}
     if not isinstance(config["speculation"], str):
-        del config["speculation"]  # an object, of which the front has its own
+        del config["speculation"]  # the front keeps the object that it was given
     runner = engine.model_runner
     worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed
