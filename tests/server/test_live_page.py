@@ -96,13 +96,16 @@ def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_
         answered(page, 1)
 
 
-def test_stopping_an_answer_frees_the_engine(running, open_page):
+def test_stopping_an_answer_frees_the_engine(running, open_page, monkeypatch):
+    is_stopped = threading.Event()
+    in_engine_steps(running.engine, monkeypatch, lambda _: is_stopped.wait(0.05))  # no end before the click
     page = open_page(running.url)
     state(page, "live")
     ask(page, max_tokens=900)
     expect(page.locator(".message.assistant .said")).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
+    is_stopped.set()
     comes_true(running.is_idle)
     ask(page, "Again", max_tokens=2)
     answered(page, 2)
