@@ -1,5 +1,5 @@
-"""C++ kernels for CPUs: compiled on first use (2-4 s) for the model's dtype, head size and group size and this
-processor, and stored in the user's cache folder.
+"""C++ kernels for CPUs: compiled on first use (some 8 s) for the model's dtype, head size and group size and this
+processor, and stored in the user's cache folder. Models with heads of other sizes share the object of the layers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,9 +102,14 @@ def load_kernels(
             f"they serve float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in "
             f"{head_dim if head_dim % LANES else value_dim}."
         )
-    sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
-    options = [*(f"-D{name}={size}" for name, size in sizes.items()), f"-DEXACT_ROWS={exact_rows:d}"]
-    for target, library in compiled_targets(partial(built_library, "kernels", options, SOURCES)):
+    sizes = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
+    options_of = {
+        "paged_attention.cpp": [f"-D{name}={size}" for name, size in sizes.items()],
+        "decoder_layer.cpp": [f"-DEXACT_ROWS={exact_rows:d}"],
+    }
+    options = [f"-DELEMENT={ELEMENTS[dtype]}"]
+    build = partial(built_library, "kernels", options, SOURCES, options_of=options_of)
+    for target, library in compiled_targets(build):
         kernels = Kernels(library, dtype, num_groups, target.name)
         wrong = first_wrong(kernels, head_dim, value_dim)
         if wrong is None:
@@ -142,26 +149,42 @@ def _warn_of_lesser_class(refused: str, used: str, reason: str) -> None:
     )  # fmt: skip
 
 
-def built_library(name: str, options: list[str], folder: Path, target: Target, *, headers: Sequence[Path] = ()) -> Path:
+def built_library(
+    name: str,
+    options: Sequence[str],
+    folder: Path,
+    target: Target,
+    *,
+    headers: Sequence[Path] = (),
+    options_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Path:
     """The shared library of a folder's sources for this processor, compiled unless cached on disk.
 
     Args:
         name: prefix of its file name.
         options: compiler options besides FLAGS and the target's.
         headers: files outside of the folder that its sources include.
+        options_of: further options by a source's file name. Libraries share objects with the same options.
 
     Raises CompilerError if the compiler fails, KernelBuildError if nothing can be compiled or written.
     """
-    command = [cpp_compiler(), *target.flags, *FLAGS, *options]
-    texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *headers)]
-    identity = "\0".join([*command, *texts, processor()])
-    library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    included = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.h")), *headers)]
+    commands = {}  # by the object that each one compiles
+    for source in sorted(folder.glob("*.cpp")):
+        command = [cpp_compiler(), *target.flags, *FLAGS, *options, *options_of.get(source.name, ())]
+        digest = _digest([*command, source.read_text(encoding="utf-8"), *included, processor()])
+        commands[cache_root() / "objects" / f"{source.stem}-{digest}.o"] = [*command, "-c", str(source)]
+    library = cache_root() / "kernels" / f"{name}-{_digest([path.name for path in commands])}.so"
     if not library.exists():
         progress.warning(
             "compiling the C++ kernels for this processor (%s) and model shape: a few seconds, once", target.name
         )
-        _build([*command, *(str(path) for path in sorted(folder.glob("*.cpp")))], library)
+        _build(commands, library)
     return library
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
 def processor() -> str:
@@ -173,15 +196,24 @@ def processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _build(command: list[str], library: Path) -> None:
-    """Compile in a temporary folder and rename, so that an existing library is complete."""
+def _build(commands: Mapping[Path, Sequence[str]], library: Path) -> None:
+    """Compile the missing objects at once, then link all."""
+    missing = [(command, path) for path, command in commands.items() if not path.exists()]
+    if missing:
+        with ThreadPoolExecutor(len(missing)) as threads:
+            list(threads.map(_compile, *zip(*missing, strict=True)))
+    _compile([cpp_compiler(), *FLAGS, *map(str, commands)], library)
+
+
+def _compile(command: Sequence[str], output: Path) -> None:
+    """Compile in a temporary folder and rename, so that an existing file is complete."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+            built = Path(folder) / output.name
             done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise CompilerError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
-            os.replace(built, library)
+            os.replace(built, output)
     except OSError as error:
-        raise KernelBuildError(f"the kernels could not be built in {library.parent}: {error}") from error
+        raise KernelBuildError(f"the kernels could not be built in {output.parent}: {error}") from error

@@ -1,16 +1,11 @@
 // A decoder layer around its attention: RMS norm, projections, rotary embedding, KV write; then the output projection
 // and a gated feed-forward block. Two functions, each one parallel region. Between two roundings to ELEMENT everything
-// is float32.
+// is float32. Compiled once for heads of any size; paged_attention.h declares what depends on sizes.
 
 #include "paged_attention.h"
 #include "products.h"
 
 namespace {
-
-struct Norm {
-  const Element* weight;
-  float epsilon;
-};
 
 // Described in nanovllm/kernels/packed_product.py, filled in by nanovllm/model/fast/fused_layers.py.
 struct Layer {
@@ -23,40 +18,14 @@ struct Layer {
   int64_t num_heads, num_kv_heads;
 };
 
-// Rounds as `transformers`: first the normed value, then its product with the weight.
-void normalize(const Norm& norm, const Element* from, const ProductRows& to, int64_t row) {
-  Floats squares = {};
-  for (int64_t at = 0; at < to.depth; at += kLanes) squares += load(from + at) * load(from + at);
-  const float scale = 1.0f / std::sqrt(sum(squares) / (float)to.depth + norm.epsilon);
-  for (int64_t at = 0; at < to.depth; at += kLanes) {
-    Element rounded[kLanes];
-    store(rounded, load(from + at) * scale);
-    store(to.place(row, at), load(rounded) * load(norm.weight + at));
-  }
-}
-
 void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to, int64_t num_rows) {
 #pragma omp for schedule(static)
-  for (int64_t row = 0; row < num_rows; ++row) normalize(norm, from + row * to.depth, to, row);
+  for (int64_t row = 0; row < num_rows; ++row)
+    normalize(norm, from + row * to.depth, to.depth, [&](int64_t at) { return to.place(row, at); });
 }
 
 // Rows of products' inputs in scratch memory: whole tiles.
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows * kTileRows; }
-
-// Query or key of one head, in place or not: optional norm, then rotary embedding (Su et al. 2021, halves paired as in
-// GPT-NeoX).
-void turn(const Norm& norm, const Element* from, const float* cosines, const float* sines, Element* to) {
-  alignas(64) Element normed[kDim];
-  if (norm.weight != nullptr) normalize(norm, from, {normed, kDim}, 0), from = normed;
-  alignas(64) float values[kDim], turned[kDim];
-  for (int d = 0; d < kDim; d += kLanes) store(values + d, load(from + d));
-  constexpr int kHalf = kDim / 2;
-  for (int d = 0; d < kHalf; ++d) {
-    turned[d] = values[d] * cosines[d] - values[d + kHalf] * sines[d];
-    turned[d + kHalf] = values[d + kHalf] * cosines[d + kHalf] + values[d] * sines[d + kHalf];
-  }
-  for (int d = 0; d < kDim; d += kLanes) store(to + d, load(turned + d));
-}
 
 Floats silu(Floats x) {
   const Floats magnitude = (Floats)((Words)x & 0x7fffffffu);
@@ -73,7 +42,6 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
                                  const Element* sines, const int64_t* slots, Element* key_cache, Element* value_cache,
                                  Element* queries, Element* scratch, int64_t num_rows, int num_threads) {
   const int64_t hidden_size = layer->qkv.depth, qkv_size = layer->qkv.num_outputs;
-  const int64_t num_heads = layer->num_heads, num_kv_heads = layer->num_kv_heads;
   const ProductRows normed = rows_for(layer->qkv, scratch, num_rows);
   Element* qkv = scratch + padded_rows(num_rows) * hidden_size;
 #pragma omp parallel num_threads(num_threads)
@@ -82,21 +50,8 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
     multiply(layer->qkv, normed, num_rows, num_threads, [=](int64_t row, int64_t output, Floats low, Floats high) {
       store(qkv + row * qkv_size + output, low, high);
     });
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < num_rows; ++row) {
-      alignas(64) float row_cosines[kDim], row_sines[kDim];
-      for (int d = 0; d < kDim; d += kLanes) {
-        store(row_cosines + d, load(cosines + row * kDim + d));
-        store(row_sines + d, load(sines + row * kDim + d));
-      }
-      const Element* from = qkv + row * qkv_size;
-      for (int64_t head = 0; head < num_heads; ++head, from += kDim)
-        turn(layer->query_norm, from, row_cosines, row_sines, queries + (row * num_heads + head) * kDim);
-      const int64_t at = slots[row] * num_kv_heads * kDim;
-      for (int64_t head = 0; head < num_kv_heads; ++head, from += kDim)
-        turn(layer->key_norm, from, row_cosines, row_sines, key_cache + at + head * kDim);
-      std::memcpy(value_cache + at, from, num_kv_heads * kDim * sizeof(Element));
-    }
+    place_heads(&layer->query_norm, &layer->key_norm, layer->num_heads, layer->num_kv_heads, qkv, qkv_size, cosines,
+                sines, slots, key_cache, value_cache, queries, num_rows);
   }
 }
 

@@ -15,6 +15,7 @@
 
 #include "decode_tiles.h"
 #include "decode_vectors.h"
+#include "rotary.h"
 
 namespace {
 

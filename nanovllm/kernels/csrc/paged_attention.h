@@ -1,7 +1,7 @@
-// The functions of paged_attention.cpp, which describes them.
+// Functions compiled for the sizes of a model's heads: of paged_attention.cpp and rotary.h, which describe them.
 #pragma once
 
-#include "vectors.h"
+#include "norm.h"
 
 extern "C" {
 
@@ -17,4 +17,8 @@ void paged_chunk_attention(const Element* queries, const Element* key_cache, con
                            const int64_t* counts, Element* outputs, int64_t num_chunks, int64_t table_width,
                            int64_t page_size, int64_t num_kv_heads, float scaling, int num_threads, int64_t window,
                            int64_t chunk_size, float softcap, const float* sinks);
+
+void place_heads(const Norm* query_norm, const Norm* key_norm, int64_t num_heads, int64_t num_kv_heads,
+                 const Element* qkv, int64_t qkv_size, const Element* cosines, const Element* sines,
+                 const int64_t* slots, Element* key_cache, Element* value_cache, Element* queries, int64_t num_rows);
 }

@@ -11,13 +11,12 @@
 
 #include "byte_rows.h"
 #include "byte_tiles.h"
+#include "row_products.h"
 #include "run_tiles.h"
 
 namespace {
 
-constexpr int kRowsAtOnce = 12;                         // 24 vectors of sums, and room for the operands
-constexpr int kRowsOfTiles = 2 * kTileRows;             // the same, in matrix tiles
-constexpr int64_t kRowsOfTask = 384;                    // few enough that their activations stay in the cache
+constexpr int64_t kRowsOfTask = 384;  // few enough that their activations stay in the cache
 
 struct Product {
   const char* weight;   // packed panels
@@ -30,14 +29,6 @@ struct Product {
     return panels != nullptr ? panels[number] : Panel{number * kPanel * depth * (int64_t)sizeof(Element), kPlain};
   }
 };
-
-// Rows of a product: element k of row i is element k % kStep at i * row_stride + k / kStep * step_stride.
-struct Operand {
-  const Element* rows;
-  int64_t row_stride, step_stride;
-};
-
-inline bool suits_tiles(int64_t depth) { return kStep == 2 && kTilesAreThere && depth % kTileDepth == 0; }
 
 // Rows [num_rows, depth], contiguous or in the order of tiles: 32 elements of each of 16 rows, then their next 32.
 struct ProductRows {
@@ -56,7 +47,7 @@ struct ProductRows {
 
   TileRows tiles(int64_t row) const {
     constexpr int64_t kSize = sizeof(Element), kTileBytes = kTileRows * kTileDepth * kSize;
-    if (!is_tiled) return {place(row, 0), depth * kSize, kTileDepth * kSize, kTileRows * depth * kSize};
+    if (!is_tiled) return tile_rows(place(row, 0), depth);
     return {place(row, 0), kTileDepth * kSize, kTileBytes, depth / kTileDepth * kTileBytes};
   }
 };
@@ -109,57 +100,6 @@ inline ProductRows rows_for(const Product& product, Element* memory, int64_t num
   const bool takes_integers = product.panels != nullptr && (num_rows <= kFewRows || rows.planes != nullptr);
   rows.is_tiled = suits_tiles(product.depth) && !takes_integers;
   return rows;
-}
-
-// sums[row][output of the panel], for kRows rows; prefetches `next_panel` unless it is null.
-template <int kRows, bool kFetches>
-__attribute__((noinline)) void multiply_rows(const Operand& operand, const Element* panel, int64_t num_steps,
-                                             const Element* next_panel, float* sums) {
-  Floats low[kRows] = {}, high[kRows] = {};
-  const Element* rows = operand.rows;
-  const int64_t row_stride = operand.row_stride, step_stride = operand.step_stride;
-  for (int64_t step = 0; step < num_steps; ++step, rows += step_stride, panel += kStep * kPanel) {
-    if constexpr (kFetches)
-      for (int at = 0; at < kStep * kPanel; at += 64 / (int)sizeof(Element))
-        __builtin_prefetch(next_panel + step * kStep * kPanel + at, 0, 2);
-    if constexpr (kStep == 1) {
-      const Floats first = load(panel), second = load(panel + kLanes);
-      for (int i = 0; i < kRows; ++i) {
-        const float value = *(const float*)(rows + i * row_stride);
-        low[i] += value * first, high[i] += value * second;
-      }
-    } else {
-      Words first, second;  // the pairs of 16 outputs each
-      std::memcpy(&first, panel, sizeof(first));
-      std::memcpy(&second, panel + 2 * kLanes, sizeof(second));
-      for (int i = 0; i < kRows; ++i) {
-        uint32_t pair;
-        std::memcpy(&pair, rows + i * row_stride, sizeof(pair));
-#ifdef __AVX512BF16__
-        const __m512bh values = (__m512bh)_mm512_set1_epi32((int)pair);
-        low[i] = (Floats)_mm512_dpbf16_ps((__m512)low[i], values, (__m512bh)first);
-        high[i] = (Floats)_mm512_dpbf16_ps((__m512)high[i], values, (__m512bh)second);
-#else
-        const Words even = Words{} + (pair << 16), odd = Words{} + (pair & 0xffff0000u);
-        low[i] += (Floats)even * (Floats)(first << 16) + (Floats)odd * (Floats)(first & 0xffff0000u);
-        high[i] += (Floats)even * (Floats)(second << 16) + (Floats)odd * (Floats)(second & 0xffff0000u);
-#endif
-      }
-    }
-  }
-  for (int i = 0; i < kRows; ++i) store(sums + i * kPanel, low[i]), store(sums + i * kPanel + kLanes, high[i]);
-}
-
-// The same for any number of rows up to kRows.
-template <int kRows = kRowsAtOnce>
-inline void multiply_rows(int count, const Operand& operand, const Element* panel, int64_t num_steps,
-                          const Element* next_panel, float* sums) {
-  if constexpr (kRows > 1)
-    if (count < kRows) return multiply_rows<kRows - 1>(count, operand, panel, num_steps, next_panel, sums);
-  if (next_panel != nullptr)
-    multiply_rows<kRows, true>(operand, panel, num_steps, next_panel, sums);
-  else
-    multiply_rows<kRows, false>(operand, panel, num_steps, nullptr, sums);
 }
 
 // Number of parts of a product's rows: as required by the size of activations, more if panels alone would leave threads

@@ -6,7 +6,8 @@
 
 #include <memory>
 
-#include "products.h"
+#include "heads.h"
+#include "row_products.h"
 
 namespace {
 
@@ -86,7 +87,7 @@ void multiply_all(Tiles& tiles, int num_rows, const Operand& operand, const Elem
     const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
     const Operand rows = {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride};
     if (suits)
-      tiles.multiply(end - first, ProductRows{(Element*)rows.rows, rows.row_stride}.tiles(0), panel, num_steps,
+      tiles.multiply(end - first, tile_rows(rows.rows, rows.row_stride), panel, num_steps,
                      to + first * kPanel, [] {});
     else
       multiply_rows(end - first, rows, panel, num_steps, nullptr, to + first * kPanel);
