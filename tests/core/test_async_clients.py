@@ -20,6 +20,7 @@ from tests.support.async_llms import (
     bounded,
     collect,
     comes_true,
+    in_engine_steps,
     open_llm,
 )
 
@@ -29,8 +30,9 @@ from tests.support.async_llms import (
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "aclose", "drop", "abort"])
 @bounded
-async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other_is_hurt(how, overlap):
+async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other_is_hurt(how, overlap, monkeypatch):
     async with open_llm(overlap=overlap) as llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         neighbour = asyncio.create_task(answer(llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60))))
         stream = llm.generate([9] * 100, ENDLESS, request_id="left")
         await anext(stream)

@@ -21,14 +21,16 @@ from tests.support.async_llms import (
     bounded,
     collect,
     comes_true,
+    in_engine_steps,
     open_llm,
 )
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
 @bounded
-async def test_a_timeout_ends_a_stream_that_runs_and_one_that_waits():
+async def test_a_timeout_ends_a_stream_that_runs_and_one_that_waits(monkeypatch):
     async with open_llm(max_num_seqs=1) as llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         runs = asyncio.create_task(collect(llm.generate([5] * 20, ENDLESS, timeout=0.2)))
         await asyncio.sleep(0.02)
         waits = asyncio.create_task(collect(llm.generate([6] * 20, ENDLESS, timeout=0.05)))
@@ -104,6 +106,7 @@ def test_a_forked_child_is_refused_and_does_not_wait_for_ever():
 async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_output_yet(monkeypatch):
     monkeypatch.setattr("nanovllm.streaming.engine_thread.CLIENT_CHECK_SECONDS", 0.01)
     async with open_llm() as llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
 
         def leave() -> None:
             loop = asyncio.new_event_loop()

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import time
 from collections import deque
 from contextlib import aclosing
 from dataclasses import replace
@@ -37,7 +38,7 @@ from nanovllm.server.live.engine_snapshot import (
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
 from nanovllm.speculation import costs
-from tests.support.async_llms import OPTIONS, bounded
+from tests.support.async_llms import OPTIONS, bounded, in_engine_steps
 from tests.support.blocks import SIZE, A, B, computed, make_manager, release
 from tests.support.scheduling import make_scheduler, make_sequence
 from tests.support.serving import serving
@@ -102,10 +103,11 @@ def still(monkeypatch: pytest.MonkeyPatch) -> StillEngine:
 
 
 @bounded
-async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress():
+async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(monkeypatch):
     steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **OPTIONS | {"max_num_seqs": 2})
     async with llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         streams = [llm.generate([7] * 40, ENDLESS, request_id=name) for name in "abc"]
         for stream in streams[:2]:
             await anext(stream)
@@ -150,9 +152,10 @@ async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_token
 
 
 @bounded
-async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all():
+async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all(monkeypatch):
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1})
     async with llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         streams = [llm.generate([7] * 4, ENDLESS, request_id=f"{n}" * 100) for n in range(10, 10 + MAX_ROWS + 5)]
         tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
         await tasks[0]
@@ -167,9 +170,10 @@ async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all():
 
 
 @bounded
-async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait():
+async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait(monkeypatch):
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1})
     async with llm:
+        in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         ids = [str(number) for number in range(MAX_ROWS + 5)]
         tasks = [asyncio.ensure_future(anext(llm.generate([7] * 4, ENDLESS, request_id=name))) for name in ids]
         await tasks[0]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.async_llms import in_engine_steps
+from tests.support.async_llms import in_engine_steps, slow_steps
 from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 from tests.support.tiny_classes import tiny_class_model
@@ -85,7 +85,7 @@ def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_
     with serving(max_num_seqs=1, max_queue=200, max_model_len=1024) as running:
         page = open_page(running.url)
         state(page, "live")
-        with contextlib.ExitStack() as others:
+        with slow_steps(running.engine), contextlib.ExitStack() as others:
             for _ in range(40):
                 body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
                 others.enter_context(contextlib.closing(raw_stream(running, body)))
@@ -96,16 +96,14 @@ def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_
         answered(page, 1)
 
 
-def test_stopping_an_answer_frees_the_engine(running, open_page, monkeypatch):
-    is_stopped = threading.Event()
-    in_engine_steps(running.engine, monkeypatch, lambda _: is_stopped.wait(0.05))  # no end before the click
+def test_stopping_an_answer_frees_the_engine(running, open_page):
     page = open_page(running.url)
     state(page, "live")
-    ask(page, max_tokens=900)
-    expect(page.locator(".message.assistant .said")).not_to_be_empty()
-    page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
-    is_stopped.set()
+    with slow_steps(running.engine):
+        ask(page, max_tokens=900)
+        expect(page.locator(".message.assistant .said")).not_to_be_empty()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
     comes_true(running.is_idle)
     ask(page, "Again", max_tokens=2)
     answered(page, 2)
@@ -114,7 +112,8 @@ def test_stopping_an_answer_frees_the_engine(running, open_page, monkeypatch):
 def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, open_page):
     page = open_page(running.url)
     state(page, "live")
-    with contextlib.closing(raw_stream(running, {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True})):
+    body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
+    with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
         comes_true(lambda: step(page) > 60)
         page.get_by_role("button", name="Pause").click()
         state(page, "paused")
@@ -184,7 +183,8 @@ def test_prefixes_beyond_the_kv_cache_are_drawn_below_its_blocks(open_page, tmp_
 def test_the_map_the_rows_and_the_bars_have_tooltips(running, open_page):
     page = open_page(running.url)
     state(page, "live")
-    with contextlib.closing(raw_stream(running, {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True})):
+    body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
+    with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
         comes_true(lambda: step(page) > 40)
         expect(page.locator("#pool_legend")).to_have_text(re.compile(r"in use [1-9]"))
         page.get_by_role("button", name="Pause").click()
@@ -315,7 +315,8 @@ def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(op
     with serving(max_num_seqs=1, max_queue=0, max_model_len=1024) as running:
         page = open_page(running.url, allowed="429|400")
         state(page, "live")
-        with contextlib.closing(raw_stream(running, {"prompt": "x", "max_tokens": 1000, "ignore_eos": True})):
+        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+        with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
             comes_true(lambda: running.stats().num_running == 1)
             ask(page)
             expect(page.locator(".message .failure")).to_have_text(re.compile("queue is full.*Try again in 1 s"))
@@ -331,9 +332,10 @@ def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
     with serving() as running:
         page = open_page(running.url, allowed="503|ERR_|INCOMPLETE")
         state(page, "live")
-        ask(page, max_tokens=400)
-        expect(page.locator(".message.assistant .said")).not_to_be_empty()
-        running.engine._engine_thread._engine.step = lambda: 1 / 0
+        with slow_steps(running.engine):
+            ask(page, max_tokens=400)
+            expect(page.locator(".message.assistant .said")).not_to_be_empty()
+            running.engine._engine_thread._engine.step = lambda: 1 / 0
         state(page, "engine dead")
         expect(page.locator("#notice")).to_contain_text("engine has died")
         expect(page.locator(".message .failure")).not_to_be_empty()

@@ -15,6 +15,7 @@ import pytest
 
 from nanovllm.server import connections
 from nanovllm.server.settings import ServerSettings
+from tests.support.async_llms import slow_steps
 from tests.support.serving import Serving, comes_true, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -214,9 +215,10 @@ def test_answers_may_last_longer_than_requests(parser):
     """Neither timer runs during an answer, nor while a pipelined request waits."""
     body = b'{"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": true, "return_token_ids": true}'
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with serving({"header_timeout": 0.05, "body_timeout": 0.05}) as running, connected(running) as connection:
+    with serving({"header_timeout": 0.3, "body_timeout": 0.3}) as running, connected(running) as connection:
         connection.sendall(whole + b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        received = answer(connection)
+        with slow_steps(running.engine, 0.002):
+            received = answer(connection)
     assert received.count(b"HTTP/1.1 200") == 2 and b'"completion_tokens":400' in received
 
 

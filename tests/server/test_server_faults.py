@@ -38,7 +38,7 @@ def watch_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, before: Any) 
     in_engine_steps(running.engine, monkeypatch, lambda _: before())
 
 
-def slow_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def take_longer(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     watch_steps(running, monkeypatch, lambda: time.sleep(seconds))
 
 
@@ -62,6 +62,7 @@ def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch
     may_go_on.set()
 
     def wait() -> None:
+        time.sleep(0.01)  # no answer ends by itself before its step is held
         if not may_go_on.is_set():
             is_held.set()
             may_go_on.wait(30.0)
@@ -82,7 +83,7 @@ def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch
 
 def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypatch):
     with serving(max_num_seqs=1) as running:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         first = raw_stream(running, ENDLESS)
         comes_true(lambda: running.stats().num_running == 1)
         second = raw_stream(running, ENDLESS)
@@ -115,7 +116,7 @@ def test_a_client_that_stops_reading_delays_no_other_and_loses_nothing(monkeypat
 def test_a_client_that_never_reads_is_cut_off_and_its_request_ends_as_if_it_had_left(monkeypatch):
     wordy = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "temperature": 0, "logprobs": 20}
     with serving({"send_timeout": 0.2}, send_buffer=4096, max_model_len=2048) as running:
-        slow_steps(running, monkeypatch, 0.002)
+        take_longer(running, monkeypatch, 0.002)
         connection = raw_stream_with_small_buffer(running, wordy)
         comes_true(lambda: running.stats().num_running == 1)
         comes_true(lambda: running.is_idle() and not running.server.server_state.connections)
@@ -157,7 +158,7 @@ KEPT_ALIVE = {"keep_alive_interval": 0.03}
 def test_a_stream_that_waits_is_kept_alive_by_comments_that_the_official_client_skips(monkeypatch):
     body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 4}
     with serving(KEPT_ALIVE) as running, running.client() as client, running.http() as http:
-        slow_steps(running, monkeypatch, 0.15)
+        take_longer(running, monkeypatch, 0.15)
         events = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
         assert events[0] == ": keep-alive"
         first = next(number for number, event in enumerate(events) if event.startswith("data: "))
@@ -186,7 +187,7 @@ def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
 def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
     may_prepare = threading.Event()
     with serving(KEPT_ALIVE, max_num_seqs=4, max_queue=0) as running, running.http() as http:
-        slow_steps(running, monkeypatch, 0.005)
+        take_longer(running, monkeypatch, 0.005)
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
         monkeypatch.setattr(running.engine, "_look_at_queue", lambda _: None)  # there was room when they arrived
@@ -222,7 +223,7 @@ def offline_tokens(body: dict[str, Any]) -> list[int]:
 
 def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypatch):
     with serving(max_num_seqs=1, max_queue=1) as running:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         connections = [raw_stream(running, ENDLESS) for _ in range(2)]
         comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 2)
         with running.client() as client:
@@ -239,7 +240,7 @@ def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypat
 
 def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind(monkeypatch):
     with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         connection = raw_stream(running, ENDLESS | {"ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 1)
         for stream in (False, True):
@@ -252,7 +253,7 @@ def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing
 
 def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
     with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
-        slow_steps(running, monkeypatch, 0.002)
+        take_longer(running, monkeypatch, 0.002)
         tokenize = running.engine._input_processor.tokenize
 
         def slowly(prompt: Any, **options: Any) -> list[int]:
@@ -317,7 +318,7 @@ def test_a_bad_prompt_among_several_is_refused_before_any_stream_begins(monkeypa
 
 def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
     with serving({"request_timeout": 0.5}) as running, running.http() as http:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         choice = http.post("/v1/completions", json=ENDLESS).json()["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
         with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "timeout": 0.2}) as answer:
@@ -439,7 +440,7 @@ def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch
 
 def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_exit_code_is_1(monkeypatch):
     with serving() as running, running.http() as http:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         connections = [raw_stream(running, ENDLESS) for _ in range(3)]
         waiting = raw_stream(running, ENDLESS | {"stream": False})
         comes_true(lambda: running.stats().num_running == 4)
@@ -479,7 +480,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 def test_a_server_that_drains_ends_open_answers_and_takes_no_new_ones(monkeypatch):
     with serving({"drain_timeout": 30.0}) as running, running.http() as http:
-        slow_steps(running, monkeypatch, 0.02)
+        take_longer(running, monkeypatch, 0.02)
         open_answer = raw_stream(running, ENDLESS | {"max_tokens": 40})
         comes_true(lambda: running.stats().num_running == 1)
         running.server.handle_exit(signal.SIGTERM, None)

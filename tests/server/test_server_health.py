@@ -19,7 +19,7 @@ from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.server import app
 from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
 from nanovllm.server.settings import ServerSettings
-from tests.support.async_llms import OPTIONS
+from tests.support.async_llms import OPTIONS, slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
@@ -154,9 +154,10 @@ def test_the_time_to_wait_grows_with_the_queue():
         with serving(max_num_seqs=1, max_queue=max_queue, max_model_len=2048) as running, running.http() as http:
             running.app.state.server.admission.retry_after = RetryAfter(clock=lambda: 0.0)
             body = ENDLESS | {"max_tokens": 2000}
-            connections = [raw_stream(running, body) for _ in range(1 + max_queue)]
-            comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 1 + max_queue)
-            answer = http.post("/v1/completions", json=body)
+            with slow_steps(running.engine):
+                connections = [raw_stream(running, body) for _ in range(1 + max_queue)]
+                comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 1 + max_queue)
+                answer = http.post("/v1/completions", json=body)
             for connection in connections:
                 connection.close()
             assert answer.status_code == 429

@@ -18,6 +18,7 @@ from nanovllm.server.logs import JsonFormatter
 from nanovllm.server.request_facts import CURRENT, InFlight, RequestFacts
 from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings
+from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 
@@ -129,7 +130,7 @@ def test_requests_and_tokens_are_counted_by_key_those_of_clients_that_left_too(t
 
 
 def test_a_client_that_left_before_the_answer_counts_for_its_tokens():
-    with serving(max_model_len=2048) as running:
+    with serving(max_model_len=2048) as running, slow_steps(running.engine):
         connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False})
         comes_true(lambda: running.stats().num_output_tokens > 3)
         connection.close()

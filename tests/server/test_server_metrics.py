@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from nanovllm.server.metrics import GapHistogram
+from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import comes_true, raw_stream, serving
 
@@ -30,10 +31,11 @@ def counted() -> dict[str, float]:
         assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400
         assert http.get("/nowhere/1").status_code == 404
         before = running.stats().num_steps
-        connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 500})
-        comes_true(lambda: running.stats().num_steps > before + 1)
-        connection.close()
-        comes_true(running.is_idle)
+        with slow_steps(running.engine):
+            connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 500})
+            comes_true(lambda: running.stats().num_steps > before + 1)
+            connection.close()
+            comes_true(running.is_idle)
         comes_true(lambda: running.app.state.server.admission.num_open == 0)
         return figures(running) | {"steps": running.stats().num_steps, "tokens": running.stats().num_output_tokens}
 
@@ -44,7 +46,7 @@ def test_requests_are_counted_by_how_they_ended(counted):
 
 
 def test_clients_that_leave_before_they_saw_anything_are_counted():
-    with serving(max_num_seqs=1, max_model_len=2048) as running:
+    with serving(max_num_seqs=1, max_model_len=2048) as running, slow_steps(running.engine):
         for stream, number in ((False, 1), (True, 2)):
             body = {"prompt": [[3, 4], [5]], "max_tokens": 2000, "stream": stream, "ignore_eos": True}
             connection = raw_stream(running, body)
@@ -85,13 +87,14 @@ def test_latencies_are_those_of_all_requests_and_lengths_those_of_requests_that_
 
 def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
     with serving({"drain_timeout": 0.0}, max_model_len=2048) as running, running.http() as http:
-        connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True})
-        comes_true(lambda: running.stats().num_output_tokens > 3)
-        found = figures(running)
-        assert found["time_to_first_token_seconds_count"] == 1
-        assert found["inter_token_latency_seconds_count"] >= 2
-        assert found["e2e_request_latency_seconds_count"] == 0
-        connection.close()
+        with slow_steps(running.engine):
+            connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True})
+            comes_true(lambda: running.stats().num_output_tokens > 3)
+            found = figures(running)
+            assert found["time_to_first_token_seconds_count"] == 1
+            assert found["inter_token_latency_seconds_count"] >= 2
+            assert found["e2e_request_latency_seconds_count"] == 0
+            connection.close()
         comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
         body = {"prompt": [5], "max_tokens": 1, "n": 3, "temperature": 1}
         assert http.post("/v1/completions", json=body).status_code == 200
@@ -105,7 +108,7 @@ def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
 
 
 def test_an_answer_that_is_not_streamed_counts_too_when_its_client_leaves():
-    with serving(max_model_len=2048) as running:
+    with serving(max_model_len=2048) as running, slow_steps(running.engine):
         body = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False}
         connection = raw_stream(running, body)
         comes_true(lambda: running.stats().num_output_tokens > 3)

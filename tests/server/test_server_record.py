@@ -22,6 +22,7 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.streaming.streams import OutputRouter, Stream
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.files import read_trace
+from tests.support.async_llms import slow_steps
 from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.sweeps import CALIBRATION, COST
 
@@ -52,10 +53,11 @@ def recorded(tmp_path_factory) -> Path:
         for stream in (True, False):
             before = running.stats().num_output_tokens
             left = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": stream}
-            connection = raw_stream(running, left)
-            comes_true(lambda before=before: running.stats().num_output_tokens > before + 2)
-            connection.close()
-            comes_true(running.is_idle)
+            with slow_steps(running.engine):
+                connection = raw_stream(running, left)
+                comes_true(lambda before=before: running.stats().num_output_tokens > before + 2)
+                connection.close()
+                comes_true(running.is_idle)
         late = {"prompt": [9], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
         assert http.post("/v1/completions", json=late).status_code == 200
         assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400  # never queued

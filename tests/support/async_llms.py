@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -82,3 +83,11 @@ def in_engine_steps(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, before: Call
         return execute(batch)
 
     monkeypatch.setattr(runner, "execute", watched)
+
+
+@contextlib.contextmanager
+def slow_steps(llm: AsyncLLM, seconds: float = 0.02) -> Iterator[None]:
+    """Within the block no answer ends before its client acts: each step takes `seconds` more."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_engine_steps(llm, patch, lambda _: time.sleep(seconds))
+        yield
