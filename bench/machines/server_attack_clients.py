@@ -1,4 +1,6 @@
-"""The other processes of server_attack.py: the bystander, or one attack; prints what they found as JSON."""
+"""The other processes of server_attack.py: the bystander or one attack, which print what they found as JSON, or a
+server that does nothing but answer.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.machines.server_attack_kinds import ADDRESS, COMPLETIONS, PROMPT, attack
 
 PROBE_SECONDS = 0.02  # between two questions for /health
+HEALTHY = b"HTTP/1.1 200"
 
 
 async def stream(port: int, num_tokens: int, arrivals: list[list[float]], has_begun: asyncio.Event) -> None:
@@ -47,39 +50,58 @@ async def probe(port: int, seconds: list[float], has_begun: asyncio.Event) -> No
         start = time.monotonic()
         reader, writer = await asyncio.open_connection(ADDRESS, port)
         writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-        if not (await reader.read()).startswith(b"HTTP/1.1 200"):
+        if not (await reader.read()).startswith(HEALTHY):
             raise RuntimeError("/health is not 200")
         writer.close()
         seconds.append(time.monotonic() - start)
         await asyncio.sleep(PROBE_SECONDS)
 
 
-async def stand_by(port: int, num_tokens: int) -> dict[str, Any]:
-    """Stream and probe until standard input ends."""
+async def stand_by(port: int, trivial_port: int, num_tokens: int) -> dict[str, Any]:
+    """Stream from the server, and probe it and the trivial one, until standard input ends."""
     gc.disable()
     arrivals: list[list[float]] = []
     health: list[float] = []
+    trivial: list[float] = []
     has_begun = asyncio.Event()
-    work = stream(port, num_tokens, arrivals, has_begun), probe(port, health, has_begun)
-    tasks = [asyncio.ensure_future(each) for each in work]
+    probes = probe(port, health, has_begun), probe(trivial_port, trivial, has_begun)
+    tasks = [asyncio.ensure_future(each) for each in (stream(port, num_tokens, arrivals, has_begun), *probes)]
     end = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await asyncio.wait([*tasks, end], return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         if task.done():
             task.result()
         task.cancel()
-    return {"arrivals": arrivals, "health": health}
+    return {"arrivals": arrivals, "health": health, "trivial": trivial}
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(HEALTHY + b" OK\r\nContent-Length: 0\r\n\r\n")
+    writer.close()
+
+
+async def serve_trivially() -> None:
+    """Answer whatever is asked until standard input ends; prints the port."""
+    gc.disable()
+    server = await asyncio.start_server(answer, ADDRESS, 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, help="of the server; none: this is the trivial server")
+    parser.add_argument("--trivial-port", type=int, help="of the trivial server, for the bystander")
     parser.add_argument("--tokens", type=int, help="of each of the bystander's answers")
     parser.add_argument("--kind", help="of attack; none: the bystander")
     parser.add_argument("--scale", type=float)
     arguments = parser.parse_args()
+    if arguments.port is None:
+        asyncio.run(serve_trivially())
+        return
     if arguments.kind is None:
-        print(json.dumps(asyncio.run(stand_by(arguments.port, arguments.tokens))))
+        print(json.dumps(asyncio.run(stand_by(arguments.port, arguments.trivial_port, arguments.tokens))))
         return
     os.nice(19)  # the attacker's own work is not the server's
     print(json.dumps(Counter(asyncio.run(attack(arguments.kind, arguments.port, arguments.scale)))))

@@ -34,7 +34,8 @@ def test_every_kind_has_a_row_of_figures_and_a_verdict(report):
     for kind, row in report["kinds"].items():
         assert row["gap_ms"] > 0 and row["step_ms"] > 0 and row["health_max_ms"] >= row["health_ms"] > 0
         within = row["excess_ms"] <= report["limits"]["excess_ms"]
-        assert row["passes"] == (within and row["health_max_ms"] <= report["limits"]["health_max_ms"])
+        assert row["passes"] == (within and row["beyond_ms"] <= report["limits"]["beyond_ms"])
+        assert row["beyond_ms"] >= row["health_max_ms"] - row["trivial_max_ms"] and row["trivial_ms"] > 0
         assert any(line.split()[:1] == [kind] for line in report["printed"].splitlines())
 
 
