@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -76,8 +77,9 @@ async def stand_by(port: int, trivial_port: int, num_tokens: int) -> dict[str, A
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
-    writer.write(HEALTHY + b" OK\r\nContent-Length: 0\r\n\r\n")
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # the bystander has ended
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEALTHY + b" OK\r\nContent-Length: 0\r\n\r\n")
     writer.close()
 
 
