@@ -192,7 +192,7 @@ def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
 
 
 def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, monkeypatch):
-    monkeypatch.setattr(fleet, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(llm._engine._fleet, "_stall_seconds", 2.0)
     prompt = random_prompts(1, seed=26)[0]
     stream = llm.stream(prompt, PARAMS[0])
     outputs = [next(stream) for _ in range(5)]
@@ -202,7 +202,6 @@ def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, 
     outputs += stream
     assert completions(outputs[-1:]) == whole([prompt], PARAMS[0])
     wait_until(lambda: not is_alive(before))
-    monkeypatch.setattr(fleet, "STALL_SECONDS", 120.0)
 
 
 def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restart(llm, monkeypatch):
