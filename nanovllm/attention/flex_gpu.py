@@ -136,7 +136,7 @@ class KindCalls:
         self.sharing: SharingRule | None = None  # None if decodes never read blocks together
         if kernel is not None and kernel.bundle_members > 1 and options.sight.is_full:
             token_bytes = 2 * options.num_kv_heads * options.head_bytes
-            self.sharing = SharingRule.for_heads(kernel.bundle_members, token_bytes)
+            self.sharing = SharingRule.for_kernel(kernel, token_bytes)
         self.decodes: Any = kernel
         if kernel is None:
             self.decodes = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)

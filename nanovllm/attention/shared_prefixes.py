@@ -6,14 +6,17 @@
              a b c d | f g               (members a bundle are limited)         row 2 all of them
              x y z
              a b c d | h
+
+Members of a wide group fill the tiles of tensor cores: its bundles are programs of another kernel, with many more
+members. That kernel is in graphs of its own, so both ways to launch the step are planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +27,7 @@ MIN_MEMBERS = 2
 # Bytes read in the time of a merge, estimated for an H200: without groups, shared blocks come from the L2 cache at some
 # 8 TB/s, and merging takes 2 µs and 16 ns a member.
 _MEMBER_BYTES, _STEP_BYTES = 128e3, 16e6
+WIDE_TOKENS = 4096  # fewest that make a group wide: shorter prefixes take a fraction of the step
 MAX_LEVELS = 8  # of prefixes within prefixes; deeper ones are not looked for
 
 
@@ -33,17 +37,25 @@ class SharingRule(NamedTuple):
     bundle_members: decodes that one program reads for.
     max_bundles: of a step.
     member_tokens, step_tokens: cost of merging for each member, and once a step, in tokens read.
+    wide_members: decodes that one wide program reads for; 0 without wide programs.
+    wide_pieces: of a step, apart from one more for each wide program.
+    least_wide, wide_tokens: fewest decodes and common tokens of a wide group.
     """
 
     bundle_members: int
     max_bundles: int
     member_tokens: float
     step_tokens: float
+    wide_members: int = 0
+    wide_pieces: int = 0
+    least_wide: int = 0
+    wide_tokens: int = WIDE_TOKENS
 
     @classmethod
-    def for_heads(cls, bundle_members: int, token_bytes: int) -> SharingRule:
+    def for_kernel(cls, kernel: Any, token_bytes: int) -> SharingRule:
         """Args: token_bytes: of a token's K and V in one layer."""
-        return cls(bundle_members, 0, _MEMBER_BYTES / token_bytes, _STEP_BYTES / token_bytes)
+        costs = _MEMBER_BYTES / token_bytes, _STEP_BYTES / token_bytes
+        return cls(kernel.bundle_members, 0, *costs, kernel.wide_members, kernel.wide_pieces, kernel.least_wide)
 
 
 class Group(NamedTuple):
@@ -61,11 +73,18 @@ class SharedPrefixes:
     shared: [num_decodes] int32, blocks that each decode's bundle reads for it; 0 for those in none.
     members: [num_members] int32, decodes, bundle by bundle.
     bundles: [num_bundles, 3] int32, index of the first member, number of members, number of blocks.
+    wide_parts: [num_decodes] int32, pieces that wide programs compute for each decode.
+    wide_pieces: [num_pieces, 5] int32, index of the first member, number of members, first block, end, index among the
+        pieces of these members.
+    wide: the same step with wide programs; None without wide groups.
     """
 
     shared: NDArray[np.int32]
     members: NDArray[np.int32]
     bundles: NDArray[np.int32]
+    wide_parts: NDArray[np.int32] | None = None
+    wide_pieces: NDArray[np.int32] | None = None
+    wide: SharedPrefixes | None = None
 
     @classmethod
     def from_layout(cls, layout: BatchLayout, block_size: int, rule: SharingRule) -> SharedPrefixes | None:
@@ -76,8 +95,16 @@ class SharedPrefixes:
         # The block of a decode's new token is never shared.
         limits = (layout.positions[: len(tables)] // block_size).tolist()
         cut = [table[:limit] for table, limit in zip(tables, limits, strict=True)]
-        groups = _Grouping(cut, block_size, rule).groups()
-        return cls._from_groups(groups, len(tables), rule) if groups else None
+        grouping = _Grouping(cut, block_size, rule)
+        found = grouping.groups()
+        groups = grouping.chosen(found)
+        prefixes = cls._from_groups(groups, len(tables), rule) if groups else None
+        wide_groups = [group for group in found if grouping.is_wide(group)]
+        if wide_groups:
+            others = grouping.chosen([group for group in found if not grouping.is_wide(group)])
+            wide = cls._with_wide(others, wide_groups, len(tables), rule)
+            prefixes = replace(prefixes or cls._from_groups([], len(tables), rule), wide=wide)
+        return prefixes
 
     @classmethod
     def _from_groups(cls, groups: list[Group], num_decodes: int, rule: SharingRule) -> SharedPrefixes:
@@ -86,11 +113,32 @@ class SharedPrefixes:
         bundles: list[tuple[int, int, int]] = []
         for rows, num_blocks, _ in groups:
             shared[rows] = num_blocks
-            num_bundles = -(-len(rows) // rule.bundle_members)
-            ends = [len(rows) * number // num_bundles for number in range(num_bundles + 1)]
-            bundles += [(len(members) + end, after - end, num_blocks) for end, after in pairwise(ends)]
+            bundles += _even_parts(len(members), rows, num_blocks, rule.bundle_members)
             members += rows
-        return cls(shared, np.array(members, np.int32), np.array(bundles, np.int32))
+        return cls(shared, np.array(members, np.int32), np.array(bundles, np.int32).reshape(-1, 3))
+
+    @classmethod
+    def _with_wide(
+        cls, groups: list[Group], wide_groups: list[Group], num_decodes: int, rule: SharingRule
+    ) -> SharedPrefixes:
+        """Bundles of some groups and wide programs of others, with prefixes cut into nearly equal pieces."""
+        narrow = cls._from_groups(groups, num_decodes, rule)
+        members, parts = narrow.members.tolist(), np.zeros(num_decodes, np.int32)
+        programs: list[tuple[int, int, int]] = []
+        for rows, num_blocks, _ in wide_groups:
+            narrow.shared[rows] = num_blocks
+            programs += _even_parts(len(members), rows, num_blocks, rule.wide_members)
+            members += rows
+        length = -(-sum(num_blocks for _, _, num_blocks in programs) // rule.wide_pieces)
+        pieces: list[tuple[int, int, int, int, int]] = []
+        for first, count, num_blocks in programs:
+            num_parts = -(-num_blocks // length)
+            parts[members[first : first + count]] = num_parts
+            ends = [num_blocks * number // num_parts for number in range(num_parts + 1)]
+            pieces += [(first, count, end, after, part) for part, (end, after) in enumerate(pairwise(ends))]
+        # Programs that run at the same time read the same blocks.
+        pieces.sort(key=lambda piece: piece[2])
+        return cls(narrow.shared, np.array(members, np.int32), narrow.bundles, parts, np.array(pieces, np.int32))
 
 
 class _Grouping:
@@ -102,10 +150,18 @@ class _Grouping:
         self._rule = rule
 
     def groups(self) -> list[Group]:
-        """The groups with the largest gain a bundle, up to `max_bundles`."""
+        """All groups, those with the largest gain a bundle first."""
         rows = [row for row, table in enumerate(self._tables) if table]
         found = [group for branch in self._branches(rows, 0) for group in self._best(branch, 0, MAX_LEVELS)]
-        found.sort(key=lambda group: -group.gain / self._num_bundles(len(group.rows)))
+        return sorted(found, key=lambda group: -group.gain / self._num_bundles(len(group.rows)))
+
+    def is_wide(self, group: Group) -> bool:
+        """Whether wide programs read for the group."""
+        rule, is_long = self._rule, group.num_blocks * self._block_size >= self._rule.wide_tokens
+        return rule.wide_members > 0 and is_long and len(group.rows) >= rule.least_wide
+
+    def chosen(self, found: list[Group]) -> list[Group]:
+        """The first groups, up to `max_bundles`; none if they save less than merging takes."""
         chosen, left = [], self._rule.max_bundles
         for group in found:
             num_bundles = self._num_bundles(len(group.rows))
@@ -144,6 +200,13 @@ class _Grouping:
 
     def _num_bundles(self, count: int) -> int:
         return -(-count // self._rule.bundle_members)
+
+
+def _even_parts(first: int, rows: list[int], num_blocks: int, most: int) -> list[tuple[int, int, int]]:
+    """Bundles of up to `most` members of a group; `first`: index of its first member."""
+    count = -(-len(rows) // most)
+    ends = [len(rows) * number // count for number in range(count + 1)]
+    return [(first + end, after - end, num_blocks) for end, after in pairwise(ends)]
 
 
 def _common(one: list[int], other: list[int], start: int) -> int:

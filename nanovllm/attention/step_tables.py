@@ -16,6 +16,7 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 
 BUNDLE_NUMBERS = 4  # of a bundle of decodes that share blocks: see `StepTables`
+WIDE_NUMBERS, PIECES_PER_DECODE = 8, 4  # of a wide piece: see `StepTables`; most wide pieces of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class StepTables:
     members: [num_decodes], decodes of such bundles, bundle by bundle.
     shared_bundles: [num_decodes // 2, 4], of each bundle the index of its first member, number of members, number of
         blocks, start of its block table; 0 for padding.
+    wide_parts: [num_decodes], pieces that wide programs compute for each one; [0] where none are launched.
+    wide_pieces: [4 * num_decodes or 0, 8], index of the first member, number of members, first token, end, start of the
+        block table, index among the pieces of these members, unused; 0 for padding.
     tile_tables: [num_tiles], start of the block table of each one's sequence.
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.
@@ -47,6 +51,8 @@ class StepTables:
     shared_blocks: Tensor
     members: Tensor
     shared_bundles: Tensor
+    wide_parts: Tensor
+    wide_pieces: Tensor
     tile_tables: Tensor
     tile_blocks: Tensor
     tile_is_used: Tensor
@@ -64,15 +70,16 @@ class StepTables:
         decode_tables, tile_tables, span_tables = starts
         return cls(
             inputs.tables, decode_tables, inputs.decode_blocks, inputs.positions[: len(inputs.decode_blocks)],
-            inputs.shared_blocks, inputs.members, inputs.shared_bundles, tile_tables,
-            inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows.reshape(-1), inputs.chunk_rows,
+            inputs.shared_blocks, inputs.members, inputs.shared_bundles, inputs.wide_parts,
+            inputs.wide_pieces.reshape(-1, WIDE_NUMBERS), tile_tables, inputs.tile_blocks, inputs.tile_is_used,
+            inputs.tile_rows.reshape(-1), inputs.chunk_rows,
             getattr(inputs, "spans", None), span_tables,
         )  # fmt: skip
 
     @property
-    def sharing(self) -> tuple[Tensor, Tensor, Tensor]:
+    def sharing(self) -> tuple[Tensor, ...]:
         """Which decodes read blocks together."""
-        return self.shared_blocks, self.members, self.shared_bundles
+        return self.shared_blocks, self.members, self.shared_bundles, self.wide_parts, self.wide_pieces
 
 
 class TableInputs(StepFeature):
@@ -92,6 +99,8 @@ class TableInputs(StepFeature):
             "shared_blocks": ("decodes",),
             "members": ("decodes",),
             "shared_bundles": ("pairs", BUNDLE_NUMBERS),
+            "wide_parts": ("wide",),
+            "wide_pieces": ("wide", PIECES_PER_DECODE, WIDE_NUMBERS),
             "tile_tables": (*of_groups, "tiles"),
             "tile_blocks": ("tiles",),
             "tile_is_used": ("tiles",),
@@ -120,7 +129,7 @@ class TableInputs(StepFeature):
         to.decode_tables[..., :real] = starts[:real] + offsets
         to.decode_blocks[:real] = layout.positions[:real] // self._block_size + 1
         if tiles.prefixes is not None:
-            _fill_prefixes(to, tiles.prefixes, starts)
+            _fill_prefixes(to, tiles.prefixes, starts, self._block_size)
         if count := len(tiles.blocks):
             to.tile_tables[..., :count] = starts[real:][tiles.chunks] + offsets
             self._fill_tiles(to, tiles, step.num_decodes)
@@ -138,7 +147,16 @@ class TableInputs(StepFeature):
         to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
 
 
-def _fill_prefixes(to: Any, prefixes: SharedPrefixes, starts: NDArray[np.int64]) -> None:
+def _fill_prefixes(to: Any, prefixes: SharedPrefixes, starts: NDArray[np.int64], block_size: int) -> None:
+    if prefixes.wide is not None and len(to.wide_parts):  # the step is launched with wide programs
+        prefixes = prefixes.wide
+        assert prefixes.wide_parts is not None and prefixes.wide_pieces is not None
+        to.wide_parts[: len(prefixes.wide_parts)] = prefixes.wide_parts
+        pieces = to.wide_pieces.reshape(-1, WIDE_NUMBERS)[: len(prefixes.wide_pieces)]
+        pieces[:, :2] = prefixes.wide_pieces[:, :2]
+        pieces[:, 2:4] = prefixes.wide_pieces[:, 2:4] * block_size
+        pieces[:, 4] = starts[prefixes.members[prefixes.wide_pieces[:, 0]]]
+        pieces[:, 5] = prefixes.wide_pieces[:, 4]
     to.shared_blocks[: len(prefixes.shared)] = prefixes.shared
     to.members[: len(prefixes.members)] = prefixes.members
     bundles = to.shared_bundles[: len(prefixes.bundles)]

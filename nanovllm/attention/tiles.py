@@ -31,6 +31,11 @@ class Tiles:
     prefixes: SharedPrefixes | None = None
     spans: NDArray[np.int64] | None = None
 
+    @property
+    def has_wide_groups(self) -> bool:
+        """Whether a launch with wide programs reads less."""
+        return self.prefixes is not None and self.prefixes.wide is not None
+
     @classmethod
     def from_layout(
         cls,

@@ -13,7 +13,8 @@ class StepInput(NamedTuple):
     """One array of a packed step; zeros where the feature writes nothing.
 
     sizes: of its dimensions: numbers, or counts of the packed step with padding: "samples", "rows", "decodes", "pairs"
-        (of decodes), "tiles", "chunk_rows". None, for the last array: one dimension with all words that are left.
+        (of decodes), "wide" (the decodes of a step with wide groups, else 0), "tiles", "chunk_rows". None, for the last
+        array: one dimension with all words that are left.
     """
 
     name: str

@@ -116,11 +116,13 @@ class GraphShape(NamedTuple):
     """Sizes of a captured forward pass, padding included: first the decodes, padded, then the chunks, padded.
 
     num_rows: of the flat batch.
+    is_wide: whether wide programs read prefixes that many of its decodes share.
     """
 
     num_decodes: int
     num_rows: int
     num_tiles: int
+    is_wide: bool = False
 
     @property
     def num_chunk_rows(self) -> int:
@@ -157,12 +159,12 @@ class Buckets:
         self.max_tiles = self._tiles(self.max_rows, self._more[-1])
         self.max_captured_tiles = self._tiles(self.max_rows, min(MAX_MORE_TILES, self._more[-1]))
 
-    def shape(self, layout: BatchLayout, num_tiles: int) -> GraphShape:
-        """The shape of a step with chunks of `num_tiles` tiles."""
+    def shape(self, layout: BatchLayout, num_tiles: int, *, is_wide: bool = False) -> GraphShape:
+        """The shape of a step with chunks of `num_tiles` tiles; a step without any may be wide."""
         num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
         if num_tiles:
             num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
-        return GraphShape(num_decodes, num_rows, num_tiles)
+        return GraphShape(num_decodes, num_rows, num_tiles, is_wide and not num_tiles)
 
     def may_capture(self, shape: GraphShape) -> bool:
         """Whether the graphs' memory holds a step of this shape."""
@@ -186,7 +188,8 @@ class Buckets:
         """
         most = max(STAND_IN_ROWS, shape.num_rows * 3 // 2)
         holding = [other for other in captured if other.holds(shape) and (at_any_cost or other.num_rows <= most)]
-        return min(holding, key=lambda other: (other.num_rows, other.num_tiles, other.num_decodes), default=None)
+        # A graph of the other kind computes the step too.
+        return min(holding, key=lambda other: (other.is_wide != shape.is_wide, *other[1:3], other[0]), default=None)
 
     def _tiles(self, num_rows: int, more: int) -> int:
         num_tiles = self._whole_tiles(num_rows) + more
@@ -238,4 +241,4 @@ class Buckets:
 
     def largest(self) -> GraphShape:
         """Upper bound of every input's size."""
-        return GraphShape(self.max_decodes, self.max_rows, self.max_tiles)
+        return GraphShape(self.max_decodes, self.max_rows, self.max_tiles, is_wide=True)

@@ -106,7 +106,7 @@ class GraphExecutor:
             draws = self._sampler.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
-        shape = self._buckets.shape(layout, len(tiles.blocks))
+        shape = self._buckets.shape(layout, len(tiles.blocks), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
         is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:
@@ -229,8 +229,8 @@ class GraphExecutor:
         # Nothing is captured for a live module while idle, since it is its owner's then.
         if self._binding.is_live and shape not in self._forwards.graphs and self._buckets.may_capture(shape):
             self._capture_forward(shape)
-        shape = self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
-        self._forwards.capture_due(shape, self._capture_forward)  # offline nothing is idle
+        own, shape = shape, self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
+        self._forwards.capture_due(own, self._capture_forward)  # offline nothing is idle
         return shape
 
     def _capture_forward(self, shape: GraphShape) -> None:

@@ -29,7 +29,7 @@ class ForwardGraphs:
     Attributes:
         graphs: by shape, the least recently used first.
         missed: number of steps by shape that may be captured and is not.
-        bare: the part of `missed` that ran without any graph.
+        bare: the part of `missed` that ran without any graph, or with wide groups in a graph without wide programs.
         usual: shapes to capture after the missed ones.
     """
 
@@ -58,7 +58,8 @@ class ForwardGraphs:
                 self._stand_ins[shape] = stand_in or shape
             if self._buckets.may_capture(shape):
                 self.missed[shape] += 1
-                self.bare[shape] += self._stand_ins[shape] == shape
+                stand_in = self._stand_ins[shape]
+                self.bare[shape] += stand_in == shape or stand_in.is_wide < shape.is_wide
             shape = self._stand_ins[shape]
         if shape in self.graphs:
             self.graphs.move_to_end(shape)
@@ -72,7 +73,7 @@ class ForwardGraphs:
         del self.missed[shape], self.bare[shape]
 
     def capture_due(self, shape: GraphShape, capture: Callable[[GraphShape], None]) -> None:
-        """Capture the shape of this step if STEPS_TO_CAPTURE steps ran without a graph.
+        """Capture the shape of this step if STEPS_TO_CAPTURE steps ran without a graph of their kind.
 
         A failed capture is logged and not tried again; the step then runs without a graph.
         """

@@ -52,7 +52,8 @@ class StepPacking(Packing):
         self._num_decodes, self._features = shape.num_decodes, features
         sizes = {
             "samples": max_samples, "rows": shape.num_rows, "decodes": shape.num_decodes,
-            "pairs": shape.num_decodes // 2, "tiles": shape.num_tiles, "chunk_rows": shape.num_chunk_rows,
+            "pairs": shape.num_decodes // 2, "wide": shape.num_decodes * shape.is_wide,
+            "tiles": shape.num_tiles, "chunk_rows": shape.num_chunk_rows,
         }  # fmt: skip
         super().__init__([each for feature in features for each in feature.inputs], sizes)
 

@@ -67,6 +67,16 @@ def _num_pieces(tiles, rows, num_rows, length):
 
 
 @triton.jit
+def _shared_pieces(tiles, wide_parts, rows, num_rows, length, HAS_WIDE: tl.constexpr):
+    """Number of pieces that the bundles of these decodes leave them, for so many shared tiles."""
+    parts = (tiles + length - 1) // length
+    if HAS_WIDE:
+        of_wide = tl.load(wide_parts + rows, mask=rows < num_rows, other=0)
+        parts = tl.where(of_wide > 0, of_wide, parts)
+    return parts
+
+
+@triton.jit
 def _write(
     pieces, tables, places, rows, first, tiles, begin, end, starts, slots, counts, before,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
@@ -101,16 +111,18 @@ def _write(
 
 @triton.jit
 def _cut_decodes(
-    tables, table_starts, block_counts, positions, shared, pieces, splits, own, num_rows, length, before, before_split,
+    tables, table_starts, block_counts, positions, shared, wide_parts, pieces, splits, own, num_rows, length, before,
+    before_split,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the pieces of OWN decodes, starting at `own`, after their shared blocks."""
     rows = own + tl.arange(0, OWN)
     tiles, behind, first = _own_tiles(
         block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
     )  # fmt: skip
-    counts, parts = _num_pieces(tiles, rows, num_rows, length), (behind + length - 1) // length
+    counts = _num_pieces(tiles, rows, num_rows, length)
+    parts = _shared_pieces(behind, wide_parts, rows, num_rows, length, HAS_WIDE)
     totals = counts + parts
     split = tl.where(totals > 1, totals, 0)
     slots = before_split + tl.cumsum(split, 0) - split
@@ -147,7 +159,15 @@ def _cut_bundles(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_bundles", "least_pieces", "most_pieces"],
-    do_not_specialize_on_alignment=["tables", "table_starts", "block_counts", "positions", "shared", "bundles"],
+    do_not_specialize_on_alignment=[
+        "tables",
+        "table_starts",
+        "block_counts",
+        "positions",
+        "shared",
+        "wide_parts",
+        "bundles",
+    ],
 )
 def cut_contexts(
     tables,
@@ -155,6 +175,7 @@ def cut_contexts(
     block_counts,
     positions,
     shared,
+    wide_parts,
     bundles,
     pieces,
     splits,
@@ -171,11 +192,12 @@ def cut_contexts(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr = 0,
     CHUNK: tl.constexpr = 0,
+    HAS_WIDE: tl.constexpr = False,
 ):
     """Each program cuts OWN decodes and up to OWN bundles.
 
     A step has as many pieces as decodes, within bounds: with equal contexts, and enough decodes to fill the GPU, each
-    has one piece.
+    has one piece. wide_parts: [num_rows], pieces that wide programs leave for each decode; see `wide_pieces_triton`.
     """
     lanes, own = tl.arange(0, LANES), tl.program_id(0) * OWN
     total, num_used, num_shared = 0, 0, 0
@@ -208,14 +230,14 @@ def cut_contexts(
         counts = _num_pieces(tiles, rows, num_rows, length)
         total += tl.sum(counts)
         before += tl.sum(tl.where(rows < own, counts, 0))
-        counts += (behind + length - 1) // length
+        counts += _shared_pieces(behind, wide_parts, rows, num_rows, length, HAS_WIDE)
         before_split += tl.sum(tl.where((counts > 1) & (rows < own), counts, 0))
     if own == 0:
         tl.store(pieces, total)
 
     _cut_decodes(
-        tables, table_starts, block_counts, positions, shared, pieces, splits, own, num_rows, length, before,
-        before_split, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH, WINDOW, CHUNK,
+        tables, table_starts, block_counts, positions, shared, wide_parts, pieces, splits, own, num_rows, length,
+        before, before_split, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH, WINDOW, CHUNK, HAS_WIDE,
     )  # fmt: skip
     _cut_bundles(
         tables,

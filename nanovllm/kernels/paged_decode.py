@@ -4,8 +4,9 @@ A small kernel cuts a step's contexts into pieces of nearly equal length, once f
 program attends to one piece for the query heads of one KV head, through the block tables. Decodes with equal first
 blocks share programs, which read these blocks once for all of their query heads. The number of programs depends only on
 the number of decodes, so a captured CUDA graph serves every step with that number. Windows and chunks only move the
-start of a context; soft-caps, sinks, and a value width other than the keys' are compile-time options. The kernels are
-in `decode_pieces_triton` and `paged_decode_triton`.
+start of a context; soft-caps, sinks, and a value width other than the keys' are compile-time options. Prefixes of many
+decodes have wide programs in a kernel that only such steps launch. The kernels are in `decode_pieces_triton`,
+`paged_decode_triton` and `wide_pieces_triton`.
 """
 
 from __future__ import annotations
@@ -43,12 +44,30 @@ class DecodeSizes(NamedTuple):
 MEASURED = DecodeSizes()
 
 
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    # Triton is part of PyTorch's GPU builds.
-    from nanovllm.kernels import decode_pieces_triton, paged_decode_triton
+class WideSizes(NamedTuple):
+    """Sizes of the programs for wide groups.
 
-    return decode_pieces_triton, paged_decode_triton
+    rows: query heads of all members of a program.
+    programs: per multiprocessor.
+    """
+
+    rows: int = 128
+    tile: int = 64
+    num_stages: int = 3
+    num_warps: int = 8
+    programs: int = 1
+
+
+MEASURED_WIDE = WideSizes()
+LEAST_WIDE = 32  # decodes of a wide group
+
+
+@cache
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType]:
+    # Triton is part of PyTorch's GPU builds.
+    from nanovllm.kernels import decode_pieces_triton, paged_decode_triton, wide_pieces_triton
+
+    return decode_pieces_triton, paged_decode_triton, wide_pieces_triton
 
 
 class PagedDecode:
@@ -80,6 +99,9 @@ class PagedDecode:
         self._block_size = block_size
         self._least_pieces, self._most_pieces = _bounds(num_multiprocessors, self._num_kv_heads, sizes)
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
+        self._wide = fitting_wide(MEASURED_WIDE, block_size, head_bytes, shared_memory)
+        self.wide_members, self.wide_pieces = _wide_bounds(self._wide, heads[:2], num_multiprocessors)
+        self.least_wide = LEAST_WIDE
         # On Hopper and later a kernel may start while the previous one ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.bundle_members = _bundle_members(self._num_groups)
@@ -113,7 +135,12 @@ class PagedDecode:
         num_kv_heads, num_groups = heads
         least, most = _bounds(num_multiprocessors, num_kv_heads, sizes)
         members, own = _bundle_members(num_groups), 2 * most
-        return own if members < 2 else own + max_decodes + members * max(least, min(max_decodes, most))
+        if members < 2:
+            return own
+        of_wide, num_pieces = _wide_bounds(MEASURED_WIDE, heads, num_multiprocessors)
+        # Each wide program has one piece more than its share at most.
+        in_wide = of_wide * num_pieces + max_decodes
+        return own + max_decodes + in_wide + members * max(least, min(max_decodes, most))
 
     def most_bundles(self, num_decodes: int) -> int:
         """Most bundles of a step: their pieces must fit into the programs of its decodes."""
@@ -125,23 +152,25 @@ class PagedDecode:
         table_starts: Tensor,
         block_counts: Tensor,
         positions: Tensor,
-        sharing: tuple[Tensor, Tensor, Tensor] | None = None,
+        sharing: tuple[Tensor, ...] | None = None,
     ) -> None:
         """Cut a step's contexts into pieces; see `StepTables` for the arguments.
 
         Args:
-            sharing: shared blocks, members and bundles; none by default.
+            sharing: shared blocks, members and bundles, with wide groups their parts and pieces; none by default.
         """
-        shared, members, bundles = sharing or self._nothing_shared
-        self._tables, self._members = tables, members
+        shared, members, bundles, *wide = sharing or self._nothing_shared
+        has_wide = bool(wide) and len(wide[0]) > 0
+        self._tables, self._members, self._wide_pieces = tables, members, wide[1] if has_wide else None
         num_rows, num_bundles = len(block_counts), len(bundles)
         kernels = _kernels()[0]
         with torch.cuda.device_of(block_counts):
             kernels.cut_contexts[(-(-num_rows // _CUT_AT_ONCE),)](
-                tables, table_starts, block_counts, positions, shared, bundles, self._pieces, self._splits, num_rows,
-                num_bundles, self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
-                ENTRY=kernels.ENTRY, BUNDLE_ENTRY=kernels.BUNDLE_ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
-                WINDOW=self._window or 0, CHUNK=self._chunk or 0,
+                tables, table_starts, block_counts, positions, shared, wide[0] if has_wide else shared, bundles,
+                self._pieces, self._splits, num_rows, num_bundles, self._least_pieces, self._most_pieces,
+                TILE=self._sizes.tile, BLOCK_SIZE=self._block_size, ENTRY=kernels.ENTRY,
+                BUNDLE_ENTRY=kernels.BUNDLE_ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
+                WINDOW=self._window or 0, CHUNK=self._chunk or 0, HAS_WIDE=has_wide,
             )  # fmt: skip
 
     def attend(
@@ -174,6 +203,8 @@ class PagedDecode:
         # Merging in a decode's last program is slower than a separate kernel; with many decodes few are split.
         merges_apart = 4 * num_rows < 3 * self._least_pieces
         entry, kernels = _kernels()[0].ENTRY, _kernels()[1]
+        if self._wide_pieces is not None:
+            self._attend_wide(query, key_cache, value_cache, scaling, self._wide_pieces, merges=not merges_apart)
         with torch.cuda.device_of(query):
             kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
                 query, key_cache, value_cache, self._tables, self._pieces, self._members, self._splits, output,
@@ -193,6 +224,21 @@ class PagedDecode:
                 )  # fmt: skip
         return output
 
+    def _attend_wide(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, pieces: Tensor, *, merges: bool
+    ) -> None:
+        """Attend to the prefixes of wide groups; the results go to the workspace."""
+        (num_rows, _, head_dim), value_dim, sizes = query.shape, value_cache.shape[2], self._wide
+        num_pieces = min(len(pieces), self.wide_pieces + most_wide_programs(num_rows, self.wide_members))
+        with torch.cuda.device_of(query):
+            _kernels()[2].attend_wide_pieces[(num_pieces * self._num_kv_heads,)](
+                query, key_cache, value_cache, self._tables, pieces, self._members, self._splits, self._outputs,
+                self._logarithms, self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups,
+                HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_SIZE=self._block_size, ENTRY=pieces.shape[1],
+                TILE=sizes.tile, ROWS=sizes.rows, DIMS=_power_of_two(head_dim), VALUE_DIMS=_power_of_two(value_dim),
+                MERGES=merges, SOFTCAP=self._softcap, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+            )  # fmt: skip
+
 
 def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> tuple[int, int]:
     """(fewest, most) pieces of a step, apart from one more per decode."""
@@ -207,6 +253,26 @@ def _rows(num_groups: int) -> int:
 
 def _bundle_members(num_groups: int) -> int:
     return _rows(num_groups) // num_groups
+
+
+def _wide_bounds(sizes: WideSizes, heads: tuple[int, int], num_multiprocessors: int) -> tuple[int, int]:
+    """Decodes that a wide program reads for, and pieces of a step apart from one more per program."""
+    num_kv_heads, num_groups = heads
+    return sizes.rows // num_groups, max(1, sizes.programs * num_multiprocessors // num_kv_heads)
+
+
+def most_wide_programs(num_decodes: int, members: int) -> int:
+    """Most programs of a step's wide groups, each of at least `LEAST_WIDE` decodes, before their prefixes are cut."""
+    return num_decodes // members + num_decodes // LEAST_WIDE
+
+
+def fitting_wide(sizes: WideSizes, block_size: int, head_bytes: int, shared_memory: int) -> WideSizes:
+    """The largest programs with queries, weights, and K and V of all stages within a multiprocessor's shared memory."""
+    row_bytes, tile = _power_of_two(head_bytes), min(sizes.tile, block_size)
+    rows, num_stages = min(sizes.rows, max(16, sizes.rows * 256 // row_bytes)), sizes.num_stages
+    while (2 * num_stages * tile + rows) * row_bytes > 0.9 * shared_memory and num_stages > 1:
+        num_stages -= 1
+    return sizes._replace(rows=rows, tile=tile, num_stages=num_stages)
 
 
 def fitting(sizes: DecodeSizes, block_size: int, head_bytes: int, shared_memory: int) -> DecodeSizes:

@@ -17,11 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _attend_piece(
     query, key_cache, value_cache, table, block, start, end, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attention of query [ROWS, DIMS], a tensor; caches start at this KV head, the table at the decode's first block.
 
-    Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum of exponentials [ROWS].
+    WHOLE: the piece consists of whole tiles. Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum
+    of exponentials [ROWS].
     """
     ROWS: tl.constexpr = query.shape[0]
     DIMS: tl.constexpr = query.shape[1]
@@ -43,18 +44,19 @@ def _attend_piece(
         is_seen = first + lanes < end
         if LIMITED:
             is_seen = is_seen & (first + lanes >= start)
-        is_there = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
+        is_there = (dims < HEAD_DIM)[None, :] if WHOLE else is_seen[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(key_cache + tile * HEAD_DIM + offsets, mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if SOFTCAP > 0:
             # cap * tanh(score / cap), with scores to base 2: tanh(x) = 1 - 2 / (exp(2 x) + 1).
             CAP: tl.constexpr = SOFTCAP * 1.4426950408889634
             scores = CAP - 2 * CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / CAP)) + 1)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        if not WHOLE:
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
         # Masked slots are not read: NaN or infinity in them would survive the product with 0.
-        is_there = is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
+        is_there = (value_dims < VALUE_DIM)[None, :] if WHOLE else is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
         values = tl.load(value_cache + tile * VALUE_DIM + value_offsets, mask=is_there, other=0.0)
         output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
@@ -104,11 +106,11 @@ def _merge(
 
 
 @triton.jit
-def _attend_for_members(
+def attend_for_members(
     query, keys, values, table, block, start, end, scale, members, num_members, splits, part, head, outputs, logarithms,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to a bundle's piece: each row is a query head of a member; `members` starts with the bundle's first."""
     rows, dims, NUM_HEADS = tl.arange(0, ROWS), tl.arange(0, DIMS), NUM_KV_HEADS * GROUPS
@@ -120,7 +122,7 @@ def _attend_for_members(
     at = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     attended, logarithm = _attend_piece(
         tl.load(query + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale, NUM_KV_HEADS,
-        HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False,
+        HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False, WHOLE,
     )  # fmt: skip
     own = (slots + part) * NUM_HEADS + heads  # in the workspace
     value_dims = tl.arange(0, VALUE_DIMS)
@@ -144,7 +146,7 @@ def _attend_for_one(
     heads = (row * NUM_KV_HEADS + head).to(tl.int64) * GROUPS
     attended, logarithm = _attend_piece(
         tl.load(query + heads * HEAD_DIM + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale,
-        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, LIMITED,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, LIMITED, False,
     )  # fmt: skip
     value_dims = tl.arange(0, VALUE_DIMS)
     to = rows[:, None] * VALUE_DIM + value_dims[None, :]
@@ -278,10 +280,10 @@ def attend_pieces(
     # Two paths, though one would do: addresses of members cost up to 2 % in steps without bundles.
     SHARES: tl.constexpr = ROWS >= 2 * GROUPS
     if SHARES and row < 0:
-        _attend_for_members(
+        attend_for_members(
             query, keys, values, tables + table, block, start, end, scale, members + slot, -row, splits, part, head,
             outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS, VALUE_DIMS,
-            SOFTCAP,
+            SOFTCAP, False,
         )  # fmt: skip
     else:
         _attend_for_one(

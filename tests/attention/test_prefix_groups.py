@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import numpy as np
 import pytest
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
-from nanovllm.attention.step_tables import BUNDLE_NUMBERS
+from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.execution.buckets import GraphShape
 from tests.support.gpu_steps import packing_of
-from tests.support.shared_decodes import decode_entries, random_tables
+from tests.support.shared_decodes import decode_entries, random_tables, wide_group_and_others
 
 BLOCK_SIZE = 16
 
@@ -160,3 +161,70 @@ def test_a_packed_step_names_the_blocks_of_each_bundle():
             assert layout.decodes[row].block_table[:num_blocks] == step.tables[start : start + num_blocks].tolist()
     packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE), None, packed)
     assert not step.shared_bundles.any() and not step.shared_blocks.any() and not step.members.any()
+
+
+WIDE_RULE = SharingRule(8, 100, 0.0, 0.0, wide_members=16, wide_pieces=12, least_wide=32, wide_tokens=160)
+
+
+@pytest.mark.parametrize(("num_members", "num_blocks", "is_wide"), [
+    (32, 10, True), (31, 10, False), (32, 9, False), (45, 40, True), (100, 11, True),
+])  # fmt: skip
+def test_a_group_is_wide_from_so_many_decodes_and_tokens_on(num_members, num_blocks, is_wide):
+    tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE)
+    _, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
+    assert prefixes is not None and (prefixes.wide is not None) == is_wide
+    narrow = prefixes_of(tables, contexts, WIDE_RULE._replace(wide_members=0))[1]
+    assert narrow is not None and narrow.wide is None
+    for one, other in zip(
+        (prefixes.shared, prefixes.members, prefixes.bundles), (narrow.shared, narrow.members, narrow.bundles),
+        strict=True,
+    ):  # fmt: skip
+        assert np.array_equal(one, other), "a graph without wide programs computes the same step"
+
+
+@pytest.mark.parametrize(("num_members", "num_blocks"), [(32, 10), (45, 40), (100, 11), (64, 300)])
+def test_wide_pieces_cover_the_prefix_of_each_member_once_and_keep_to_their_number(num_members, num_blocks):
+    tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE)
+    layout, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
+    assert prefixes is not None and prefixes.wide is not None
+    wide, seen = prefixes.wide, {}
+    for first, count, begin, end, part in wide.wide_pieces.tolist():
+        assert 1 <= count <= WIDE_RULE.wide_members and begin < end
+        for row in wide.members[first : first + count].tolist():
+            seen.setdefault(row, []).append((begin, end, part))
+    num_programs = -(-num_members // WIDE_RULE.wide_members)
+    assert len(seen) == num_members and len(wide.wide_pieces) <= WIDE_RULE.wide_pieces + num_programs
+    for row, pieces in seen.items():
+        ends = [0, *(end for _, end, _ in sorted(pieces))]
+        assert sorted(pieces) == [(*bounds, part) for part, bounds in enumerate(itertools.pairwise(ends))]
+        assert ends[-1] == num_blocks == wide.shared[row] and wide.wide_parts[row] == len(pieces)
+        assert layout.decodes[row].block_table[:num_blocks] == layout.decodes[min(seen)].block_table[:num_blocks]
+    others = {row for row in range(len(tables)) if row not in seen}
+    assert not wide.wide_parts[sorted(others)].any()
+    assert {row for row in others if wide.shared[row]} == set(wide.members[: wide.bundles[:, 1].sum()].tolist())
+
+
+def test_a_wide_group_of_more_bundles_than_a_step_may_have_is_read_by_wide_programs_alone():
+    tables, contexts = wide_group_and_others(64, 10, block_size=BLOCK_SIZE)
+    _, prefixes = prefixes_of(tables, contexts, WIDE_RULE._replace(max_bundles=7))
+    assert prefixes is not None and prefixes.wide is not None
+    assert len(prefixes.bundles) == 1 and (prefixes.wide.shared == 10).sum() == 64
+
+
+def test_a_packed_step_has_wide_pieces_where_its_shape_is_wide():
+    tables, contexts = wide_group_and_others(40, 12, block_size=BLOCK_SIZE)
+    layout, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
+    assert prefixes is not None and prefixes.wide is not None
+    for is_wide, expected in ((True, prefixes.wide), (False, prefixes)):
+        packing = packing_of(GraphShape(64, 64, 0, is_wide), BLOCK_SIZE, 64)
+        packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+        packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE, prefixes), None, packed)
+        step = packing.views(packed)
+        assert np.array_equal(step.members[: len(expected.members)], expected.members)
+        assert (step.shared_bundles[:, 1] > 0).sum() == len(expected.bundles)
+        pieces = step.wide_pieces.reshape(-1, WIDE_NUMBERS)
+        assert len(step.wide_parts) == (64 if is_wide else 0) and len(pieces) == (256 if is_wide else 0)
+        for first, count, begin, end, start, part, *_ in pieces[pieces[:, 1] > 0].tolist():
+            assert begin % BLOCK_SIZE == end % BLOCK_SIZE == 0 and part < step.wide_parts[step.members[first]]
+            for row in step.members[first : first + count].tolist():
+                assert layout.decodes[row].block_table[:12] == step.tables[start : start + 12].tolist()

@@ -19,7 +19,7 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.cost_model import StepWork as StepCosts
-from nanovllm.execution.forward_graphs import MAX_GRAPHS
+from nanovllm.execution.forward_graphs import MAX_GRAPHS, STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
@@ -140,6 +140,31 @@ def test_a_step_of_a_missing_shape_runs_as_the_smallest_captured_one_that_holds_
     assert stand_in(64, 256, 25, at_any_cost=True) == captured[4]
     assert stand_in(64, 6200, 25) == captured[4]
     assert stand_in(257, 257, 0, at_any_cost=True) is stand_in(16, 300, 201, at_any_cost=True) is None
+
+
+def test_a_step_with_a_wide_group_runs_in_a_graph_of_either_kind_and_rather_of_its_own():
+    narrow, wide = [GraphShape(16, 16, 0), GraphShape(64, 64, 0)], GraphShape(64, 64, 0, is_wide=True)
+    for captured, own, other in ((narrow, narrow[1], narrow[0]), ([*narrow, wide], wide, narrow[0])):
+        assert Buckets.stand_in(GraphShape(48, 48, 0, is_wide=True), captured) == own
+        assert Buckets.stand_in(GraphShape(8, 8, 0), captured) == other
+
+
+def test_the_graph_of_a_wide_group_is_captured_after_some_of_its_steps():
+    config = config_of(64, 2048, 64)
+    forwards = ForwardGraphs(Buckets(config))
+    narrow, wide, captured = GraphShape(64, 64, 0), GraphShape(64, 64, 0, is_wide=True), []
+    forwards.add(narrow, None)
+
+    def capture(shape):
+        captured.append(shape)
+        forwards.add(shape, None)
+
+    for number in range(STEPS_TO_CAPTURE + 1):
+        assert forwards.shape_for_step(wide, at_any_cost=False) == (narrow if number < STEPS_TO_CAPTURE else wide)
+        forwards.capture_due(wide, capture)
+        assert forwards.shape_for_step(narrow, at_any_cost=False) == narrow
+        forwards.capture_due(narrow, capture)
+    assert captured == [wide]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 256])

@@ -53,6 +53,23 @@ def random_tables(choice: random.Random, count: int, block_size: int) -> tuple[l
     return tables, contexts
 
 
+def wide_group_and_others(
+    num_members: int, num_blocks: int, *, block_size: int, num_others: int = 7
+) -> tuple[list[list[int]], list[int]]:
+    """Block tables and contexts: decodes with `num_blocks` common blocks, five with three, and some without any."""
+    choice = random.Random(num_members * num_blocks)
+    own = [choice.randint(1, 5 * block_size) for _ in range(num_members + 5 + num_others)]
+    blocks = iter(choice.sample(range(1, 10**4), num_blocks + 3 + 5 * len(own)))
+    prefix, short = [next(blocks) for _ in range(num_blocks)], [next(blocks) for _ in range(3)]
+    begins = [prefix] * num_members + [short] * 5 + [[]] * num_others
+    decodes = [
+        ([*begin, *(next(blocks) for _ in range(-(-n // block_size)))], len(begin) * block_size + n)
+        for begin, n in zip(begins, own, strict=True)
+    ]
+    choice.shuffle(decodes)
+    return [table for table, _ in decodes], [context for _, context in decodes]
+
+
 class SharedDecodes:
     """Decodes with contexts in shuffled blocks, NaN behind them and everywhere else, and padding rows at the end.
 
@@ -89,22 +106,23 @@ class SharedDecodes:
             device=self.device,
         )  # fmt: skip
 
-    def prefixes(self) -> SharedPrefixes | None:
-        """Whatever can be shared is."""
-        rule = SharingRule(self.kernel.bundle_members, self.kernel.most_bundles(len(self.tables)), 0.0, 0.0)
+    def prefixes(self, *, wide_tokens: int | None = None) -> SharedPrefixes | None:
+        """Whatever can be shared is. Args: wide_tokens: fewest of a group with wide programs; None without these."""
+        rule = SharingRule.for_kernel(self.kernel, token_bytes=1)
+        rule = rule._replace(max_bundles=self.kernel.most_bundles(len(self.tables)), member_tokens=0.0, step_tokens=0.0)
+        rule = rule._replace(wide_members=0) if wide_tokens is None else rule._replace(wide_tokens=wide_tokens)
         return SharedPrefixes.from_layout(self.layout, self.block_size, rule)
 
     def run(self, prefixes: SharedPrefixes | None) -> Tensor:
         """[num_rows, num_heads, head_dim] as in an engine's step, padding included."""
         num_rows = len(self.query)
-        shape = GraphShape(num_rows, num_rows, 0)
+        shape = GraphShape(num_rows, num_rows, 0, is_wide=prefixes is not None and prefixes.wide is not None)
         packing = packing_of(shape, self.block_size, num_rows)
         packed = np.full(packing.num_words + int(self.layout.table_lengths.sum()), 12345, np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, self.block_size, prefixes), None, packed)
         step = StepTables.from_inputs(packing.views(torch.from_numpy(packed).to(self.device)))
         step.decode_blocks[self.idle] = 0
-        sharing = step.shared_blocks, step.members, step.shared_bundles
-        self.kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, sharing)
+        self.kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, step.sharing)
         output = torch.full_like(self.query, torch.nan)
         return self.kernel.attend(self.query, *self.caches, self.scaling, output)
 
