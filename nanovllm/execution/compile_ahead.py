@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.attention.step_tables import TableInputs
+from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS, TableInputs
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
@@ -77,7 +79,19 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
         calls.append(partial(decodes.fill, *tables))
         for count in (MIN_ROWS, max_decodes):
             calls.append(partial(decodes.attend, query[:count], *caches, layer.scaling, None, sinks))
+        if decodes.bundle_members > 1 and max_decodes >= decodes.least_wide:
+            calls.append(partial(_attend_in_wide_groups, decodes, tables, query, caches))
     return calls
+
+
+def _attend_in_wide_groups(decodes: Any, tables: tuple[Any, ...], query: Tensor, caches: list[Tensor]) -> None:
+    """Wide programs without work, and the cut of contexts beside them."""
+    nothing = query.new_zeros(MIN_ROWS, WIDE_NUMBERS, dtype=torch.int32)
+    parts, bundles = nothing.view(-1)[:MIN_ROWS], nothing[:, :BUNDLE_NUMBERS].contiguous()
+    wide = copy(decodes)  # other threads call the kernels without wide groups
+    wide.fill(*tables, (parts, parts, bundles[:0], parts, nothing))
+    for merges in (False, True):
+        wide.attend_wide(query, *caches, 1.0, nothing, merges=merges)
 
 
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:

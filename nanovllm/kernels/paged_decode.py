@@ -204,7 +204,7 @@ class PagedDecode:
         merges_apart = 4 * num_rows < 3 * self._least_pieces
         entry, kernels = _kernels()[0].ENTRY, _kernels()[1]
         if self._wide_pieces is not None:
-            self._attend_wide(query, key_cache, value_cache, scaling, self._wide_pieces, merges=not merges_apart)
+            self.attend_wide(query, key_cache, value_cache, scaling, self._wide_pieces, merges=not merges_apart)
         with torch.cuda.device_of(query):
             kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
                 query, key_cache, value_cache, self._tables, self._pieces, self._members, self._splits, output,
@@ -224,7 +224,7 @@ class PagedDecode:
                 )  # fmt: skip
         return output
 
-    def _attend_wide(
+    def attend_wide(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, pieces: Tensor, *, merges: bool
     ) -> None:
         """Attend to the prefixes of wide groups; the results go to the workspace."""

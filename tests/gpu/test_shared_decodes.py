@@ -9,9 +9,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import shared_prefixes
-from nanovllm.attention.shared_prefixes import SharedPrefixes
+from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from tests.support.equality import model
-from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case
+from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case, wide_group_and_others
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
 # Few, since each takes a compilation; the interpreted kernels are tested with any (tests/attention).
@@ -43,6 +43,53 @@ def test_a_step_with_groups_gives_the_same_bits_whenever_it_is_computed():
     case.check(first)
     for _ in range(50):
         assert torch.equal(case.run(prefixes), first)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["alone", "by three", "by eight", "by four"])
+@pytest.mark.parametrize(("num_members", "num_tokens"), [(33, 4096), (64, 8192), (100, 4096), (256, 5120)])
+def test_wide_groups_beside_others_equal_dense_attention(sizes, num_members, num_tokens):
+    heads, block_size, dtype = sizes
+    tables, contexts = wide_group_and_others(num_members, num_tokens // block_size, block_size=block_size)
+    case = SharedDecodes(
+        tables, contexts, heads=heads, block_size=block_size, dtype=dtype, device="cuda", gpu=(132, 232_448)
+    )  # fmt: skip
+    prefixes = case.prefixes(wide_tokens=4096)
+    assert prefixes is not None and prefixes.wide is not None
+    first = case.run(prefixes)
+    case.check(first)
+    for _ in range(20):
+        assert torch.equal(case.run(prefixes), first), "the same bits"
+    assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"
+    case.check(case.run(case.prefixes()))
+
+
+def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
+    """Before and after the graph of its steps is captured, as decodes end."""
+    monkeypatch.setattr(shared_prefixes, "_MEMBER_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefixes, "_STEP_BYTES", 0.0)
+    system = random_prompts(1, low=80, high=80, seed=9)[0]
+    prompts = [system + prompt for prompt in random_prompts(50, low=1, high=30, seed=1)]
+    params = [
+        SamplingParams(temperature=number % 2, max_tokens=30 + number, seed=number) for number in range(len(prompts))
+    ]
+    answers = []
+    for wide_tokens in (64, 10**6):
+        for_kernel = SharingRule.for_kernel.__func__
+
+        def with_tokens(cls: Any, *args: Any, for_kernel: Any = for_kernel, wide_tokens: int = wide_tokens, **kw: Any):
+            return for_kernel(cls, *args, **kw)._replace(wide_tokens=wide_tokens)
+
+        with monkeypatch.context() as context:
+            context.setattr(SharingRule, "for_kernel", classmethod(with_tokens))
+            with LLM(
+                model("llama"), tokenizer=tiny_tokenizer(), num_kv_blocks=800, max_model_len=300, max_num_seqs=64,
+                block_size=16,
+            ) as llm:  # fmt: skip
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                executor: Any = llm._engine.model_runner._executor
+                assert any(shape.is_wide for shape in executor._forwards.graphs) == (wide_tokens == 64)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
 
 
 def groups_of_steps(monkeypatch, *, shares: bool) -> list[int]:
