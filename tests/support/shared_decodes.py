@@ -59,7 +59,8 @@ def wide_group_and_others(
     """Block tables and contexts: decodes with `num_blocks` common blocks, five with three, and some without any."""
     choice = random.Random(num_members * num_blocks)
     own = [choice.randint(1, 5 * block_size) for _ in range(num_members + 5 + num_others)]
-    blocks = iter(choice.sample(range(1, 10**4), num_blocks + 3 + 5 * len(own)))
+    num_used = num_blocks + 3 + 5 * len(own)
+    blocks = iter(choice.sample(range(1, num_used + 1), num_used))
     prefix, short = [next(blocks) for _ in range(num_blocks)], [next(blocks) for _ in range(3)]
     begins = [prefix] * num_members + [short] * 5 + [[]] * num_others
     decodes = [
