@@ -8,7 +8,7 @@
              a b c d | h
 
 Members of a wide group fill the tiles of tensor cores: its bundles are programs of another kernel, with many more
-members. That kernel is in graphs of its own, so both ways to launch the step are planned.
+members. Only graphs of such steps contain that kernel, so both ways to launch the step are planned.
 """
 
 from __future__ import annotations

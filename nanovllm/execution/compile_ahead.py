@@ -85,7 +85,7 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
 
 
 def _attend_in_wide_groups(decodes: Any, tables: tuple[Any, ...], query: Tensor, caches: list[Tensor]) -> None:
-    """Wide programs without work, and the cut of contexts beside them."""
+    """Wide programs without work, and the cut of contexts with them."""
     nothing = query.new_zeros(MIN_ROWS, WIDE_NUMBERS, dtype=torch.int32)
     parts, bundles = nothing.view(-1)[:MIN_ROWS], nothing[:, :BUNDLE_NUMBERS].contiguous()
     wide = copy(decodes)  # other threads call the kernels without wide groups

@@ -118,11 +118,11 @@ def _cut_decodes(
 ):  # fmt: skip
     """Write the pieces of OWN decodes, starting at `own`, after their shared blocks."""
     rows = own + tl.arange(0, OWN)
-    tiles, behind, first = _own_tiles(
+    tiles, before_own, first = _own_tiles(
         block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
     )  # fmt: skip
     counts = _num_pieces(tiles, rows, num_rows, length)
-    parts = _shared_pieces(behind, wide_parts, rows, num_rows, length, HAS_WIDE)
+    parts = _shared_pieces(before_own, wide_parts, rows, num_rows, length, HAS_WIDE)
     totals = counts + parts
     split = tl.where(totals > 1, totals, 0)
     slots = before_split + tl.cumsum(split, 0) - split
@@ -224,13 +224,13 @@ def cut_contexts(
     before += total
     for first in range(0, num_rows, LANES):
         rows = first + lanes
-        tiles, behind, _ = _own_tiles(
+        tiles, before_own, _ = _own_tiles(
             block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
         )  # fmt: skip
         counts = _num_pieces(tiles, rows, num_rows, length)
         total += tl.sum(counts)
         before += tl.sum(tl.where(rows < own, counts, 0))
-        counts += _shared_pieces(behind, wide_parts, rows, num_rows, length, HAS_WIDE)
+        counts += _shared_pieces(before_own, wide_parts, rows, num_rows, length, HAS_WIDE)
         before_split += tl.sum(tl.where((counts > 1) & (rows < own), counts, 0))
     if own == 0:
         tl.store(pieces, total)
