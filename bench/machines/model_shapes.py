@@ -1,8 +1,8 @@
-"""Decode on one GPU in the shapes of models with windows, sinks and experts: Gemma 3 4B and gpt-oss 20B.
+"""Decode on one GPU in other shapes: Gemma 3 4B (windows), gpt-oss 20B (sinks), Qwen3-30B-A3B (experts), Llama 3.2 1B.
 
-    python bench/machines/model_shapes.py --out results.jsonl window pools gemma gpt_oss
+    python bench/machines/model_shapes.py --out results.jsonl window pools gemma gpt_oss mixture llama
 
-Without names all of them run, in about three minutes; a table comes last. Weights are random, made on the spot. Floors
+Without names all of them run, in about five minutes; a table comes last. Weights are random, made on the spot. Floors
 are the bytes that a step reads (weights once, K and V in sight of each layer) over the read rate of the same run.
 """
 
@@ -43,6 +43,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088, "sliding_window": 128,
         "num_local_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 131_072,
     }),
+    "mixture": ("Qwen3Moe", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40_960,
+    }),
+    "llama": ("Llama", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True,
+        "max_position_embeddings": 131_072,
+    }),
 }  # fmt: skip
 BATCH, CONTEXT = 64, 640
 BLOCK_SIZE = 64
@@ -75,33 +85,41 @@ def open_llm(model: Any, **options: Any) -> LLM:
         return LLM(model, **options)
 
 
-def floor_ms(llm: LLM, context: int) -> float:
-    """Of a step of BATCH decodes at this context; its logits need all rows of an embedding that is tied to the head."""
+def floor_ms(llm: LLM, context: int, batch: int) -> float:
+    """Of a step of some decodes at this context, which choose experts evenly and independently of one another.
+
+    Its logits need all rows of an embedding that is tied to the head.
+    """
     binding = llm._engine.model_runner.binding
     parameters = {id(p): p for p in binding.model.parameters()}
     embedding, head = binding.model.get_input_embeddings().weight, binding.model.get_output_embeddings().weight
     num_bytes = sum(p.nbytes for p in parameters.values()) - (0 if embedding is head else embedding.nbytes)
+    config = binding.model.config
+    if chosen := getattr(config, "num_experts_per_tok", 0):
+        count = getattr(config, "num_experts", None) or config.num_local_experts
+        of_experts = sum(p.nbytes for name, p in binding.model.named_parameters() if ".experts." in name)
+        num_bytes -= int(of_experts * (1 - chosen / count) ** batch)
     seen = sum(
         layer.token_bytes * min(context, layer.traits.sight.window or context, layer.traits.sight.chunk or context)
         for layer in binding.layers
     )
-    return 1e3 * (num_bytes + BATCH * seen) / RATE
+    return 1e3 * (num_bytes + batch * seen) / RATE
 
 
-def decode_steps(llm: LLM, name: str) -> dict[str, Any]:
-    """Step time of BATCH decodes, its floor, and the kernels that it consists of."""
+def decode_steps(llm: LLM, name: str, batch: int = BATCH) -> dict[str, Any]:
+    """Step time of some decodes, its floor, and the kernels that it consists of."""
     engine = llm._open_engine()
-    workload = random_requests(requests=BATCH, prompt=CONTEXT - 60, output=200)
+    workload = random_requests(requests=batch, prompt=CONTEXT - 60, output=200)
     for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
         engine.add(engine.input_processor.process_one(str(number), prompt, params))
     while engine.scheduler.waiting or any(s.num_output_tokens < 30 for s in engine.scheduler.running):
         engine.step()
     step = 1e3 * statistics.median(gaps_of(engine.step, lambda n: n < 60))
-    result = {"step, ms": step, "floor, ms": floor_ms(llm, CONTEXT), "graphs": bool(llm.config.cuda_graphs)}
-    note(f"{name}: step of {BATCH} decodes at {CONTEXT}", step, "ms")
+    result = {"step, ms": step, "floor, ms": floor_ms(llm, CONTEXT, batch), "graphs": bool(llm.config.cuda_graphs)}
+    note(f"{name}: step of {batch} decodes at {CONTEXT}", step, "ms")
     note(f"{name}: its floor by bytes", result["floor, ms"], "ms")
     result |= kernels_of(engine, 10, name)
-    for number in range(BATCH):
+    for number in range(batch):
         engine.abort(str(number))
     while engine.scheduler.running:
         engine.step()
@@ -129,6 +147,17 @@ def stage_gpt_oss() -> dict[str, Any]:
         result = {"start, s": time.perf_counter() - begin}
         print(result, flush=True)
         return result | decode_steps(llm, "gpt-oss 20B")
+
+
+def stage_mixture() -> dict[str, Any]:
+    """A model of 61 GB, by one and by 64 requests."""
+    with open_llm(random_model("mixture"), max_model_len=4096) as llm:
+        return {str(batch): decode_steps(llm, "Qwen3-30B-A3B", batch) for batch in (1, BATCH)}
+
+
+def stage_llama() -> dict[str, Any]:
+    with open_llm(random_model("llama"), max_model_len=4096) as llm:
+        return {str(batch): decode_steps(llm, "Llama 3.2 1B", batch) for batch in (1, BATCH)}
 
 
 def stage_window() -> dict[str, Any]:
