@@ -272,6 +272,8 @@ def fitting_wide(sizes: WideSizes, block_size: int, head_bytes: int, shared_memo
     rows, num_stages = min(sizes.rows, max(16, sizes.rows * 256 // row_bytes)), sizes.num_stages
     while (2 * num_stages * tile + rows) * row_bytes > 0.9 * shared_memory and num_stages > 1:
         num_stages -= 1
+    while (2 * num_stages * tile + rows) * row_bytes > 0.9 * shared_memory and tile > 16:
+        tile //= 2
     return sizes._replace(rows=rows, tile=tile, num_stages=num_stages)
 
 

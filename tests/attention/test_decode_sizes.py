@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.flex_gpu_options import Gpu
 from nanovllm.kernels import paged_decode
-from nanovllm.kernels.paged_decode import MEASURED, PagedDecode, fitting
+from nanovllm.kernels.paged_decode import MEASURED, MEASURED_WIDE, PagedDecode, fitting, fitting_wide
 
 A100, H200, SMALL = Gpu(108, 166_912), Gpu(132, 232_448), Gpu(36, 101_376)
 
@@ -26,8 +26,19 @@ def test_tiles_divide_a_block_and_fit_into_shared_memory(gpu, block_size, head_b
     assert 2 * (sizes.num_stages - 1) * sizes.tile * padded < gpu.shared_memory
 
 
+@pytest.mark.parametrize("gpu", [A100, H200, SMALL])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("head_bytes", [64, 128, 192, 256, 512, 1024])
+def test_wide_programs_fit_into_shared_memory(gpu, block_size, head_bytes):
+    sizes = fitting_wide(MEASURED_WIDE, block_size, head_bytes, gpu.shared_memory)
+    assert sizes.tile >= 16 and block_size % sizes.tile == 0 and sizes.num_stages >= 1
+    padded = 1 << (head_bytes - 1).bit_length()
+    assert (2 * sizes.num_stages * sizes.tile + sizes.rows) * padded <= 0.9 * gpu.shared_memory
+
+
 def test_an_h200_takes_what_was_measured_on_it():
     assert fitting(MEASURED, 64, 256, H200.shared_memory) == MEASURED
+    assert fitting_wide(MEASURED_WIDE, 64, 256, H200.shared_memory) == MEASURED_WIDE
 
 
 def test_split_decodes_have_no_more_pieces_than_the_workspace_holds():
