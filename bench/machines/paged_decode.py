@@ -79,7 +79,7 @@ class Case:
     def step(self, prefixes: SharedPrefixes | None = None) -> StepTables:
         shape = GraphShape(self.rows, self.rows, 0)
         packing = StepPacking(shape, self.rows, (SampleInputs(), RowInputs(), TableInputs(BLOCK_SIZE)))
-        packed = np.empty(packing.num_words + int(self.layout.table_lengths.sum()), np.int32)
+        packed = np.empty(packing.num_words_for(self.layout), np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, BLOCK_SIZE, prefixes), None, packed)
         return StepTables.from_inputs(packing.views(torch.from_numpy(packed).to(CUDA)))
 
@@ -93,7 +93,7 @@ class Case:
         return replayed_micros(run) / len(self.caches)
 
     def flex(self) -> float:
-        max_blocks = int(self.layout.table_lengths.max())
+        max_blocks = max(len(entry.block_table) for entry in self.layout.entries)
         flex = FlexDecodes(self.options, max_decodes=self.rows, max_blocks=max_blocks, device=CUDA)
         step = self.step()
         flex.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions)

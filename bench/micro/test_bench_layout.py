@@ -81,7 +81,8 @@ def test_plan_of_64_decodes_at_32k(benchmark: BenchmarkFixture, num_shared: int)
 
     def next_layout() -> tuple[tuple[BatchLayout], dict[str, object]]:
         start = 31_300 + next(steps)
-        return (build_layout([entry._replace(start=start) for entry in entries], BLOCK_SIZE),), {}
+        placed = [entry._replace(start=start, num_computed_before=start) for entry in entries]
+        return (build_layout(placed, BLOCK_SIZE),), {}
 
     benchmark.pedantic(backend.plan, setup=next_layout, rounds=640, warmup_rounds=1)
     benchmark.extra_info["us per row"] = round(benchmark.stats.stats.median * 1e6 / len(entries), 3)

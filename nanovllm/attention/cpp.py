@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.block_tables import BlockTables
 from nanovllm.cache.kinds import LayerTraits
-from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.kernels.cpp import Kernels
 from nanovllm.kernels.packed_product import AttentionRowsStruct
@@ -19,7 +19,6 @@ from nanovllm.kernels.packed_product import AttentionRowsStruct
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
 # kernel's vectors are empty. Estimated from the cost of a tile in both ways.
 MIN_SHARING_QUERIES = 12
-_COLUMNS = 64  # of a decode's block table, added at a time
 
 
 class CppAttention:
@@ -40,8 +39,8 @@ class CppAttention:
         self._sees_all = [traits.sight.is_full for traits in kinds]
         self._kernels = [_KindKernels(*kind) for kind in zip(kinds, kernels, strict=True)]
         self._num_groups = min(traits.num_groups for traits in kinds)
-        self._decode_tables = _BlockTables(num_blocks)
-        self._num_blocks = num_blocks
+        self._new_tables = partial(BlockTables, block_size, np.int64, num_blocks)
+        self._decode_tables = self._new_tables()
 
     @staticmethod
     def supports(traits: LayerTraits) -> str | None:
@@ -50,31 +49,29 @@ class CppAttention:
 
     def plan(self, layout: BatchLayout) -> CppPlan:
         """Raises ValueError for block tables outside of the caches: the kernels check nothing."""
-        decodes = self._rows(layout.decodes, 0, self._decode_tables)
-        chunks = self._rows(layout.chunks, layout.num_decodes, _BlockTables(self._num_blocks))
+        decodes = self._rows(layout, slice(0, layout.num_decodes), self._decode_tables)
+        chunks = self._rows(layout, slice(layout.num_decodes, None), self._new_tables())
         shared = alone = None
         if any(self._sees_all):
             min_members = -(-MIN_SHARING_QUERIES // self._num_groups)
             shared = _Decodes.from_rows(decodes, _Groups.from_rows(decodes, self.block_size, min_members))
         if not all(self._sees_all):
-            alone = _Decodes.from_rows(decodes, _Groups.of_ones(len(layout.decodes)))
+            alone = _Decodes.from_rows(decodes, _Groups.of_ones(layout.num_decodes))
         addresses = _addresses(chunks.tables, chunks.first_rows, chunks.starts, chunks.counts)
         return CppPlan(self.block_size, self._kernels, decodes, shared, alone, chunks, addresses)
 
-    def _rows(self, entries: list[ScheduledSequence], first_row: int, tables: _BlockTables) -> _Rows:
+    def _rows(self, layout: BatchLayout, part: slice, tables: BlockTables) -> _Rows:
         """Rows of all decodes or of all chunks, with their block tables."""
-        count = len(entries)
-        starts = np.fromiter((entry.start for entry in entries), np.int64, count)
-        counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, count)
+        entries, first_rows = layout.entries[part], layout.row_starts[:-1][part]
+        starts, counts = layout.positions[first_rows], np.diff(layout.row_starts)[part]
         contexts = starts + counts
         lasts = (contexts - 1) // self.block_size
-        for entry, last in zip(entries, lasts.tolist(), strict=True):
+        for entry, last, context in zip(entries, lasts.tolist(), contexts.tolist(), strict=True):
             if len(entry.block_table) <= last:
                 raise ValueError(
                     f"the block table of {entry.sequence.request_id!r} ends at "
-                    f"{len(entry.block_table) * self.block_size} tokens, not {entry.start + entry.num_new_tokens}."
+                    f"{len(entry.block_table) * self.block_size} tokens, not {context}."
                 )
-        first_rows = first_row + np.cumsum(counts) - counts
         return _Rows(first_rows, starts, counts, contexts, tables.update(entries, lasts))
 
 
@@ -104,62 +101,6 @@ class _Rows:
     counts: np.ndarray  # rows
     contexts: np.ndarray  # tokens that the last row sees
     tables: np.ndarray  # [num_entries, at least the blocks of the longest context]
-
-
-class _BlockTables:
-    """Block tables as an array; those of decodes are kept from one step to the next, which reads their last blocks.
-
-    A row belongs to a list: blocks before the one that a decode fills do not change, except to the null block once no
-    row sees them, and a sequence that gave all blocks back has a new list.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._lists: list[list[int]] = []  # of the last step
-        self._lasts = np.zeros(0, np.int64)  # indices of their last blocks
-        self._tables = np.zeros((0, 0), np.int64)
-
-    def update(self, entries: list[ScheduledSequence], lasts: np.ndarray) -> np.ndarray:
-        """[num_entries, at least max(lasts) + 1] blocks of each entry up to the last, then anything.
-
-        Raises ValueError for blocks that the caches lack.
-        """
-        lists = [entry.block_table for entry in entries]
-        if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
-            rows = {id(table): row for row, table in enumerate(self._lists)}
-            self._reorder(np.array([rows.get(id(table), -1) for table in lists], np.int64))
-        self._lists = []  # nothing is kept if a block is refused
-        if (missing := int(lasts.max(initial=-1)) + 1 - self._tables.shape[1]) > 0:
-            self._tables = np.pad(self._tables, ((0, 0), (0, -(-missing // _COLUMNS) * _COLUMNS)))
-        is_next = (self._lasts >= 0) & (lasts <= self._lasts + 1)
-        firsts = np.where(is_next, np.minimum(self._lasts, lasts), 0)
-        for row in np.flatnonzero(lasts - firsts > 1).tolist():  # new ones
-            first, end = int(firsts[row]), int(lasts[row]) + 1
-            self._tables[row, first:end] = self._checked(entries, [row] * (end - first), lists[row][first:end])
-        for columns in (firsts, lasts):
-            blocks = [table[column] for table, column in zip(lists, columns.tolist(), strict=True)]
-            self._tables[np.arange(len(lists)), columns] = self._checked(entries, range(len(lists)), blocks)
-        self._lists, self._lasts = lists, lasts
-        return self._tables
-
-    def _reorder(self, rows: np.ndarray) -> None:
-        """Rows of the last step in another order; -1: a new one. The last step's array stays, since it may be read."""
-        tables = np.full((len(rows), self._tables.shape[1]), NULL_BLOCK, np.int64)
-        lasts, is_kept = np.full(len(rows), -1, np.int64), rows >= 0
-        tables[is_kept], lasts[is_kept] = self._tables[rows[is_kept]], self._lasts[rows[is_kept]]
-        self._tables, self._lasts = tables, lasts
-
-    def _checked(self, entries: list[ScheduledSequence], rows: Sequence[int], blocks: list[int]) -> list[int]:
-        """The blocks, one of each row; raises ValueError for one that the caches lack."""
-        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
-            row, block = next(
-                (row, block) for row, block in zip(rows, blocks, strict=True) if not 0 <= block < self._num_blocks
-            )
-            raise ValueError(
-                f"the block table of {entries[row].sequence.request_id!r} names block {block}; the caches have blocks "
-                f"0 to {self._num_blocks - 1}."
-            )
-        return blocks
 
 
 @dataclass(frozen=True, slots=True)

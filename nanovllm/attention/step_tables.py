@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.block_tables import BlockTables
 from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.attention.tiles import Tiles
+from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 
@@ -92,6 +93,8 @@ class TableInputs(StepFeature):
 
     def __init__(self, block_size: int, num_groups: int = 0, *, has_spans: bool = False) -> None:
         self._block_size, self._num_groups = block_size, num_groups
+        num_blocks = np.iinfo(np.int32).max
+        self._tables = [BlockTables(block_size, np.int32, num_blocks) for _ in range(max(1, num_groups))]
         of_groups = (num_groups,) if num_groups else ()
         sizes: dict[str, tuple[int | str, ...] | None] = {
             "decode_tables": (*of_groups, "decodes"),
@@ -113,16 +116,16 @@ class TableInputs(StepFeature):
 
     def num_more_words(self, layout: BatchLayout) -> int:
         """Those of the block tables, which are equally long in all groups."""
-        return max(1, self._num_groups) * int(layout.table_lengths.sum())
+        return len(self._tables) * int(self._lengths(layout).sum())
+
+    def _lengths(self, layout: BatchLayout) -> NDArray[np.int64]:
+        """[num_entries] blocks of each entry that its rows see or fill."""
+        return layout.positions[layout.row_starts[1:] - 1] // self._block_size + 1
 
     def fill(self, to: Any, step: HostStep) -> None:
         layout, real, tiles = step.layout, step.layout.num_decodes, step.plan
-        layouts = (layout, *layout.others)[: max(1, self._num_groups)]
-        entries = itertools.chain.from_iterable(of_group.entries for of_group in layouts)
-        to.tables[:] = np.fromiter(
-            itertools.chain.from_iterable(entry.block_table for entry in entries), np.int32, len(to.tables)
-        )
-        lengths = layout.table_lengths
+        lengths = self._lengths(layout)
+        self._fill_tables(to.tables, layout, lengths)
         starts = np.cumsum(lengths) - lengths
         # The groups' tables lie one after the other.
         offsets = np.arange(self._num_groups)[:, None] * lengths.sum() if self._num_groups else 0
@@ -138,6 +141,17 @@ class TableInputs(StepFeature):
             to.spans[:count] = tiles.spans[:, 1:]
             to.spans[:count, 0] += step.num_decodes
             to.span_tables[..., :count] = starts[real:][tiles.spans[:, 0]] + offsets
+
+    def _fill_tables(self, to: NDArray[np.int32], layout: BatchLayout, lengths: NDArray[np.int64]) -> None:
+        rows, layouts = [], (layout, *layout.others)  # further layouts may be of recurrent states
+        for number, (tables, of_group) in enumerate(zip(self._tables, layouts, strict=False)):
+            blocks = tables.update(of_group.entries, lengths - 1)
+            for row, (entry, length) in enumerate(zip(of_group.entries, lengths.tolist(), strict=True)):
+                if entry.sequence is not None and (kept := entry.sequence.group_tables) is not None:
+                    blocks[row, : kept.first_held[number]] = NULL_BLOCK  # freed since, as no later row sees them
+                rows.append(blocks[row, :length])
+        if rows:
+            np.concatenate(rows, out=to)
 
     def _fill_tiles(self, to: Any, tiles: Tiles, first_row: int) -> None:
         count, is_real = len(tiles.blocks), tiles.rows >= 0

@@ -58,11 +58,6 @@ class BatchLayout:
         return len(self.positions)
 
     @property
-    def table_lengths(self) -> NDArray[np.int64]:
-        """[num_entries] blocks in each entry's block table."""
-        return np.fromiter((len(entry.block_table) for entry in self.entries), np.int64, len(self.entries))
-
-    @property
     def decodes(self) -> list[ScheduledSequence]:
         return self.entries[: self.num_decodes]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
 from tests.support.paged_cases import cpp as cpp_backend
 from tests.support.sanitizer import check_sanitized
-from tests.support.shared_decodes import decode_entries
+from tests.support.shared_decodes import changing_steps
 from tests.support.tiny_models import save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
@@ -138,26 +137,9 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_tables_kept_from_step_to_step_are_those_made_anew(seed):
-    """Sequences come, go, change places, compute one token or more, and have their last tokens undone."""
-    choice, case = random.Random(seed), PagedCase([(5, 1)])
-    backend, running = cpp_backend(case), []
-    for _ in range(60):
-        if len(running) < 2 or choice.random() < 0.2:
-            running.append(([], choice.randrange(200)))
-        if choice.random() < 0.1:
-            running.pop(choice.randrange(len(running)))
-        if choice.random() < 0.1:
-            choice.shuffle(running)
-        entries = []
-        for index, (table, start) in enumerate(running):
-            if choice.random() < 0.1:
-                start = max(0, start - choice.randint(1, 3))
-                del table[-(-start // 16) :]
-            count = choice.choice([1, 1, 1, 1, 5])
-            table += choice.choices(range(1, 40), k=-(-(start + count) // 16) - len(table))
-            (entry,) = decode_entries([table], [start + count])
-            entries.append(entry._replace(start=start, num_new_tokens=count))
-            running[index] = table, start + count
+    case = PagedCase([(5, 1)])
+    backend = cpp_backend(case)
+    for entries in changing_steps(seed):
         layout = build_layout(entries, 16)
         kept, new = backend.plan(layout), cpp_backend(case).plan(layout)
         for own, other in ((kept.decode_rows, new.decode_rows), (kept.chunk_rows, new.chunk_rows)):

@@ -150,7 +150,7 @@ def test_a_packed_step_names_the_blocks_of_each_bundle():
     layout, prefixes = prefixes_of(tables, [16 * len(table) for table in tables], rule)
     assert prefixes is not None
     packing = packing_of(GraphShape(16, 16, 0), BLOCK_SIZE, 16)
-    packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+    packed = np.full(packing.num_words_for(layout), 12345, np.int32)
     packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE, prefixes), None, packed)
     step = packing.views(packed)
     bundles = step.shared_bundles.reshape(-1, BUNDLE_NUMBERS)

@@ -264,7 +264,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             sampling = [entry for entry in entries if entry.num_samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
             draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
-            packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+            packed = np.full(packing.num_words_for(layout), 12345, np.int32)
             packing.pack(layout, tiles, draws, packed)
             buffer[: len(packed)] = torch.from_numpy(packed)
             inputs = packing.views(buffer)
@@ -346,7 +346,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
     shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
     assert shape.num_decodes > layout.num_decodes
     packing = packing_of(shape, 16, 16)
-    buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
+    buffer = np.zeros(packing.num_words_for(layout), np.int32)
     packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
 
     report = StepLogprobs(PromptRows.from_layout(layout))

@@ -11,13 +11,14 @@ import torch
 from nanovllm.attention.step_tables import TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout
+from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.core.sequence import GroupTables, NewRequest, Sequence
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.step_inputs import Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.sampling.draw import DRAW_INPUTS, DrawInputs
+from tests.support.shared_decodes import changing_steps
 
 SHAPE = GraphShape(8, 8, 0)
 
@@ -74,6 +75,25 @@ def test_what_the_draw_reads_is_as_it_was_on_the_host():
         np.testing.assert_array_equal(values.numpy(), on_host, err_msg=named.name)
         assert on_host.dtype == named.dtype
     assert not any(values[3:].any() for values in draw_tensors(inputs))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_tables_kept_from_step_to_step_are_those_of_the_entries(num_groups):
+    """The second group's have the null block where no row sees one any more."""
+    kept = TableInputs(16, num_groups if num_groups > 1 else 0)
+    for entries in changing_steps(num_groups):
+        layout, held = build_layout(entries, 16), [entry.start // 32 for entry in entries]
+        if num_groups > 1:
+            for entry, count in zip(entries, held, strict=True):
+                entry.block_table[:count] = [0] * count
+                entry.sequence.group_tables = GroupTables([entry.block_table], [count, count])
+            layout = with_groups(layout, [False] * num_groups, 16)
+        shape = GraphShape(16, 16 + layout.num_tokens, 64)
+        packing = StepPacking(shape, 16, (SampleInputs(), RowInputs(), kept))
+        buffer = np.full(packing.num_words_for(layout), 12345, np.int32)
+        packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
+        seen = [entry.block_table[: -(-(entry.start + entry.num_new_tokens) // 16)] for entry in layout.entries]
+        assert packing.views(buffer).tables.tolist() == [block for table in seen for block in table] * num_groups
 
 
 def test_wide_numbers_are_aligned_and_the_last_array_takes_what_is_left():

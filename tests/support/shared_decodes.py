@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,30 @@ def decode_entries(tables: list[list[int]], contexts: list[int]) -> list[Schedul
         sequence = Sequence(request, arrival=number, max_model_len=10**6)
         entries.append(ScheduledSequence(sequence, context - 1, 1, 1, table, context - 1))
     return entries
+
+
+def changing_steps(seed: int) -> Iterator[list[ScheduledSequence]]:
+    """Sequences come, go, change places, compute one token or more, and have their last tokens undone."""
+    choice = random.Random(seed)
+    running: list[tuple[list[int], int]] = []
+    for _ in range(60):
+        if len(running) < 2 or choice.random() < 0.2:
+            running.append(([], choice.randrange(200)))
+        if choice.random() < 0.1:
+            running.pop(choice.randrange(len(running)))
+        if choice.random() < 0.1:
+            choice.shuffle(running)
+        entries = []
+        for index, (table, start) in enumerate(running):
+            if choice.random() < 0.1:
+                start = max(0, start - choice.randint(1, 3))
+                del table[-(-start // 16) :]
+            count, before = choice.choice([1, 1, 1, 1, 5]), start if table else 0
+            table += choice.choices(range(1, 40), k=-(-(start + count) // 16) - len(table))
+            (entry,) = decode_entries([table], [start + count])
+            entries.append(entry._replace(start=start, num_new_tokens=count, num_computed_before=before))
+            running[index] = table, start + count
+        yield entries
 
 
 def random_tables(choice: random.Random, count: int, block_size: int) -> tuple[list[list[int]], list[int]]:
@@ -119,7 +144,7 @@ class SharedDecodes:
         num_rows = len(self.query)
         shape = GraphShape(num_rows, num_rows, 0, is_wide=prefixes is not None and prefixes.wide is not None)
         packing = packing_of(shape, self.block_size, num_rows)
-        packed = np.full(packing.num_words + int(self.layout.table_lengths.sum()), 12345, np.int32)
+        packed = np.full(packing.num_words_for(self.layout), 12345, np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, self.block_size, prefixes), None, packed)
         step = StepTables.from_inputs(packing.views(torch.from_numpy(packed).to(self.device)))
         step.decode_blocks[self.idle] = 0
