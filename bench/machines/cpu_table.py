@@ -1,6 +1,7 @@
 """One column for this machine's processor: its class, the forms that run, what it reaches at best, and workloads.
 
     python bench/machines/cpu_table.py --json zen5.json
+    python bench/machines/cpu_table.py --shapes 1b 1b:Q4_K 4b 4b:Q4_K      random weights, streams and prompts
     python bench/machines/cpu_table.py --tables zen5.json granite_rapids.json      as Markdown, side by side
 
 Peaks are the best of many short bursts of all threads at once (`cpu_rates.cpp`): multiply-adds from registers alone,
@@ -39,6 +40,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "W, 5 log-probabilities": ("W", GREEDY | {"logprobs": 5}),
     "P": ("P", GREEDY),
     "single": ("single", GREEDY),
+}
+# Of larger models with random weights.
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one stream": ("random:requests=1,prompt=128,output=32", GREEDY),
+    "4 streams": ("random:requests=4,prompt=128,output=32", GREEDY),
+    "16 streams": ("random:requests=16,prompt=128,output=32", GREEDY),
+    "prompts": ("random:requests=4,prompt=1024,output=1", GREEDY),
 }
 
 
@@ -101,6 +109,8 @@ def best_rate(num_threads: int, call: Callable[[int, Any], float]) -> tuple[floa
 
 def forms(engine: Any) -> dict[str, str]:
     """In which form each part runs, all of them found right at start; others would not be here."""
+    from nanovllm.sampling.row_kernels import load_row_kernels
+
     runner = engine.model_runner
     if not runner._choice.kernels:
         return {"attention": runner._choice.backend, "products": "oneDNN", "sampling": "PyTorch"}
@@ -110,7 +120,7 @@ def forms(engine: Any) -> dict[str, str]:
     return {
         "products": kernels.target if is_half else vectors,
         "attention": kernels.target if is_half else vectors,
-        "sampling": vectors if runner._row_kernels is not None else "PyTorch",
+        "sampling": vectors if load_row_kernels() is not None else "PyTorch",
         "layers": "fused" if runner.binding._fused_layers else "modules",
     }
 
@@ -118,8 +128,8 @@ def forms(engine: Any) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------------- workloads
 
 
-def work(config: Any, workload: Any, played: Any, counts: dict[str, int]) -> tuple[float, float]:
-    """Operations, and bytes read, of a replayed workload in bfloat16."""
+def work(config: Any, workload: Any, played: Any, counts: dict[str, int], weight: float) -> tuple[float, float]:
+    """Operations, and bytes read, of a replayed workload; `weight` bytes each."""
     heads, kv_heads, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layer = config.hidden_size * dim * (2 * heads + 2 * kv_heads) + 3 * config.hidden_size * config.intermediate_size
@@ -134,7 +144,7 @@ def work(config: Any, workload: Any, played: Any, counts: dict[str, int]) -> tup
         operations += 4.0 * heads * dim * layers * sum(position + 1 for position in positions)
         read += token_bytes * sum(position + 1 - ended.num_cached_tokens for position in range(prompt, end))
         cached = max(cached, ended.num_cached_tokens)
-    return operations, read + counts["steps"] * (2.0 * (layers * layer + head) + token_bytes * cached)
+    return operations, read + counts["steps"] * (weight * (layers * layer + head) + token_bytes * cached)
 
 
 def measure_variant(name: str, num_requests: int | None, model: str | None) -> dict[str, Any]:
@@ -147,7 +157,14 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
     from nanovllm.tools.bench.replay import figures, replay
     from nanovllm.tools.workloads import specs
 
-    workload_name, options = VARIANTS[name]
+    workload_name, options = (VARIANTS | STREAMS)[name]
+    tokenizer, weight = {}, 2.0
+    if name in STREAMS:
+        from random_models import NoText, checkpoint, q4_k_file  # beside this file
+
+        shape, _, form = (model or "").partition(":")
+        tokenizer, weight = {"tokenizer": NoText()}, 144 / 256 if form else 2.0
+        model = str(q4_k_file(shape) if form else checkpoint(shape))
     workload = specs.build(workload_name)
     workload = workload.first(min(num_requests or len(workload.requests), len(workload.requests)))
 
@@ -156,9 +173,9 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
             params = SamplingParams(**options, ignore_eos=True, max_tokens=request.num_output_tokens, seed=number)
             self._engine.add(self._engine.input_processor.process_one(str(number), request.prompt_token_ids, params))
 
-    engine = Engine(
-        model or DEFAULT_MODEL, {"kv_cache_memory_bytes": 512 * 2**20, "device": "cpu", "dtype": "bfloat16"}, 1
-    )
+    cache = 512 * 2**20 if name in VARIANTS else 2**31
+    options_of_engine = {"kv_cache_memory_bytes": cache, "device": "cpu", "dtype": "bfloat16", **tokenizer}
+    engine = Engine(model or DEFAULT_MODEL, options_of_engine, 1)
     for _ in range(2):
         engine.prepare(workload)
         before, processor_time = engine.counters(), time.process_time()
@@ -166,7 +183,7 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
         processor_time = time.process_time() - processor_time
     counts = {key: count - before[key] for key, count in engine.counters().items()}
     config = engine._engine.model_runner.binding.model.config.get_text_config(decoder=True)
-    operations, num_bytes = work(config, workload, played, counts)
+    operations, num_bytes = work(config, workload, played, counts, weight)
     result = figures(workload, played)
     return {
         "threads": torch.get_num_threads(),
@@ -202,9 +219,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for count in options.threads:
         column: dict[str, Any] = {"peaks": in_process([*peaks, "--rates", str(count)], count), "workloads": {}}
         result["threads"][str(count)] = column
-        for name in options.variants:
-            column["workloads"][name] = in_process(["--variant", name, *limit], count)
-            print(f"{count} threads, {name}: {column['workloads'][name]['tokens/s']:.0f} tokens/s", file=sys.stderr)
+        shapes = [(f"{shape}, {name}", name, ["--model", shape]) for shape in options.shapes for name in STREAMS]
+        for label, name, more in shapes or [(name, name, []) for name in options.variants]:
+            measured = column["workloads"][label] = in_process(["--variant", name, *limit, *more], count)
+            print(f"{count} threads, {label}: {measured['tokens/s']:.0f} tokens/s", file=sys.stderr)
     return result
 
 
@@ -249,6 +267,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--shapes", nargs="+", default=[], help="of random_models.py, in bfloat16 or :Q4_K, in place")
     parser.add_argument("--requests", type=int, help="the first of each workload alone")
     parser.add_argument("--model", help="folder of another model; default: the embedded one")
     parser.add_argument("--processor-time", action="store_true")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -18,6 +19,12 @@ SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
              "max_position_embeddings": 40_960},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True,
+           "max_position_embeddings": 8192},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+           "max_position_embeddings": 40_960},
     "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
            "max_position_embeddings": 40_960},
@@ -71,6 +78,55 @@ def checkpoint(shape: str) -> Path:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return folder
+
+
+def q4_k_file(shape: str) -> Path:
+    """GGUF file with random Q4_K blocks, written once a machine; sizes must be multiples of 256."""
+    import gguf
+
+    path, sizes = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}.Q4_K.gguf", SHAPES[shape]
+    if path.exists():
+        return path
+    hidden, inner, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    queries, keys = sizes["num_attention_heads"] * dim, sizes["num_key_value_heads"] * dim
+    partial = path.with_suffix(f".{os.getpid()}")
+    writer, numbers = gguf.GGUFWriter(partial, "qwen3", use_temp_file=True), np.random.default_rng(0)
+    writer.add_context_length(sizes["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+
+    def add(name: str, rows: int, columns: int) -> None:
+        blocks = numbers.integers(0, 256, (rows, columns // 256, 144), np.uint8)
+        blocks[..., :4] = np.array([1e-4, 7.5e-4], np.float16).view(np.uint8)  # scales, so that the mean is about 0
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+
+    add("token_embd", sizes["vocab_size"], hidden)
+    norms = {"output_norm": hidden}
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"blk.{layer}"
+        norms |= {f"{at}.{name}_norm": hidden for name in ("attn", "ffn")}
+        norms |= {f"{at}.attn_{name}_norm": dim for name in "qk"}
+        for name, rows, columns in (
+            ("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
+            ("attn_output", hidden, queries), ("ffn_gate", inner, hidden), ("ffn_up", inner, hidden),
+            ("ffn_down", hidden, inner),
+        ):  # fmt: skip
+            add(f"{at}.{name}", rows, columns)
+    for name, size in norms.items():
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(partial, path)
+    return path
 
 
 def weight_bytes(shape: str) -> int:
