@@ -110,9 +110,9 @@ def test_a_tier_in_which_nothing_is_found_stores_little_until_something_is(monke
         assert stored(llm, [[number, *OTHERS[1]] for number in range(3, 9)]) < first / 3
         assert llm.stats().tiers.num_loaded_blocks == 0
         for number in range(3, 63):  # the same prompt again, with others between: stored by and by, then always
-            stored(llm, [[number, *OTHERS[3]]])
-            (again,) = generate(llm, [OTHERS[2]])
-        assert again.num_cached_tokens > 0 and llm.stats().tiers.num_loaded_blocks > 0
+            stored(llm, [[number, *OTHERS[3]], [number, *OTHERS[4]]])
+            generate(llm, [OTHERS[2]])
+        assert llm.stats().tiers.num_loaded_blocks > 0
 
 
 def test_every_loaded_block_has_the_bytes_that_were_stored():

@@ -15,7 +15,7 @@ from nanovllm.core.sequence import Sequence
 
 MAX_EXAMINED = 256  # queued blocks examined in one step
 # Content without a hit is stored in all steps if so large a share of it is found later, else in fewer, but some.
-WORTH_SHARE, LEAST_STEPS = 0.1, 1 / 16
+WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no even number of steps apart: what repeats has its turn
 
 
 class Load(NamedTuple):
