@@ -173,6 +173,10 @@ def test_a_group_is_wide_from_so_many_decodes_and_tokens_on(num_members, num_blo
     tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE)
     _, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
     assert prefixes is not None and (prefixes.wide is not None) == is_wide
+    num_reads = num_members * num_blocks * BLOCK_SIZE
+    for wide_reads in (num_reads, num_reads + 1):
+        of_reads = prefixes_of(tables, contexts, WIDE_RULE._replace(wide_reads=wide_reads))[1]
+        assert of_reads is not None and (of_reads.wide is not None) == (is_wide and wide_reads == num_reads)
     narrow = prefixes_of(tables, contexts, WIDE_RULE._replace(wide_members=0))[1]
     assert narrow is not None and narrow.wide is None
     for one, other in zip(
@@ -217,7 +221,7 @@ def test_a_packed_step_has_wide_pieces_where_its_shape_is_wide():
     assert prefixes is not None and prefixes.wide is not None
     for is_wide, expected in ((True, prefixes.wide), (False, prefixes)):
         packing = packing_of(GraphShape(64, 64, 0, is_wide), BLOCK_SIZE, 64)
-        packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+        packed = np.full(packing.num_words_for(layout), 12345, np.int32)
         packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE, prefixes), None, packed)
         step = packing.views(packed)
         assert np.array_equal(step.members[: len(expected.members)], expected.members)

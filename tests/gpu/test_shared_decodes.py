@@ -77,7 +77,7 @@ def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
         for_kernel = SharingRule.for_kernel.__func__
 
         def with_tokens(cls: Any, *args: Any, for_kernel: Any = for_kernel, wide_tokens: int = wide_tokens, **kw: Any):
-            return for_kernel(cls, *args, **kw)._replace(wide_tokens=wide_tokens)
+            return for_kernel(cls, *args, **kw)._replace(wide_tokens=wide_tokens, wide_reads=0)
 
         with monkeypatch.context() as context:
             context.setattr(SharingRule, "for_kernel", classmethod(with_tokens))

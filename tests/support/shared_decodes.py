@@ -136,7 +136,8 @@ class SharedDecodes:
         """Whatever can be shared is. Args: wide_tokens: fewest of a group with wide programs; None without these."""
         rule = SharingRule.for_kernel(self.kernel, token_bytes=1)
         rule = rule._replace(max_bundles=self.kernel.most_bundles(len(self.tables)), member_tokens=0.0, step_tokens=0.0)
-        rule = rule._replace(wide_members=0) if wide_tokens is None else rule._replace(wide_tokens=wide_tokens)
+        wide = {"wide_members": 0} if wide_tokens is None else {"wide_tokens": wide_tokens, "wide_reads": 0}
+        rule = rule._replace(**wide)
         return SharedPrefixes.from_layout(self.layout, self.block_size, rule)
 
     def run(self, prefixes: SharedPrefixes | None) -> Tensor:
