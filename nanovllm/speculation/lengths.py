@@ -21,15 +21,47 @@ ENGINE_DECAY = 0.998
 LEARN_EVERY = 8  # steps without drafts
 ALL_NUMBERS = 16  # of drafts are compared up to so many, then a sixteenth of them at least apart
 LEAST_GAIN = 1.1  # in tokens per second, of a step with drafts over one without: predictions are a tenth off
-TRIAL_STEPS = 4  # without drafts, to measure them; the first does not run ahead
-FIRST_PATIENCE, LAST_PATIENCE = 32, 2048  # steps with drafts until such a trial; twice as many with each
+# Steps of a trial of the other way, with or without drafts. Of the second the first does not run ahead; a fit that is
+# far off learns from the fifth step.
+TRIAL_STEPS = 6
+FIRST_PATIENCE, LAST_PATIENCE = 32, 2048  # steps of one way until such a trial; twice as many with each in a row
+
+
+@dataclass(slots=True)
+class Patience:
+    """Counts steps that went one way since the other was measured; then a trial of the other is due.
+
+    num_tried, num_more: steps of the trial, the other way and not.
+    """
+
+    limit: int = FIRST_PATIENCE
+    num_steps: int = 0
+    num_tried: int = 0
+    num_more: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_steps >= self.limit
+
+    def count(self, *, is_other: bool, is_measured: bool = True) -> None:
+        """Count a step; a trial ends without steps of the other way too, as where no drafts are found."""
+        if not self.is_over:
+            self.num_steps += not is_other
+            if is_other and is_measured:
+                self.limit, self.num_steps = FIRST_PATIENCE, 0
+            return
+        self.num_tried += is_other
+        self.num_more += not is_other
+        if self.num_tried == TRIAL_STEPS or self.num_more == FIRST_PATIENCE:
+            self.limit = min(2 * self.limit, LAST_PATIENCE)
+            self.num_steps = self.num_tried = self.num_more = 0
 
 
 class DraftCosts(LearnedCosts):
     """Predicts steps with and without drafts; learns from all of the first, and from some of the others.
 
     With overlap a step without drafts runs ahead, which hides the host's work, so these steps have a fit of their own.
-    As long as drafts pay there are none, so a few are tried now and then.
+    One way of the two is measured only as long as it is chosen, so the other is tried now and then.
 
     Args:
         cost: of steps with drafts, at first.
@@ -45,7 +77,8 @@ class DraftCosts(LearnedCosts):
     ) -> None:
         super().__init__(config, groups, cost)
         self._plain = RecursiveFit(plain or self.fit.cost) if config.overlap else None
-        self._num_drafted, self._num_tried, self._patience = 0, 0, FIRST_PATIENCE  # steps
+        self._drafted, self._refused = Patience(), Patience()
+        self.has_refused = False  # drafts, since the last step ended
 
     def begin(self, drafted: RecursiveFit, plain: RecursiveFit) -> None:
         """Go on from fits to other steps."""
@@ -54,8 +87,9 @@ class DraftCosts(LearnedCosts):
             self._plain = plain
 
     @property
-    def is_trial(self) -> bool:
-        return self._num_drafted >= self._patience
+    def tries(self) -> bool | None:
+        """Whether drafts are verified or left out whatever they cost; None if costs decide."""
+        return False if self._drafted.is_over else True if self._refused.is_over else None
 
     def seconds(self, work: StepWork) -> float:
         return self.fit.seconds(work)
@@ -64,25 +98,31 @@ class DraftCosts(LearnedCosts):
         return (self._plain or self.fit).seconds(work)
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
-        runs_ahead = record.start_time < self.last_time
-        if batch.drafts or (self._plain is None and record.step_id % LEARN_EVERY == 0):
+        if self._plain is None:
+            if batch.drafts or record.step_id % LEARN_EVERY == 0:
+                super().step_ended(record, batch)
+        elif batch.drafts:
             super().step_ended(record, batch)
-            self._num_drafted += self._plain is not None
-        elif self._plain is not None and runs_ahead and (self.is_trial or record.step_id % LEARN_EVERY == 0):
-            self._plain.learn(self.work(batch), record.time - self.last_time)
-        if self.is_trial and not batch.drafts:
-            self._num_tried += 1
-            if self._num_tried == TRIAL_STEPS:
-                self._num_drafted = self._num_tried = 0
-                self._patience = min(2 * self._patience, LAST_PATIENCE)
+            self._drafted.count(is_other=False)
+            self._refused.count(is_other=True)
+        else:
+            is_due = self.tries is False or record.step_id % LEARN_EVERY == 0
+            if is_measured := is_due and record.start_time < self.last_time:
+                self._plain.learn(self.work(batch), record.time - self.last_time)
+            self._drafted.count(is_other=True, is_measured=is_measured)
+            if self.has_refused or self._refused.is_over:
+                self._refused.count(is_other=False)
+        self.has_refused = False
         self.last_time = record.time
 
 
 class StepCosts(Protocol):
     """Predicts seconds of steps with drafts, and of plain ones; see `DraftCosts`."""
 
+    has_refused: bool
+
     @property
-    def is_trial(self) -> bool: ...
+    def tries(self) -> bool | None: ...
     def seconds(self, work: StepWork) -> float: ...
     def plain_seconds(self, work: StepWork) -> float: ...
     def work(self, batch: ScheduledBatch) -> StepWork: ...
@@ -136,14 +176,15 @@ class DraftLengths:
         """Whether drafts in a step of these decodes would pay if all were accepted; asked anew every 32 steps."""
         if self.costs is None or not entries:
             return True
-        if self.costs.is_trial:
-            return False
+        if self.costs.tries is not None:
+            return self.costs.tries
         count = len(entries)
         key = count if count < ALL_NUMBERS else count // 4 * 4  # requests end one by one
         age, pays = self._pays.get(key, (0, False))
         if age == 0:
             pays = self._best(entries, [(1.0, index) for index in range(count) for _ in range(self.max_drafts)]) > 0
         self._pays[key] = (age - 1) % 32, pays
+        self.costs.has_refused |= not pays
         return pays
 
     def choose(
@@ -169,12 +210,23 @@ class DraftLengths:
                 gains.append((probability, index))
         gains.sort(key=lambda gain: -gain[0])
         counts = [0] * len(proposed)
-        for _, index in gains[: self._best(entries, gains[:room])]:
+        number = self._best(entries, gains[:room])
+        if not number and gains:
+            number = self._most(entries, min(room, len(gains))) if self.costs.tries else 0
+            self.costs.has_refused = True
+        for _, index in gains[:number]:
             counts[index] += 1
         for (acceptance, _), count in zip(proposed, counts, strict=True):
             if count == 0:
                 acceptance.note(0, 0, RECOVERY)
         return counts
+
+    def _most(self, entries: Sequence[ScheduledSequence], room: int) -> int:
+        """Most drafts of a step within `room`; where steps are padded, those of the next size."""
+        if self.row_sizes is None:
+            return room
+        sizes = sorted(size - len(entries) for size in self.row_sizes.decodes if size > len(entries))
+        return min(room, sizes[0]) if sizes else 0
 
     def _best(self, entries: Sequence[ScheduledSequence], gains: list[tuple[float, int]]) -> int:
         """Number of gains, the largest first, with the most tokens per second."""
