@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.cache.tiers import books, reading, segments
+from nanovllm.cache.tiers import books, reading, segments, tiered_blocks
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
@@ -113,6 +113,28 @@ def test_a_tier_in_which_nothing_is_found_stores_little_until_something_is(monke
             stored(llm, [[number, *OTHERS[3]], [number, *OTHERS[4]]])
             generate(llm, [OTHERS[2]])
         assert llm.stats().tiers.num_loaded_blocks > 0
+
+
+def test_a_step_that_stores_new_content_goes_on_until_the_prefix_is_whole(monkeypatch):
+    """Its tail is queued first, and without its head no hit."""
+    with open_llm(num_kv_blocks=12, max_model_len=160, **HOST) as llm:
+        tiers = llm._engine.tiers
+        manager, block_bytes = tiers.manager, tiers.books.block_bytes[0]
+        monkeypatch.setattr(tiers, "save_idle", lambda: False)
+        monkeypatch.setattr(tiered_blocks, "STEP_BYTES", 2 * block_bytes)
+        tiers.books.found_share = 0.0
+        for number in range(3, 43):
+            generate(llm, [[number, *OTHERS[0]]])
+        chains = [
+            [bool(node.slots) for node in first.below()] for root in tiers.books.roots.values()
+            for first in root.children.values()
+        ]  # fmt: skip
+        whole = [chain for chain in chains if sum(chain) > 2]
+        assert whole and manager.num_stored_blocks < 40
+        assert any(all(chain[:4]) for chain in whole), "from the head on"
+        before = manager.num_stored_blocks
+        assert manager.stores_now(), "idle time has what steps left"
+        assert manager.num_stored_blocks > before
 
 
 def test_every_loaded_block_has_the_bytes_that_were_stored():

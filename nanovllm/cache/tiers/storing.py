@@ -15,7 +15,7 @@ from nanovllm.core.sequence import Sequence
 
 MAX_EXAMINED = 256  # queued blocks examined in one step
 # Content without a hit is stored in all steps if so large a share of it is found later, else in fewer, but some.
-WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no even number of steps apart: what repeats has its turn
+WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no whole number of steps apart, for repeats
 
 
 class Load(NamedTuple):
@@ -42,7 +42,8 @@ class StoringBlocks(BlockManager):
 
     def _begin_storing(self) -> None:
         self.queues: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]
-        self._credit = 1.0  # of steps that store content without a hit
+        self._credit, self._is_cut = 1.0, False  # of steps that store content without a hit; whether the last had more
+        self._passed: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]  # by others, as queues: for idle time
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
         self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
@@ -127,6 +128,9 @@ class StoringBlocks(BlockManager):
 
     def stores_new(self) -> bool:
         """Whether the next step stores content without a hit too: all of a prefix, or none."""
+        if self._is_cut:
+            self._is_cut = False
+            return True
         self._credit += min(1.0, max(LEAST_STEPS, self.books.found_share / WORTH_SHARE))
         is_turn = self._credit >= 1.0
         self._credit -= is_turn
@@ -136,19 +140,22 @@ class StoringBlocks(BlockManager):
         """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight.
 
         Args:
-            stores_new: content that is not `is_worth` it too; else it leaves the queue.
+            stores_new: content that is not `is_worth` it too; else it is left to idle time.
         """
+        most = max(MAX_EXAMINED, self.max_step_blocks)
+        self._is_cut |= stores_new and len(self.queues[group]) > most
         chosen: list[tuple[int, StoredBlock]] = []
         slots: list[int] = []
         num_bytes = 0
-        for block, node in self.idle_blocks(group, max(MAX_EXAMINED, self.max_step_blocks)):
+        for block, node in self.idle_blocks(group, most):
             if not (self.stores_all and stores_new) and not self.is_worth(node):
                 if self.stores_all:
-                    del self.queues[group][block]
+                    self._passed[group][block] = self.queues[group].pop(block)
                 continue
             num_bytes += self.books.block_bytes[group]
             slot = self.books.take_slot(group) if num_bytes <= max_bytes else None
             if slot is None:
+                self._is_cut |= stores_new
                 break
             chosen.append((block, node))
             slots.append(slot)
@@ -165,6 +172,8 @@ class StoringBlocks(BlockManager):
     def stores_now(self) -> list[Copy]:
         """Copies of an idle block, for the caller to execute at once; with no step in flight."""
         for group, size in enumerate(self.books.block_bytes):
+            if not self.queues[group]:
+                self.queues[group], self._passed[group] = self._passed[group], {}
             if self.queues[group] and (copies := self.stores(group, size)):
                 self._take_storing()
                 return copies

@@ -87,7 +87,7 @@ class TieredBlocks(StoringBlocks):
     def reset_prefix_cache(self) -> None:
         super().reset_prefix_cache()
         self._nodes.clear()
-        for queue in self.queues:
+        for queue in (*self.queues, *self._passed):
             queue.clear()
         self._storing.clear()
         self._stored_in.clear()
@@ -283,11 +283,12 @@ class TieredBlocks(StoringBlocks):
             self._declined = {sequence for sequence in self._declined if not sequence.is_finished}
         if self.reads is not None:
             self.reads.collect()
-        stores_new = any(self.queues) and self.stores_new()
-        for group, queue in enumerate(self.queues):
-            if queue and ((evicts := self._evicts_soon(group)) or self.stores_while_busy):
-                most = EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES
-                self.copies += self.stores(group, most, stores_new=stores_new)
+        due = [(group, self._evicts_soon(group)) for group, queue in enumerate(self.queues) if queue]
+        due = [(group, evicts) for group, evicts in due if evicts or self.stores_while_busy]
+        stores_new = bool(due) and self.stores_new()
+        for group, evicts in due:
+            most = EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES
+            self.copies += self.stores(group, most, stores_new=stores_new)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
