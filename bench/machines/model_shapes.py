@@ -220,7 +220,7 @@ def stage_pools() -> dict[str, Any]:
     )  # fmt: skip
     block_bytes = [2 * BLOCK_SIZE * layer.token_values for layer in layers]
     held = {}
-    for name, traits in (("groups", layers), ("one table", [dataclasses.replace(t, window=None) for t in layers])):
+    for name, traits in (("groups", layers), ("one table", [dataclasses.replace(t, sight=FULL) for t in layers])):
         pools: CachePools
         groups = cache_groups_of(traits, block_bytes, length)
         _, pools = resolve_pools(config, groups, memory, max_model_len_is_set=True)

@@ -22,10 +22,10 @@ class BlockTables:
 
     Args:
         dtype: of the array.
-        num_blocks: of the cache.
+        num_blocks: of the cache; None checks nothing.
     """
 
-    def __init__(self, block_size: int, dtype: type[np.signedinteger[Any]], num_blocks: int) -> None:
+    def __init__(self, block_size: int, dtype: type[np.signedinteger[Any]], num_blocks: int | None) -> None:
         self._block_size, self._num_blocks = block_size, num_blocks
         self._lists: list[list[int]] = []  # of the last step
         self._lasts = np.zeros(0, np.int64)  # indices of their last blocks
@@ -47,7 +47,7 @@ class BlockTables:
         firsts = np.minimum(self._lasts + 1, unchanged)
         for row in np.flatnonzero(firsts <= lasts).tolist():
             blocks = lists[row][firsts[row] : lasts[row] + 1]
-            if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
+            if self._num_blocks is not None and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
                 bad = next(block for block in blocks if not 0 <= block < self._num_blocks)
                 raise ValueError(
                     f"the block table of {entries[row].sequence.request_id!r} names block {bad}; the caches have "

@@ -31,6 +31,7 @@ WIDE_TOKENS = 4096  # fewest that make a group wide: shorter prefixes take a fra
 # Fewest decodes times common tokens. On an H100 with 2 query heads a KV head 256 decodes of 16,384 tokens take 0.32 of
 # a layer's time in bundles, 64 of 4,096 take 1.24.
 WIDE_READS = 2**20
+PIECES_PER_DECODE = 4  # most wide pieces of a step, for which packed steps have room
 MAX_LEVELS = 8  # of prefixes within prefixes; deeper ones are not looked for
 
 
@@ -134,7 +135,9 @@ class SharedPrefixes:
             narrow.shared[rows] = num_blocks
             programs += _even_parts(len(members), rows, num_blocks, rule.wide_members)
             members += rows
-        length = -(-sum(num_blocks for _, _, num_blocks in programs) // rule.wide_pieces)
+        # Each program has one piece more than its share at most.
+        most = min(rule.wide_pieces, PIECES_PER_DECODE * num_decodes - len(programs))
+        length = -(-sum(num_blocks for _, _, num_blocks in programs) // most)
         pieces: list[tuple[int, int, int, int, int]] = []
         for first, count, num_blocks in programs:
             num_parts = -(-num_blocks // length)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.attention.block_tables import BlockTables
-from nanovllm.attention.shared_prefixes import SharedPrefixes
+from nanovllm.attention.shared_prefixes import PIECES_PER_DECODE, SharedPrefixes
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 
 BUNDLE_NUMBERS = 4  # of a bundle of decodes that share blocks: see `StepTables`
-WIDE_NUMBERS, PIECES_PER_DECODE = 8, 4  # of a wide piece: see `StepTables`; most wide pieces of a step
+WIDE_NUMBERS = 8  # of a wide piece: see `StepTables`
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,7 @@ class TableInputs(StepFeature):
 
     def __init__(self, block_size: int, num_groups: int = 0, *, has_spans: bool = False) -> None:
         self._block_size, self._num_groups = block_size, num_groups
-        num_blocks = np.iinfo(np.int32).max
-        self._tables = [BlockTables(block_size, np.int32, num_blocks) for _ in range(max(1, num_groups))]
+        self._tables = [BlockTables(block_size, np.int32, None) for _ in range(max(1, num_groups))]
         of_groups = (num_groups,) if num_groups else ()
         sizes: dict[str, tuple[int | str, ...] | None] = {
             "decode_tables": (*of_groups, "decodes"),

@@ -188,8 +188,8 @@ class Buckets:
         """
         most = max(STAND_IN_ROWS, shape.num_rows * 3 // 2)
         holding = [other for other in captured if other.holds(shape) and (at_any_cost or other.num_rows <= most)]
-        # A graph of the other kind computes the step too.
-        return min(holding, key=lambda other: (other.is_wide != shape.is_wide, *other[1:3], other[0]), default=None)
+        # A graph of the other kind computes the step too, but none that is padded to many more rows for its kind.
+        return min(holding, key=lambda other: (*other[1:3], other[0], other.is_wide != shape.is_wide), default=None)
 
     def _tiles(self, num_rows: int, more: int) -> int:
         num_tiles = self._whole_tiles(num_rows) + more

@@ -79,7 +79,7 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
         calls.append(partial(decodes.fill, *tables))
         for count in (MIN_ROWS, max_decodes):
             calls.append(partial(decodes.attend, query[:count], *caches, layer.scaling, None, sinks))
-        if decodes.bundle_members > 1 and max_decodes >= decodes.least_wide:
+        if decodes.wide_members and max_decodes >= decodes.least_wide:
             calls.append(partial(_attend_in_wide_groups, decodes, tables, query, caches))
     return calls
 

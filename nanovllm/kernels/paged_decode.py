@@ -101,6 +101,8 @@ class PagedDecode:
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
         self._wide = fitting_wide(MEASURED_WIDE, block_size, head_bytes, shared_memory)
         self.wide_members, self.wide_pieces = _wide_bounds(self._wide, heads[:2], num_multiprocessors)
+        if any(sight):  # decodes with a window or chunk share nothing
+            self.wide_members = 0
         self.least_wide = LEAST_WIDE
         # On Hopper and later a kernel may start while the previous one ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

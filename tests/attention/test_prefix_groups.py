@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.shared_prefixes import PIECES_PER_DECODE, SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch_layout import build_layout
@@ -206,6 +206,17 @@ def test_wide_pieces_cover_the_prefix_of_each_member_once_and_keep_to_their_numb
     others = {row for row in range(len(tables)) if row not in seen}
     assert not wide.wide_parts[sorted(others)].any()
     assert {row for row in others if wide.shared[row]} == set(wide.members[: wide.bundles[:, 1].sum()].tolist())
+
+
+@pytest.mark.parametrize("num_multiprocessors", [132, 148, 188])
+@pytest.mark.parametrize("num_decodes", [32, 33, 48])
+def test_wide_pieces_fit_into_the_room_of_a_packed_step(num_multiprocessors, num_decodes):
+    rule = WIDE_RULE._replace(wide_members=32, wide_pieces=num_multiprocessors)
+    for num_blocks in (10, 131, 520, 528):
+        tables, contexts = wide_group_and_others(num_decodes, num_blocks, block_size=BLOCK_SIZE, num_others=0)
+        _, prefixes = prefixes_of(tables, contexts, rule)
+        assert prefixes is not None and prefixes.wide is not None
+        assert len(prefixes.wide.wide_pieces) <= PIECES_PER_DECODE * len(tables)
 
 
 def test_a_wide_group_of_more_bundles_than_a_step_may_have_is_read_by_wide_programs_alone():

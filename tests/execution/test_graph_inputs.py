@@ -147,6 +147,8 @@ def test_a_step_with_a_wide_group_runs_in_a_graph_of_either_kind_and_rather_of_i
     for captured, own, other in ((narrow, narrow[1], narrow[0]), ([*narrow, wide], wide, narrow[0])):
         assert Buckets.stand_in(GraphShape(48, 48, 0, is_wide=True), captured) == own
         assert Buckets.stand_in(GraphShape(8, 8, 0), captured) == other
+    large = GraphShape(1024, 1024, 0, is_wide=True)
+    assert Buckets.stand_in(GraphShape(48, 48, 0, is_wide=True), [*narrow, large]) == narrow[1], "not 21 times the rows"
 
 
 def test_the_graph_of_a_wide_group_is_captured_after_some_of_its_steps():
