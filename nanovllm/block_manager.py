@@ -207,7 +207,7 @@ class BlockManager(BlockPool):
         """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""
         is_full = not any(self.entry_of[block] is None for block in islice(self.free_blocks, 1))
         may_find = self.enable_prefix_caching and (is_full or self.cuts_chunks)
-        if may_find and (num_blocks := sequence.num_findable_blocks(self.block_size)):
+        if may_find and (num_blocks := sequence.num_findable_blocks(self.block_size)) > 0:
             self._block_hash(sequence, num_blocks - 1)
             self.wanted.add(sequence, sequence.block_hashes[:num_blocks])
 

@@ -258,6 +258,8 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Make every running sequence recompute its KV (the weights changed); nothing may be in flight."""
+        if self.in_flight:
+            raise RuntimeError("preempt_all() while a step is in flight")
         for sequence in list(self.running):
             self.preempt(sequence)
 

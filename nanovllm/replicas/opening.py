@@ -158,8 +158,7 @@ def _setup(
     if not _can_be_sent(tokenizer):
         refuse("a tokenizer that cannot be pickled", REPLICAS)
     drafter = config.speculation
-    # A replica does not import the program that started it.
-    if not _can_be_sent(drafter) or type(drafter).__module__ == "__main__":
+    if not _can_be_sent(drafter):
         refuse("a Drafter that cannot be pickled", REPLICAS)
     # The front bounds the queue: it refuses excess requests before sending them.
     own = {name: value for name, value in options.items() if name != "max_queue"}
@@ -173,11 +172,12 @@ def _setup(
 
 
 def _can_be_sent(value: Any) -> bool:
+    """Whether a replica can read it, which does not import the program that started it."""
     try:
-        pickle.dumps(value)
+        sent = pickle.dumps(value)
     except Exception:
         return False
-    return True
+    return b"__main__" not in sent and b"__mp_main__" not in sent
 
 
 def _wait_until_up(fleet: Fleet) -> list[Ready]:

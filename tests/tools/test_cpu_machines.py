@@ -64,7 +64,7 @@ def test_work_is_that_of_the_models_own_modules():
     ended = SimpleNamespace(number=0, num_cached_tokens=0)
     operations, num_bytes = script("cpu_table").work(
         model.config, SimpleNamespace(requests=[request]), SimpleNamespace(finished=[ended]),
-        {"computed_tokens": length, "steps": 1},
+        {"computed_tokens": length, "steps": 1}, weight=2.0,
     )  # fmt: skip
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
