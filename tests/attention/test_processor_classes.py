@@ -190,7 +190,7 @@ def test_the_comparison_at_start_names_the_tiles_that_are_wrong(monkeypatch, tmp
     [
         ("row_products.h", PRODUCT, f"{PRODUCT} * 1.001f", "products of 1 by 64"),
         ("decode_vectors.h", "state.total * rescale", "state.total", "decodes"),
-        ("query_lanes.h", "+= found;", "+= found * 0.99f;", "decodes with a common prefix"),
+        ("query_lanes.h", "total += found", "total += found * 0.99f", "decodes with a common prefix"),
         ("query_lanes.h", "position < firsts", "position <= firsts", "chunks"),
         ("decoder_layer.cpp", "first, low, high)", "first, low, low)", "products of"),
     ],

@@ -93,8 +93,9 @@ struct DecodeLanes<true, Number> {
     const int end = skipped + tokens.count;
     Fetch fetch(next, num_heads * kDepths + kPairs * (1 + num_heads));
     multiply_keys({tokens.key(-skipped, 0), nullptr, tokens.num_kv_heads, num_heads, end}, fetch);
+    const auto all = [](int, Floats found) { return found; };
     const Floats rescale = weigh_lanes(&scores[0][0], (Element*)weights, kLanes, skipped, end, kMostTokens, scaling,
-                                       softcap, maxima, totals, SeesAll{}, [&] { fetch.some(); });
+                                       softcap, maxima, totals, all, [&] { fetch.some(); });
     transpose(weights);
     for (int head = 0; head < num_heads; ++head) {
       for (int pair = 0; pair < kPairs; ++pair) {

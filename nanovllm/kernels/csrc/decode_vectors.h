@@ -98,7 +98,7 @@ void add_tokens(const Element* queries, float scaling, float softcap, const Rows
     const float maximum = std::max(state.maximum, largest(maxima));
     Floats totals = {};
     for (int token = 0; token < padded; token += kLanes) {
-      const Floats part = weight_of(Element{}, load(&weights[head][token]), Floats{} + maximum, 1.0f);
+      const Floats part = weight_of(Element{}, load(&weights[head][token]) - maximum);
       store(&weights[head][token], part);
       totals += part;
     }

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <memory>
-#include <type_traits>
 
 #include "heads.h"
 #include "row_products.h"
@@ -95,11 +94,6 @@ void multiply_all(Tiles& tiles, int num_rows, const Operand& operand, const Elem
   }
 }
 
-// For `seen`: no score is masked.
-struct SeesAll {
-  Floats operator()(int, Floats scores) const { return scores; }
-};
-
 // Converts scores [token][stride] of 16 lanes to weights [token / kStep][stride][kStep] of the first `padded_end`
 // tokens; tokens outside of first..end-1 get weight 0. `seen` returns a token's masked scores, `meanwhile` is called
 // once per step. Updates the lanes' maxima and totals. Returns the factor for earlier sums.
@@ -109,31 +103,19 @@ inline Floats weigh_lanes(float* scores, Element* weights, int stride, int first
                           const Meanwhile& meanwhile) {
   const Floats before = maxima;
   Floats maximum = before;
-  const auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
-  int token = first;
-  if (std::is_same_v<Seen, SeesAll> && softcap <= 0) {
-    Floats others[3] = {before, before, before};  // side by side: each waits for its own last comparison alone
-    for (; token + 4 <= end; token += 4) {
-      const float* from = scores + token * stride;
-      maximum = larger(load(from), maximum);
-      for (int i = 0; i < 3; ++i) others[i] = larger(load(from + (i + 1) * stride), others[i]);
-    }
-    maximum = larger(larger(others[0], others[1]), larger(others[2], maximum));
-    for (; token < end; ++token) maximum = larger(load(scores + token * stride), maximum);
-  }
-  for (; token < end; ++token) {
+  for (int token = first; token < end; ++token) {
     Floats found = load(scores + token * stride);
     if (softcap > 0) found = capped(found * scaling, softcap) / scaling;
     found = seen(token, found);
     store(scores + token * stride, found);
-    maximum = larger(found, maximum);
+    maximum = found > maximum ? found : maximum;
   }
   const Floats rescale = exponential((before - maximum) * scaling);
-  Floats total[2] = {totals * rescale, Floats{}};  // of even tokens, or of all in float32, and of odd ones
+  Floats total = totals * rescale;
   const auto weights_of = [&](int token) {
     if (token < first || token >= end) return Floats{};
-    const Floats found = weight_of(Element{}, load(scores + token * stride), maximum, scaling);
-    total[token % kStep] += found;
+    const Floats found = weight_of(Element{}, (load(scores + token * stride) - maximum) * scaling);
+    total += found;
     return found;
   };
   for (int token = 0; token < padded_end; token += kStep) {
@@ -141,7 +123,7 @@ inline Floats weigh_lanes(float* scores, Element* weights, int stride, int first
     store_step(weights + token * stride, one, other);
     meanwhile();
   }
-  maxima = maximum, totals = total[0] + total[1];
+  maxima = maximum, totals = total;
   return rescale;
 }
 
@@ -157,7 +139,7 @@ inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, boo
     return weigh_lanes(&s.scores[0][at], &s.weights[0][at][0], kPanel, 0, count, padded(count), scaling, softcap,
                        maxima, totals, seen, [] {});
   };
-  const Floats rescale = !is_masked ? weigh_seen(SeesAll{})
+  const Floats rescale = !is_masked ? weigh_seen([](int, Floats scores) { return scores; })
                                     : weigh_seen([&](int token, Floats scores) {
                                         const int32_t position = (int32_t)(begin + token);
                                         const Ints hidden = (position > positions) | (position < firsts);

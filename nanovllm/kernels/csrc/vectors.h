@@ -79,9 +79,10 @@ inline void transpose(Words (&rows)[kLanes]) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
-// 2^logarithm with a relative error of 3e-6 and fewer operations: enough for weights that bfloat16 rounds to 4e-3.
-inline Floats rough_power(Floats logarithm) {
-  const Ints is_small = logarithm < -125.5f;
+// e^x with a relative error of 3e-6 and fewer operations: enough for weights that bfloat16 rounds to 4e-3.
+inline Floats rough_exponential(Floats x) {
+  const Ints is_small = x < -87.0f;
+  const Floats logarithm = x * 1.44269504f;            // base 2
   const Floats shifted = logarithm + 12582912.0f;      // the whole part, in the lowest bits
   const Floats rest = logarithm - (shifted - 12582912.0f);
   Floats power = rest * 1.3333558e-3f + 9.6181291e-3f;  // the series of 2^rest
@@ -100,13 +101,7 @@ inline Floats capped(Floats x, float cap) {
   return x < 0 ? -size : size;
 }
 
-// e^((score - maximum) * scaling); for bfloat16 in one multiply-add.
-inline Floats weight_of(float, Floats score, Floats maximum, float scaling) {
-  return exponential((score - maximum) * scaling);
-}
-inline Floats weight_of(bfloat16, Floats score, Floats maximum, float scaling) {
-  const float factor = scaling * 1.44269504f;
-  return rough_power(score * factor - maximum * factor);
-}
+inline Floats weight_of(float, Floats x) { return exponential(x); }
+inline Floats weight_of(bfloat16, Floats x) { return rough_exponential(x); }
 
 }  // namespace
