@@ -579,8 +579,7 @@ class Loop:
         lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]
         num_long = sum(count > config.long_prefill_token_threshold for count in lacking)
         check(num_long <= config.max_long_partial_prefills, f"{num_long} long prefills in progress")
-        # A state that rejected drafts went into returns to a boundary: it lacks a block, the next token with it.
-        num_partial = sum(count > (self.manager.block_size if is_cut else 1) for count in lacking)
+        num_partial = sum(count > (self.manager.block_size if is_cut else 1) for count in lacking)  # back at a boundary
         check(num_partial <= config.max_num_partial_prefills, f"{num_partial} prefills in progress")
 
     def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
