@@ -174,7 +174,10 @@ class StoringBlocks(BlockManager):
         for group, size in enumerate(self.books.block_bytes):
             if not self.queues[group]:
                 self.queues[group], self._passed[group] = self._passed[group], {}
-            if self.queues[group] and (copies := self.stores(group, size)):
+            goes_on = self._is_cut  # of a step's turn, which one block of many is not
+            copies = self.stores(group, size) if self.queues[group] else []
+            self._is_cut = goes_on
+            if copies:
                 self._take_storing()
                 return copies
         return []
