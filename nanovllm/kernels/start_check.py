@@ -2,7 +2,7 @@
 
 It covers products and attention in all variants of the library: few and many rows, depths that fill matrix tiles and
 others, quantised weights, single decodes and decodes with a common prefix, chunks; attention without and with every
-trait. Fused layers are compared with a model's modules later.
+trait, over scores of the range that models have. Fused layers are compared with a model's modules later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _BYTE_RUN = 32  # neighbours of a row with one scale, where rows become bytes: kRunOfRows in `csrc/few_rows.h`
 PAGE = 32  # tokens per block: enough for a decode's longest runs
+_MIDDLE = 53  # of the longest context: the token whose key adds nothing to the rise of scores
+# Kinds of queries in turn: factor of their random part, and rise of scores per token. Scores from -100 to 100, as a
+# model has: maxima that rise in each block, an early one with all later tokens far below it, and equal scores.
+_KINDS = ((1, 0.0), (1, 2.0), (1, -2.0), (0, 0.0), (1, 0.25))
 # Relative to a row's norm. Measured without matrix tiles: up to 4.1e-3 in bfloat16, where results and attention weights
 # are rounded by up to 2^-9 each, and 1.6e-6 in float32. A wrong factor of 0.99 exceeds it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -145,6 +149,9 @@ def _attention(
         for size in (head_dim, value_dim)
     )
     seen = [_slots(tables[member], end) for member, end in enumerate(contexts)]
+    keys = _coarse(keys)
+    for slots in seen:
+        keys[slots, :, 0] = _ramp(len(slots)).to(kernels.dtype)[:, None]
     unseen = torch.ones(len(keys), dtype=torch.bool, device="cpu").index_fill_(0, torch.cat(seen), False)
     keys[unseen], values[unseen] = torch.nan, torch.nan
     plain = _Traits(0, 0, 0.0, None)
@@ -157,7 +164,7 @@ def _attention(
         "decodes with traits": (torch.arange(num_members + 1, device="cpu"), [0] * num_members, every),
         "decodes with a common prefix": (torch.tensor([0, num_members], device="cpu"), [shared * PAGE], plain),
     }
-    queries = _random(generator, kernels.dtype, num_members, num_heads, head_dim)
+    queries = _queries(generator, kernels.dtype, num_members, num_heads, head_dim)
     ends = torch.tensor(contexts, device="cpu")
     for name, (starts, num_shared, traits) in groupings.items():
         own, counts = queries.new_empty(num_members, num_heads, value_dim), torch.tensor(num_shared, device="cpu")
@@ -168,7 +175,7 @@ def _attention(
         for member, slots in enumerate(seen):
             yield name, own[member], _dense(queries[member][None], keys[slots], values[slots], traits)[0]
     begin, end = 21, contexts[1]
-    queries = _random(generator, kernels.dtype, end - begin, num_heads, head_dim)
+    queries = _queries(generator, kernels.dtype, end - begin, num_heads, head_dim)
     first_row, start, count = torch.tensor([[0], [begin], [end - begin]], device="cpu")
     for name, traits in (("chunks", plain), ("chunks with traits", every)):
         own = queries.new_empty(end - begin, num_heads, value_dim)
@@ -177,6 +184,27 @@ def _attention(
             count.data_ptr(), own.data_ptr(), 1, *sizes, *traits.arguments(),
         )  # fmt: skip
         yield name, own, _dense(queries, keys[seen[1]], values[seen[1]], traits)
+
+
+def _coarse(values: Tensor) -> Tensor:
+    """Values in steps of 1/16, so that sums of their products are exact in float32 however large they are."""
+    return (values * 16).round() / 16
+
+
+def _ramp(num_tokens: int) -> Tensor:
+    """Element 0 of the keys of a context."""
+    return torch.arange(num_tokens, device="cpu") - _MIDDLE
+
+
+def _queries(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Queries [num_rows, num_heads, head_dim] of all kinds, random but for element 0, which scales `_ramp`."""
+    rows, heads, head_dim = shape
+    queries = _coarse(_random(generator, dtype, *shape))
+    kinds = (torch.arange(rows, device="cpu")[:, None] + torch.arange(heads, device="cpu")) % len(_KINDS)
+    sizes, rises = torch.tensor(_KINDS, device="cpu").T[:, kinds]
+    queries *= sizes[..., None].to(dtype)
+    queries[..., 0] = (rises * head_dim**0.5).round().to(dtype)
+    return queries
 
 
 def _slots(table: Tensor, end: int) -> Tensor:

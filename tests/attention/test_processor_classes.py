@@ -202,6 +202,26 @@ def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_p
         kernels.load_kernels(torch.float32, 64, 3)
 
 
+# Wrong only where scores are far from the maximum, or from that of earlier tokens: all was right with scores below 10.
+WRONG_FOR_LARGE_SCORES = [
+    (torch.float32, "lanes.h", "x < -87.0f", "x < -870.0f", "decodes"),
+    (torch.bfloat16, "vectors.h", "x < -87.0f", "x < -870.0f", "decodes"),
+    (torch.float32, "decode_vectors.h", "std::max(state.maximum, largest(maxima))",
+     "std::isinf(state.maximum) ? largest(maxima) : state.maximum", "decodes"),
+    (torch.float32, "query_lanes.h", "found > maximum ?", "(found > maximum) & (before == kLeast) ?", "chunks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "file", "right", "wrong", "what"), WRONG_FOR_LARGE_SCORES)
+def test_the_comparison_at_start_has_scores_of_the_size_of_a_models(
+    monkeypatch, tmp_path, dtype, file, right, wrong, what
+):
+    build_broken(monkeypatch, tmp_path, file, right, wrong)
+    monkeypatch.setenv(VARIABLE, CLASSES[-1])  # one build
+    with pytest.raises(KernelBuildError, match=f"wrong on this processor: {what}"):
+        kernels.load_kernels(dtype, 64, 3)
+
+
 def compile_with(monkeypatch, folder: Path, refused: str) -> None:
     """Let a compiler be used that does not know these flags, as one that is older than the processor."""
     compiler = folder / "old-g++"
