@@ -93,10 +93,16 @@ def test_compiled_flex_attention():
 
 @functools.cache
 def logits_of_transformers(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Those behind the last token of every other prompt of the subset, in float32."""
+    """Those behind the last token of each prompt of the subset, in float32."""
     model = load_reference(dtype)
     with torch.no_grad():
-        return [model(torch.tensor([prompts()[number]])).logits[0, -1].float() for number in SUBSET[::2]]
+        return [model(torch.tensor([prompts()[number]])).logits[0, -1].float() for number in SUBSET]
+
+
+def mean_error(own: torch.Tensor, right: torch.Tensor) -> float:
+    """Mean difference of logits besides one that all of them share, which changes no probability."""
+    errors = own - right
+    return (errors - errors.mean()).abs().mean().item()
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -104,7 +110,9 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
     """Greedy streams may part where two tokens nearly tie, so logits are compared: with those of `transformers` in
     bfloat16, and both with its float32.
 
-    bfloat16 keeps 8 bits: logits of about 20 are rounded to 1/8, and 30 layers add their own rounding.
+    bfloat16 keeps 8 bits: logits of about 20 are rounded to 1/8, and 30 layers add their own rounding. Most of that is
+    one shift of all logits, 0.1 on average and up to 0.5, by chance: another with each order of additions, as with one
+    thread and two in `transformers`. Errors besides it are 0.04, within a tenth for all forms of the kernels.
     """
     references = [logits_of_transformers(dtype) for dtype in (torch.bfloat16, torch.float32)]
     own_errors, their_errors, differences = [], [], []
@@ -114,15 +122,15 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
         llm._engine.model_runner.sampler.sample = lambda logits, *rest: (
             captured.append(logits.clone()) or sample(logits, *rest)
         )
-        for number, theirs, exact in zip(SUBSET[::2], *references, strict=True):
+        for number, theirs, exact in zip(SUBSET, *references, strict=True):
             llm.generate([prompts()[number]], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
             own = captured[-1][0].float()
             assert (own - theirs).abs().max() < 1.0, f"prompt {number}"
-            differences.append((own - theirs).abs().mean().item())
-            own_errors.append((own - exact).abs().mean().item())
-            their_errors.append((theirs - exact).abs().mean().item())
-    assert max(differences) < 0.35 and mean(differences) < 0.2
-    assert mean(own_errors) < 1.3 * mean(their_errors)
+            differences.append(mean_error(own, theirs))
+            own_errors.append(mean_error(own, exact))
+            their_errors.append(mean_error(theirs, exact))
+    assert max(differences) < 0.1 and mean(differences) < 0.07
+    assert mean(own_errors) < 1.15 * mean(their_errors)
 
 
 SETTINGS = {
