@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
 _BYTE_RUN = 32  # neighbours of a row with one scale, where rows become bytes: kRunOfRows in `csrc/few_rows.h`
+_ROWS = (1, 3, 13, 43)  # of products
 PAGE = 32  # tokens per block: enough for a decode's longest runs
 _MIDDLE = 53  # of the longest context: the token whose key adds nothing to the rise of scores
 # Kinds of queries in turn: factor of their random part, and rise of scores per token. Scores from -100 to 100, as a
@@ -112,7 +113,7 @@ def _product_rows(
     num_outputs, depth = weight.shape
     bias = _random(generator, kernels.dtype, num_outputs)
     product.bias = bias.data_ptr()
-    for num_rows in (1, 3, 13, 43):
+    for num_rows in _ROWS:
         rows = _random(generator, kernels.dtype, num_rows, depth)
         if product.panels:  # one large element, so that all others are in the low plane of split rows
             rows[:, 0] = 64
@@ -120,9 +121,14 @@ def _product_rows(
         if product.panels and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
             multiplied = _in_bytes(rows)
         expected = multiplied @ weight.T + bias.double()
-        for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
+        # All threads for most rows alone: beside other work a call waits up to 30 ms for a thread without a core.
+        threads = torch.get_num_threads() if num_rows == _ROWS[-1] else 1
+        for function, dtype, num_threads in (
+            (kernels.linear, kernels.dtype, threads),
+            (kernels.linear_unrounded, torch.float32, 1),
+        ):
             own = torch.empty(num_rows, num_outputs, dtype=dtype, device="cpu")
-            function(ctypes.byref(product), rows.data_ptr(), own.data_ptr(), num_rows, torch.get_num_threads())
+            function(ctypes.byref(product), rows.data_ptr(), own.data_ptr(), num_rows, num_threads)
             yield name.format(num_rows), own, expected
 
 
