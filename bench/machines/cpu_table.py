@@ -2,6 +2,7 @@
 
     python bench/machines/cpu_table.py --json zen5.json
     python bench/machines/cpu_table.py --shapes 1b 1b:Q4_K 4b 4b:Q4_K      random weights, streams and prompts
+    ... --shapes 1b:Q4_K --variants "one stream" --llama-cpp llama-batched-bench      in turn with llama.cpp
     python bench/machines/cpu_table.py --tables zen5.json granite_rapids.json      as Markdown, side by side
 
 Peaks are the best of many short bursts of all threads at once (`cpu_rates.cpp`): multiply-adds from registers alone,
@@ -160,11 +161,11 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
     workload_name, options = (VARIANTS | STREAMS)[name]
     tokenizer, weight = {}, 2.0
     if name in STREAMS:
-        from random_models import NoText, checkpoint, q4_k_file  # beside this file
+        from random_models import NoText, checkpoint, gguf_file  # beside this file
 
         shape, _, form = (model or "").partition(":")
         tokenizer, weight = {"tokenizer": NoText()}, 144 / 256 if form else 2.0
-        model = str(q4_k_file(shape) if form else checkpoint(shape))
+        model = str(gguf_file(shape, form) if form else checkpoint(shape))
     workload = specs.build(workload_name)
     workload = workload.first(min(num_requests or len(workload.requests), len(workload.requests)))
 
@@ -203,6 +204,24 @@ def in_process(arguments: list[str], num_threads: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def llama_cpp(binary: str, shape: str, name: str, num_threads: int) -> dict[str, float]:
+    """Figures of `llama-batched-bench` for a variant of STREAMS, in a file with equally many bytes of weights."""
+    from random_models import gguf_file  # beside this file
+
+    from nanovllm.tools.workloads import specs
+
+    requests = specs.build(STREAMS[name][0]).requests
+    prompt, output = len(requests[0].prompt_token_ids), requests[0].num_output_tokens
+    shape, _, form = shape.partition(":")
+    numbers = {"npp": prompt, "ntg": output, "npl": len(requests), "c": len(requests) * (prompt + output),
+               "t": num_threads, "tb": num_threads}  # fmt: skip
+    command = [binary, "-m", str(gguf_file(shape, form or "BF16")), "--output-format", "jsonl"]
+    command += [part for key, number in numbers.items() for part in (f"-{key}", str(number))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    found = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+    return {"seconds": found["t"], "tokens/s": len(requests) * output / found["t"]}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from nanovllm.kernels.processor_classes import targets
     from nanovllm.tools.bench.worker import environment
@@ -219,10 +238,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for count in options.threads:
         column: dict[str, Any] = {"peaks": in_process([*peaks, "--rates", str(count)], count), "workloads": {}}
         result["threads"][str(count)] = column
-        shapes = [(f"{shape}, {name}", name, ["--model", shape]) for shape in options.shapes for name in STREAMS]
-        for label, name, more in shapes or [(name, name, []) for name in options.variants]:
+        names = options.variants or list(STREAMS if options.shapes else VARIANTS)
+        shapes = [(f"{shape}, {name}", name, ["--model", shape]) for shape in options.shapes for name in names]
+        for label, name, more in shapes or [(name, name, []) for name in names]:
             measured = column["workloads"][label] = in_process(["--variant", name, *limit, *more], count)
-            print(f"{count} threads, {label}: {measured['tokens/s']:.0f} tokens/s", file=sys.stderr)
+            print(f"{count} threads, {label}: {measured['tokens/s']:.1f} tokens/s", file=sys.stderr, flush=True)
+            if options.llama_cpp:
+                peer = measured | llama_cpp(options.llama_cpp, more[-1], name, count)
+                column["workloads"][f"{label}, llama.cpp"] = peer
+                print(f"  llama.cpp: {peer['tokens/s']:.1f} tokens/s", file=sys.stderr, flush=True)
     return result
 
 
@@ -259,15 +283,16 @@ def cell(of: dict[str, Any], name: str, by_processor: bool) -> str:
     product_peak = max(peaks["bfloat16 GFLOP/s"], peaks["float32 GFLOP/s"])
     products = figures["GFLOP"] / seconds / product_peak
     memory = figures["GB"] / seconds / peaks["memory GB/s"]
-    return f"{rate:.0f} tokens/s, {products:.1%} of products, {memory:.0%} of memory"
+    return f"{rate:.{rate < 20:d}f} tokens/s, {products:.1%} of products, {memory:.0%} of memory"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS, *STREAMS], metavar="NAME", help="default: all")
     parser.add_argument("--shapes", nargs="+", default=[], help="of random_models.py, in bfloat16 or :Q4_K, in place")
+    parser.add_argument("--llama-cpp", help="llama-batched-bench, for --shapes without --requests, by time passed")
     parser.add_argument("--requests", type=int, help="the first of each workload alone")
     parser.add_argument("--model", help="folder of another model; default: the embedded one")
     parser.add_argument("--processor-time", action="store_true")
@@ -275,6 +300,10 @@ def main() -> None:
     parser.add_argument("--rates", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.variants or ()) - set(STREAMS if options.shapes else VARIANTS):
+        parser.error(f"--variants {', '.join(sorted(unknown))}: --shapes has {', '.join(STREAMS)}, a model the others")
+    if options.llama_cpp and (not options.shapes or options.requests or options.processor_time):
+        parser.error("--llama-cpp needs --shapes, without --requests and --processor-time")
     if options.rates:
         print(json.dumps(rates(options.rates, options.processor_time)))
     elif options.variant:

@@ -80,11 +80,14 @@ def checkpoint(shape: str) -> Path:
     return folder
 
 
-def q4_k_file(shape: str) -> Path:
-    """GGUF file with random Q4_K blocks, written once a machine; sizes must be multiples of 256."""
+def gguf_file(shape: str, kind: str) -> Path:
+    """GGUF file with random weights of kind "Q4_K" or "BF16", written once a machine, readable by llama.cpp too.
+
+    Q4_K wants sizes that are multiples of 256.
+    """
     import gguf
 
-    path, sizes = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}.Q4_K.gguf", SHAPES[shape]
+    path, sizes = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}-no-vocab.{kind}.gguf", SHAPES[shape]
     if path.exists():
         return path
     hidden, inner, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
@@ -101,11 +104,18 @@ def q4_k_file(shape: str) -> Path:
     writer.add_value_length(dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
+    writer.add_vocab_size(sizes["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
 
     def add(name: str, rows: int, columns: int) -> None:
-        blocks = numbers.integers(0, 256, (rows, columns // 256, 144), np.uint8)
-        blocks[..., :4] = np.array([1e-4, 7.5e-4], np.float16).view(np.uint8)  # scales, so that the mean is about 0
-        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        if kind == "BF16":  # a random sign, an absolute value in [2^-6, 2^-5)
+            bits = numbers.integers(0, 2**16, (rows, columns), np.uint16)
+            data = (bits & 0x807F | 0x3C80).view(np.uint8)
+        else:
+            blocks = numbers.integers(0, 256, (rows, columns // 256, 144), np.uint8)
+            blocks[..., :4] = np.array([1e-4, 7.5e-4], np.float16).view(np.uint8)  # scales: the mean is about 0
+            data = blocks.reshape(rows, -1)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
     add("token_embd", sizes["vocab_size"], hidden)
     norms = {"output_norm": hidden}
