@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.processor_classes import targets
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.gguf.config import read_config
+from nanovllm.model.gguf.file import GGUFFile
+from nanovllm.model.gguf.weights import dense_weights
 from nanovllm.model.quantised import QuantisedEmbedding, QuantisedLinear
 from nanovllm.model.quantising import quantise_model
 
@@ -45,8 +48,12 @@ def engine_sums(model: str, kind: str | None, options: dict[str, Any], prompts: 
 def reference(model: str, kind: str | None) -> Any:
     """Plain float32 module with the dequantised weights of a GGUF file, or of a folder quantised at load."""
     if model.endswith(".gguf"):
-        path = Path(model)
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        file = GGUFFile(Path(model))
+        config = AutoConfig.for_model(**read_config(file))
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        module.load_state_dict(dense_weights(file, torch.float32), strict=False)
+        module.tie_weights()
+        return module
     folder = folder_of(model)
     plain, quantised = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
     if kind is not None:
