@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanovllm.model.gguf.file import GGUFFile
+
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "docs/results/cpus").glob("*.json"))
 
@@ -47,6 +49,22 @@ def test_peaks_are_measured_in_every_unit(monkeypatch):
     rates = module.rates(2, True)
     assert set(rates) == {"float32 GFLOP/s", "bfloat16 GFLOP/s", "memory GB/s"}
     assert rates["float32 GFLOP/s"] > 1 and rates["memory GB/s"] > 0.1
+
+
+def test_llama_cpp_gets_the_same_requests_and_a_file_that_it_can_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script("random_models")
+    binary = tmp_path / "llama-batched-bench"
+    binary.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho \'{{"t": 2.0}}\'\n')
+    binary.chmod(0o755)
+    figures = script("cpu_table").llama_cpp(str(binary), "tiny", "4 streams", 3)
+    assert figures == {"seconds": 2.0, "tokens/s": 4 * 32 / 2.0}
+    arguments = (tmp_path / "arguments").read_text()
+    assert "-npp 128 -ntg 32 -npl 4 -c 640 -t 3 -tb 3" in arguments
+    (path,) = tmp_path.glob("*.gguf")
+    file = GGUFFile(path)
+    assert str(path) in arguments and {tensor.kind for tensor in file.tensors.values()} == {"BF16", "F32"}
+    assert file.metadata["tokenizer.ggml.model"] == "no_vocab" and not file.has_tokenizer
 
 
 def test_work_is_that_of_the_models_own_modules():
