@@ -67,7 +67,7 @@ class DecodeOptions(NamedTuple):
 
 def takes_prompts(traits: LayerTraits) -> bool:
     """Whether a kernel for chunks knows the traits of a layer."""
-    return traits.softcap is None and traits.sight.chunk is None and traits.head_dim == traits.value_dim
+    return traits.sight.chunk is None and traits.head_dim == traits.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class KernelOptions:
         heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
         build_prompts = None
         if (open_kernel := find_kernel("prompt_attention", "open_kernel")) and takes_prompts(traits):
-            sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype, traits.sight.window
-            build_prompts = partial(open_kernel, *sizes, device=device)
+            sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype
+            build_prompts = partial(open_kernel, *sizes, traits.sight.window, traits.softcap, device=device)
         return cls(Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap)
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:

@@ -24,7 +24,8 @@ _TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and
 _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
 _THREADS = 384
 _ALIGNMENT = 1024
-_HEAD_DIMS = (64, 128)
+_LARGE_TILE = 32768  # bytes; two stages of them hide the copies
+_LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
 _MAX_MAPS = 1024
 _MAX_CHECKED = 8192  # window of the check at start-up, in tokens
 TOLERANCE = 8e-3  # of the check at start-up: bfloat16 rounds to 4e-3
@@ -40,6 +41,7 @@ class AttentionSizes(NamedTuple):
 
     block_size: tokens of a block; divides 128.
     window: positions that a row sees, its own included; None for all.
+    softcap: bound of scores, by tanh; None for none.
     """
 
     num_heads: int
@@ -48,6 +50,17 @@ class AttentionSizes(NamedTuple):
     block_size: int
     dtype: torch.dtype
     window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a tile: wide heads take half as many, since their sums fill a thread's registers."""
+        return TILE_ROWS if self.head_dim <= 128 else 64
+
+    @property
+    def row_bytes(self) -> int:
+        """Shared memory for a head of one token, in whole panels."""
+        return -(-self.head_dim // _PANEL) * _PANEL * 2
 
 
 def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
@@ -56,8 +69,8 @@ def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
         return "the GPU is not of compute capability 9 (Hopper)"
     if sizes.dtype not in _TYPES:
         return f"K and V are {sizes.dtype}, not bfloat16 or float16"
-    if sizes.head_dim not in _HEAD_DIMS:
-        return f"heads of {sizes.head_dim} elements are not of {' or '.join(map(str, _HEAD_DIMS))}"
+    if sizes.head_dim % 8 or not _LEAST_HEAD_DIM <= sizes.head_dim <= _MOST_HEAD_DIM:
+        return f"heads of {sizes.head_dim} elements are no multiple of 8 from {_LEAST_HEAD_DIM} to {_MOST_HEAD_DIM}"
     if sizes.block_size % 8 or TILE_ROWS % sizes.block_size:
         return f"blocks of {sizes.block_size} tokens are no multiple of 8 that divides {TILE_ROWS}"
     if not nvrtc.is_available():
@@ -89,11 +102,12 @@ class PromptAttention:
 
     def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
         self._sizes, self._device = sizes, device
-        tile_bytes = TILE_ROWS * sizes.head_dim * 2
+        query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes, sizes.tile_keys * sizes.row_bytes
         properties: Any = torch.cuda.get_device_properties(device)
         available, self._num_processors = properties.shared_memory_per_block_optin, properties.multi_processor_count
-        stages = min(3 if sizes.head_dim == 64 else 2, (available - 2 * _ALIGNMENT - tile_bytes) // (2 * tile_bytes))
-        shared_bytes = _ALIGNMENT + (1 + 2 * stages) * tile_bytes
+        most = 3 if tile_bytes < _LARGE_TILE else 2
+        stages = min(most, (available - 2 * _ALIGNMENT - query_bytes) // (2 * tile_bytes))
+        shared_bytes = _ALIGNMENT + query_bytes + 2 * stages * tile_bytes
         with torch.cuda.device(device):
             self._function = nvrtc.CudaFunction(
                 machine_code(sizes, stages), "prompt_attention", num_threads=_THREADS, shared_bytes=shared_bytes
@@ -123,7 +137,8 @@ class PromptAttention:
         sizes, (spans, starts, tables) = self._sizes, step
         if sinks is not None:
             sinks = sinks.detach().float()  # which the kernel reads
-        maps = self._map(query, TILE_ROWS), self._map(keys, sizes.block_size), self._map(values, sizes.block_size)
+        box = min(sizes.block_size, sizes.tile_keys)
+        maps = self._map(query, TILE_ROWS), self._map(keys, box), self._map(values, box)
         with torch.cuda.device(self._device):
             self._function.launch(
                 min(len(spans) * sizes.num_heads, self._num_processors),
@@ -142,7 +157,7 @@ class PromptAttention:
     def error_of_a_step(self) -> float:
         """Largest difference from dense float32 attention, relative to the largest value.
 
-        The step has two chunks, one of them beyond the window, with sinks and without.
+        The step has two chunks, one of them beyond the window, with sinks and without. Scores exceed the soft-cap.
         """
         sizes, block = self._sizes, self._sizes.block_size
         chunks = [(0, 150), (max(3 * TILE_ROWS, min(sizes.window or 0, _MAX_CHECKED)) + 5, 40)]  # first position, rows
@@ -155,6 +170,7 @@ class PromptAttention:
         tables = torch.arange(sum(counts), 0, -1, dtype=torch.int32, device=self._device)
         keys, values = random(2, (sum(counts) + 1) * block, sizes.num_kv_heads, sizes.head_dim)
         query, sinks = random(sum(rows for _, rows in chunks), sizes.num_heads, sizes.head_dim), random(sizes.num_heads)
+        query, sinks = query * (sizes.softcap or 1), sinks + (sizes.softcap or 0)
         spans, starts = [(150, chunks[1][0], 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], [counts[0], 0, 0, 0]
         span_table, start_table = (torch.tensor(x, dtype=torch.int32, device=self._device) for x in (spans, starts))
         step = span_table, start_table, tables
@@ -167,7 +183,7 @@ class PromptAttention:
                 positions = torch.arange(start + rows, device=self._device)
                 slots = tables[table + positions // block].long() * block + positions % block
                 own = query[row : row + rows]
-                expected.append(_dense_attention(own, keys[slots], values[slots], sizes.window, given))
+                expected.append(_dense_attention(own, keys[slots], values[slots], sizes, given))
                 row, table = row + rows, table + count
             right = torch.cat(expected)
             errors.append(float((output.float() - right).abs().max() / right.abs().max()))
@@ -182,14 +198,18 @@ class PromptAttention:
         return found
 
 
-def _dense_attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+def _dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, sizes: AttentionSizes, sinks: Tensor | None
+) -> Tensor:
     """Attention of a chunk's last rows in float32: query [rows, heads, head_dim], keys and values of all positions."""
     rows, (length, num_kv_heads, head_dim) = len(query), keys.shape
     grouped = query.float().view(rows, num_kv_heads, -1, head_dim)  # no copy of K and V for each query head
     positions = torch.arange(length, device=query.device)
     own = positions[length - rows :, None]
-    is_seen = (positions <= own) & (positions > own - (window or length))
+    is_seen = (positions <= own) & (positions > own - (sizes.window or length))
     scores = torch.einsum("qkgd,skd->kgqs", grouped, keys.float()) * head_dim**-0.5
+    if sizes.softcap is not None:
+        scores = sizes.softcap * torch.tanh(scores / sizes.softcap)
     scores = scores.masked_fill(~is_seen, -torch.inf)
     if sinks is not None:
         own_sinks = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -233,5 +253,6 @@ def machine_code(sizes: AttentionSizes, stages: int) -> bytes:
     definitions = {
         "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
         "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
+        "KEYS": sizes.tile_keys, "SOFTCAP": sizes.softcap or 0,
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), "sm_90a", definitions)

@@ -50,11 +50,9 @@ def test_long_contexts_come_first():
 class KernelOnCpu(PromptAttention):
     """Dense attention in the kernel's place, perhaps wrong."""
 
-    def __init__(
-        self, sizes: AttentionSizes, *, window: int | None, has_sinks: bool = True, scale: float = 1.0
-    ) -> None:
+    def __init__(self, sizes: AttentionSizes, *, has_sinks: bool = True, scale: float = 1.0, **wrong: Any) -> None:
         self._sizes, self._device = sizes, torch.device("cpu")
-        self._window, self._has_sinks, self._scale = window, has_sinks, scale
+        self._computed, self._has_sinks, self._scale = sizes._replace(**wrong), has_sinks, scale
 
     def attend(self, query, keys, values, step, scaling, output, sinks=None) -> None:
         spans, starts, tables = step
@@ -64,17 +62,21 @@ class KernelOnCpu(PromptAttention):
                 seen = torch.arange(position + num_rows)
                 slots = tables[start + seen // block].long() * block + seen % block
                 attended: Any = prompt_attention._dense_attention(
-                    self._scale * query[row : row + num_rows].float(), keys[slots], values[slots], self._window,
+                    self._scale * query[row : row + num_rows].float(), keys[slots], values[slots], self._computed,
                     sinks if self._has_sinks else None,
                 )  # fmt: skip
                 output[row : row + num_rows] = attended.to(output.dtype)
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0, 50.0])
 @pytest.mark.parametrize("window", [None, 100, 1024, 4096])
-def test_the_check_at_start_sees_windows_sinks_and_scales(window):
-    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window)
-    assert KernelOnCpu(sizes, window=window).error_of_a_step() <= TOLERANCE
-    assert KernelOnCpu(sizes, window=window, has_sinks=False).error_of_a_step() > TOLERANCE
-    assert KernelOnCpu(sizes, window=window, scale=0.9).error_of_a_step() > TOLERANCE
+def test_the_check_at_start_sees_windows_soft_caps_sinks_and_scales(window, softcap):
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap)
+    assert KernelOnCpu(sizes).error_of_a_step() <= TOLERANCE
+    assert KernelOnCpu(sizes, has_sinks=False).error_of_a_step() > TOLERANCE
+    assert KernelOnCpu(sizes, scale=0.9).error_of_a_step() > TOLERANCE
+    if softcap is not None:
+        assert KernelOnCpu(sizes, softcap=None).error_of_a_step() > TOLERANCE
+        assert KernelOnCpu(sizes, softcap=1.1 * softcap).error_of_a_step() > TOLERANCE
     if window is not None:
         assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import transformers
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.tiles import spans_of
+from nanovllm.kernels.prompt_attention import TOLERANCE as START_TOLERANCE
 from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer, widen
 
@@ -77,6 +77,8 @@ class Chunks:
             scores = torch.einsum("qhd,khd->hqk", self.query[row : row + rows].float(), keys) * self.scaling
             own, seen = torch.arange(start, start + rows, device=CUDA)[:, None], seen.to(CUDA)
             is_seen = (seen <= own) & (seen > own - (sizes.window or len(seen)))
+            if sizes.softcap is not None:
+                scores = sizes.softcap * torch.tanh(scores / sizes.softcap)
             scores = scores.masked_fill(~is_seen, -torch.inf)
             if self.sinks is not None:
                 scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, rows, 1)], 2)
@@ -106,8 +108,37 @@ def test_windows_and_sinks_equal_dense_attention(window, sinks, name):
     check(AttentionSizes(8, 2, 64, 32, torch.bfloat16, window), STEPS[name], sinks=sinks)
 
 
-def test_blocks_that_left_a_window_are_not_read():
-    sizes = AttentionSizes(8, 2, 128, 64, torch.bfloat16, 200)
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (100, 3.0, True), (1000, None, False)])
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((8, 4, 256), 64), ((4, 1, 256), 128), ((3, 3, 256), 16), ((4, 2, 192), 64), ((2, 2, 96), 64), ((4, 4, 80), 16)],
+)
+def test_other_widths_of_heads_equal_dense_attention(heads, block_size, window, softcap, sinks, name):
+    """Gemma's and Qwen3.5's, Phi's; a block of 128 is fetched in two halves, and widths are filled up with zeros."""
+    check(AttentionSizes(*heads, block_size, torch.bfloat16, window, softcap), STEPS[name], sinks=sinks)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("softcap", "window", "sinks"), [(2.0, None, False), (50.0, 100, False), (5.0, 1000, True)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_soft_caps_equal_dense_attention(head_dim, softcap, window, sinks, dtype, name):
+    check(AttentionSizes(8, 2, head_dim, 32, dtype, window, softcap), STEPS[name], sinks=sinks)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (512, None), (4096, 50.0), (None, 30.0)])
+def test_the_comparison_at_start_admits_each_form(head_dim, window, softcap):
+    sizes = AttentionSizes(8, 4, head_dim, 64, torch.bfloat16, window, softcap)
+    if reason := why_not(sizes, CUDA):
+        pytest.skip(reason)
+    assert PromptAttention(sizes, CUDA).error_of_a_step() <= START_TOLERANCE
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_blocks_that_left_a_window_are_not_read(head_dim):
+    sizes = AttentionSizes(8, 2, head_dim, 64, torch.bfloat16, 200)
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
     case = Chunks(sizes, [(1000, 150)])
@@ -118,8 +149,9 @@ def test_blocks_that_left_a_window_are_not_read():
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_the_same_bits_whenever_a_step_is_computed():
-    sizes = AttentionSizes(16, 8, 128, 64, torch.bfloat16)
+@pytest.mark.parametrize(("head_dim", "softcap"), [(128, None), (128, 50.0), (256, None)])
+def test_the_same_bits_whenever_a_step_is_computed(head_dim, softcap):
+    sizes = AttentionSizes(16, 8, head_dim, 64, torch.bfloat16, None, softcap)
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
     case, kernel = Chunks(sizes, STEPS["several"] * 8), PromptAttention(sizes, CUDA)
@@ -152,6 +184,15 @@ MODELS = {
     "window": transformers.MistralConfig(
         num_attention_heads=4, num_key_value_heads=1, head_dim=128, sliding_window=200, **SIZES
     ),
+    "soft-cap": transformers.Gemma2Config(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        sliding_window=200,
+        attn_logit_softcapping=20.0,
+        attn_implementation="eager",
+        **SIZES,
+    ),  # fmt: skip
 }
 
 
@@ -204,8 +245,6 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
 
 
 def test_sizes_that_the_kernel_lacks_are_named():
-    reasons = [
-        why_not(AttentionSizes(8, 2, *sizes), CUDA)
-        for sizes in itertools.chain([(80, 64, torch.bfloat16), (128, 64, torch.float32), (128, 256, torch.bfloat16)])
-    ]
-    assert all(reasons)
+    others = [(84, 64, torch.bfloat16), (32, 64, torch.bfloat16), (320, 64, torch.bfloat16)]
+    others += [(128, 64, torch.float32), (128, 256, torch.bfloat16)]
+    assert all(why_not(AttentionSizes(8, 2, *sizes), CUDA) for sizes in others)

@@ -83,7 +83,7 @@ DEVICE void pin(float (&sums)[COUNT]) {
 }
 
 // sums [64, 128] = left [64, 16] * right [128, 16] transposed, added to sums if `adds`.
-DEVICE void multiply_128(float (&sums)[64], unsigned long long left, unsigned long long right, int adds) {
+DEVICE void multiply(float (&sums)[64], unsigned long long left, unsigned long long right, int adds) {
     asm volatile(
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_NAME "." TYPE_NAME " {"
@@ -106,8 +106,25 @@ DEVICE void multiply_128(float (&sums)[64], unsigned long long left, unsigned lo
         : "l"(left), "l"(right), "r"(adds));
 }
 
+// sums [64, 64] = left [64, 16] * right [64, 16] transposed, added to sums if `adds`.
+DEVICE void multiply(float (&sums)[32], unsigned long long left, unsigned long long right, int adds) {
+    asm volatile(
+        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_NAME "." TYPE_NAME " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, adds, 1, 1, 0, 0;\n}"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+          "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+          "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),
+          "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+          "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+          "+f"(sums[30]), "+f"(sums[31])
+        : "l"(left), "l"(right), "r"(adds));
+}
+
 // sums [64, 64] += left [64, 16] in registers * right [16, 64], whose columns are contiguous.
-DEVICE void multiply_64(float (&sums)[32], const unsigned (&left)[4], unsigned long long right) {
+DEVICE void multiply(float (&sums)[32], const unsigned (&left)[4], unsigned long long right) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_NAME "." TYPE_NAME " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
@@ -123,7 +140,7 @@ DEVICE void multiply_64(float (&sums)[32], const unsigned (&left)[4], unsigned l
 }
 
 // sums [64, 128] += left [64, 16] in registers * right [16, 128], whose columns are contiguous.
-DEVICE void multiply_128(float (&sums)[64], const unsigned (&left)[4], unsigned long long right) {
+DEVICE void multiply(float (&sums)[64], const unsigned (&left)[4], unsigned long long right) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_NAME "." TYPE_NAME " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "

@@ -1,23 +1,24 @@
 // Attention of chunks over paged K and V. A work item is a head and up to 128 consecutive rows of a chunk; a thread block
 // takes one item after the other, and fetches the next one's tiles while it multiplies the last of this.
 //
-//     warpgroup 0    fetches Q of an item, then tiles of 128 keys and values, the last first
+//     warpgroup 0    fetches Q of an item, then tiles of KEYS keys and values, the last first
 //     warpgroup 1    rows 0 to 63     scores of tile i + 1 while tile i's values are added
 //     warpgroup 2    rows 64 to 127   its products wait while warpgroup 1 multiplies, and the other way round
 //
-// After FlashAttention-3 (Shah et al. 2024). Set by the caller: TYPE, HEAD_DIM (64 or 128), HEADS, KV_HEADS, BLOCK_SIZE
-// (divides 128), WINDOW (0: none), STAGES.
+// After FlashAttention-3 (Shah et al. 2024). Set by the caller: TYPE, HEAD_DIM (a multiple of 8 up to 256), HEADS,
+// KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW, SOFTCAP (0: none), STAGES.
 
-constexpr int KEYS = 128, GROUP_ROWS = 64;               // of a tile, and queries of a warpgroup
+constexpr int GROUP_ROWS = 64, ROWS = 2 * GROUP_ROWS;    // queries of a warpgroup, and of an item
 constexpr float LOG2_E = 1.44269504f;
 constexpr int PANEL = 64;                                // columns whose rows are 128 bytes
-constexpr int PANELS = HEAD_DIM / PANEL;
-constexpr int KEY_BLOCKS = KEYS / BLOCK_SIZE;
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;   // the copy engine fills the last one up with zeros
+constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS;  // keys per fetch
+constexpr int BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;
 constexpr unsigned ROW_BYTES = PANEL * 2;
-constexpr unsigned PANEL_BYTES = KEYS * ROW_BYTES;       // of K, V and Q alike
-constexpr unsigned TILE_BYTES = PANELS * PANEL_BYTES;
+constexpr unsigned PANEL_BYTES = KEYS * ROW_BYTES, QUERY_PANEL_BYTES = ROWS * ROW_BYTES;
+constexpr unsigned TILE_BYTES = PANELS * PANEL_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
 constexpr unsigned PATTERN_BYTES = 8 * ROW_BYTES;        // of the swizzle
-constexpr int SUMS = KEYS / 2, OUTPUTS = HEAD_DIM / 2;   // accumulators of a thread
+constexpr int SUMS = KEYS / 2, OUTPUTS = PANELS * 32;    // accumulators of a thread
 
 // Of a tile's rows: the first in the batch, its position, their number (0: an unused tile).
 struct Tile {
@@ -56,20 +57,21 @@ DEVICE int first_seen(int position) { return WINDOW ? max(0, position - WINDOW +
 
 // ------------------------------------------------------------------------------------------------------- fetching
 
-DEVICE void fetch_tile(unsigned to, const TensorMap* map, unsigned barrier, int head, const int (&blocks)[KEY_BLOCKS]) {
+DEVICE void fetch_tile(unsigned to, const TensorMap* map, unsigned barrier, int head, const int (&blocks)[BOXES],
+                       int tile) {
     barrier_expect(barrier, TILE_BYTES);
 #pragma unroll
-    for (int b = 0; b < KEY_BLOCKS; ++b)
+    for (int b = 0; b < BOXES; ++b)
 #pragma unroll
         for (int p = 0; p < PANELS; ++p)
-            fetch(to + p * PANEL_BYTES + b * BLOCK_SIZE * ROW_BYTES, map, barrier, p * PANEL, head,
-                  blocks[b] * BLOCK_SIZE);
+            fetch(to + p * PANEL_BYTES + b * BOX * ROW_BYTES, map, barrier, p * PANEL, head,
+                  blocks[b] * BLOCK_SIZE + tile % BLOCK_BOXES * BOX);
 }
 
-// Blocks outside of first..last, which no row sees, are replaced by one of these.
-DEVICE void load_blocks(int (&blocks)[KEY_BLOCKS], const int* table, int at, int first, int last) {
+// Blocks of a tile's boxes. Those outside of first..last, which no row sees, are replaced by one of these.
+DEVICE void load_blocks(int (&blocks)[BOXES], const int* table, int tile, int first, int last) {
 #pragma unroll
-    for (int b = 0; b < KEY_BLOCKS; ++b) blocks[b] = table[max(first, min(at + b, last))];
+    for (int b = 0; b < BOXES; ++b) blocks[b] = table[max(first, min(tile * BOXES / BLOCK_BOXES + b, last))];
 }
 
 // -------------------------------------------------------------------------------------------------------- a row's
@@ -77,6 +79,16 @@ DEVICE void load_blocks(int (&blocks)[KEY_BLOCKS], const int* table, int at, int
 struct Row {
     float highest, sum;  // of scores so far, and of this thread's weights
 };
+
+// Scores become tanh(score / SOFTCAP), exact to 2^-21; `scale`: of scores, times log2(e).
+DEVICE void cap(float (&scores)[SUMS], float scale) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+        const float power = exp2_fast(scores[i] * (scale * (2.f / SOFTCAP))) + 1.f;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(scores[i]) : "f"(power));
+        scores[i] = 1.f - 2.f * scores[i];
+    }
+}
 
 // Turns scores into weights; returns the factor for what was summed before.
 template <int HALF>
@@ -106,24 +118,27 @@ DEVICE float weigh(float (&scores)[SUMS], Row& row, float scale) {
 DEVICE void multiply_keys(float (&scores)[SUMS], unsigned queries, unsigned keys) {
     products_begin();
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        const unsigned at = (k / 4) * PANEL_BYTES + (k % 4) * 32;
-        multiply_128(scores, operand(queries + at, 16, PATTERN_BYTES), operand(keys + at, 16, PATTERN_BYTES), k > 0);
+    for (int k = 0; k < (HEAD_DIM + 15) / 16; ++k) {
+        const unsigned query = queries + (k / 4) * QUERY_PANEL_BYTES + (k % 4) * 32;
+        const unsigned key = keys + (k / 4) * PANEL_BYTES + (k % 4) * 32;
+        multiply(scores, operand(query, 16, PATTERN_BYTES), operand(key, 16, PATTERN_BYTES), k > 0);
     }
     products_commit();
+}
+
+// The products of 16 keys, 128 columns at once.
+template <int FIRST = 0>
+DEVICE void multiply_columns(float (&outputs)[OUTPUTS], const unsigned (&weights)[4], unsigned values) {
+    constexpr int COUNT = OUTPUTS - FIRST < 64 ? OUTPUTS - FIRST : 64;  // two columns each
+    multiply(reinterpret_cast<float (&)[COUNT]>(outputs[FIRST]), weights,
+             operand(values + FIRST / 32 * PANEL_BYTES, PANEL_BYTES, PATTERN_BYTES));
+    if constexpr (FIRST + COUNT < OUTPUTS) multiply_columns<FIRST + COUNT>(outputs, weights, values);
 }
 
 DEVICE void multiply_values(float (&outputs)[OUTPUTS], const unsigned (&weights)[KEYS / 16][4], unsigned values) {
     products_begin();
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) {
-        const unsigned long long right = operand(values + k * 16 * ROW_BYTES, PANEL_BYTES, PATTERN_BYTES);
-#if HEAD_DIM == 128
-        multiply_128(outputs, weights[k], right);
-#else
-        multiply_64(outputs, weights[k], right);
-#endif
-    }
+    for (int k = 0; k < KEYS / 16; ++k) multiply_columns(outputs, weights[k], values + k * 16 * ROW_BYTES);
     products_commit();
 }
 
@@ -165,7 +180,7 @@ struct Place {
 
 DEVICE Memory divide(unsigned char* memory, Barriers& barriers) {
     const unsigned queries = (shared_address(memory) + PATTERN_BYTES - 1) & ~(PATTERN_BYTES - 1);
-    const unsigned keys = queries + TILE_BYTES;
+    const unsigned keys = queries + QUERY_BYTES;
     return {queries, keys, keys + STAGES * TILE_BYTES, shared_address(&barriers.query_full),
             shared_address(&barriers.query_empty), shared_address(barriers.key_full), shared_address(barriers.key_empty),
             shared_address(barriers.value_full), shared_address(barriers.value_empty)};
@@ -188,27 +203,27 @@ DEVICE void fetch_item(const TensorMap* queries, const TensorMap* keys, const Te
     const int kv_head = head / (HEADS / KV_HEADS);
     const int first_block = first_seen(tile.position) / BLOCK_SIZE;
     const int last_block = (tile.position + tile.num_rows - 1) / BLOCK_SIZE;
-    int blocks[KEY_BLOCKS], next[KEY_BLOCKS];
-    load_blocks(blocks, table, span.last * KEY_BLOCKS, first_block, last_block);
+    int blocks[BOXES], next[BOXES];
+    load_blocks(blocks, table, span.last, first_block, last_block);
     barrier_wait(memory.query_empty, item_parity ^ 1);
-    barrier_expect(memory.query_full, TILE_BYTES);
+    barrier_expect(memory.query_full, QUERY_BYTES);
 #pragma unroll
     for (int p = 0; p < PANELS; ++p)
-        fetch(memory.queries + p * PANEL_BYTES, queries, memory.query_full, p * PANEL, head, tile.row);
+        fetch(memory.queries + p * QUERY_PANEL_BYTES, queries, memory.query_full, p * PANEL, head, tile.row);
     for (int i = 0; i < span.count; ++i, place.advance()) {
         const int barrier = 8 * place.stage, at = place.stage * TILE_BYTES;
-        load_blocks(next, table, (span.last - i - 1) * KEY_BLOCKS, first_block, last_block);  // while it waits
+        load_blocks(next, table, span.last - i - 1, first_block, last_block);  // while it waits
         barrier_wait(memory.key_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.keys + at, keys, memory.key_full + barrier, kv_head, blocks);
+        fetch_tile(memory.keys + at, keys, memory.key_full + barrier, kv_head, blocks, span.last - i);
         barrier_wait(memory.value_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.values + at, values, memory.value_full + barrier, kv_head, blocks);
+        fetch_tile(memory.values + at, values, memory.value_full + barrier, kv_head, blocks, span.last - i);
 #pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; ++b) blocks[b] = next[b];
+        for (int b = 0; b < BOXES; ++b) blocks[b] = next[b];
     }
 }
 
 // The attention of 64 rows of an item's tile; `group`: which.
-DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scale, const float* sink,
+DEVICE void attend(const Memory& memory, const Tile& tile, int group, float score_scale, const float* sink,
                    unsigned short* output, long long output_stride, int item_parity, Place& place) {
     const Span span = span_of(tile);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, column = lane % 4 * 2;
@@ -217,6 +232,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scal
     const int last_position = tile.position + tile.num_rows - 1;
     const unsigned own_queries = memory.queries + group * GROUP_ROWS * ROW_BYTES;
     const int own_turn = 1 + group, other_turn = 2 - group;
+    const float scale = SOFTCAP ? static_cast<float>(SOFTCAP) * LOG2_E : score_scale;
 
     float scores[SUMS], outputs[OUTPUTS];
     unsigned weights[KEYS / 16][4];
@@ -230,6 +246,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scal
     products_wait<0>();
     pin(scores);
     if (lane == 0) barrier_arrive(memory.key_empty + 8 * place.stage);
+    if (SOFTCAP) cap(scores, score_scale);
     mask(scores, span.last * KEYS, column, positions);
     weigh<0>(scores, rows[0], scale), weigh<2>(scores, rows[1], scale);
     narrow_weights(weights, scores);
@@ -247,6 +264,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scal
         products_wait<1>();
         pin(scores);
         if (lane == 0) barrier_arrive(memory.key_empty + 8 * place.stage);
+        if (SOFTCAP) cap(scores, score_scale);
         const int first_key = (span.last - i) * KEYS;
         if (first_key + KEYS - 1 > tile.position || (WINDOW && first_key + WINDOW <= last_position))
             mask(scores, first_key, column, positions);
@@ -274,7 +292,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scal
         if (own_row + 8 * half < tile.num_rows) {
             unsigned short* to = output + (own_row + 8 * half) * output_stride + column;
 #pragma unroll
-            for (int i = 0; i < OUTPUTS / 4; ++i)
+            for (int i = 0; i < HEAD_DIM / 8; ++i)
                 *reinterpret_cast<unsigned*>(to + 8 * i) =
                     narrow(outputs[4 * i + 2 * half] * share, outputs[4 * i + 2 * half + 1] * share);
         }
