@@ -192,7 +192,7 @@ MODELS = {
         attn_logit_softcapping=20.0,
         attn_implementation="eager",
         **SIZES,
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -12,8 +12,7 @@ constexpr int GROUP_ROWS = 64, ROWS = 2 * GROUP_ROWS;    // queries of a warpgro
 constexpr float LOG2_E = 1.44269504f;
 constexpr int PANEL = 64;                                // columns whose rows are 128 bytes
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;   // the copy engine fills the last one up with zeros
-constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS;  // keys per fetch
-constexpr int BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;
+constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS, BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;  // fetches
 constexpr unsigned ROW_BYTES = PANEL * 2;
 constexpr unsigned PANEL_BYTES = KEYS * ROW_BYTES, QUERY_PANEL_BYTES = ROWS * ROW_BYTES;
 constexpr unsigned TILE_BYTES = PANELS * PANEL_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
@@ -57,8 +56,8 @@ DEVICE int first_seen(int position) { return WINDOW ? max(0, position - WINDOW +
 
 // ------------------------------------------------------------------------------------------------------- fetching
 
-DEVICE void fetch_tile(unsigned to, const TensorMap* map, unsigned barrier, int head, const int (&blocks)[BOXES],
-                       int tile) {
+DEVICE void fetch_tile(unsigned to, const TensorMap* map, unsigned barrier, int head, int tile,
+                       const int (&blocks)[BOXES]) {
     barrier_expect(barrier, TILE_BYTES);
 #pragma unroll
     for (int b = 0; b < BOXES; ++b)
@@ -84,8 +83,8 @@ struct Row {
 DEVICE void cap(float (&scores)[SUMS], float scale) {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        const float power = exp2_fast(scores[i] * (scale * (2.f / SOFTCAP))) + 1.f;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(scores[i]) : "f"(power));
+        const float power = exp2_fast(scores[i] * (scale * (2.f / SOFTCAP)));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(scores[i]) : "f"(power + 1.f));
         scores[i] = 1.f - 2.f * scores[i];
     }
 }
@@ -119,9 +118,8 @@ DEVICE void multiply_keys(float (&scores)[SUMS], unsigned queries, unsigned keys
     products_begin();
 #pragma unroll
     for (int k = 0; k < (HEAD_DIM + 15) / 16; ++k) {
-        const unsigned query = queries + (k / 4) * QUERY_PANEL_BYTES + (k % 4) * 32;
-        const unsigned key = keys + (k / 4) * PANEL_BYTES + (k % 4) * 32;
-        multiply(scores, operand(query, 16, PATTERN_BYTES), operand(key, 16, PATTERN_BYTES), k > 0);
+        const unsigned query = (k / 4) * QUERY_PANEL_BYTES + (k % 4) * 32, key = (k / 4) * PANEL_BYTES + (k % 4) * 32;
+        multiply(scores, operand(queries + query, 16, PATTERN_BYTES), operand(keys + key, 16, PATTERN_BYTES), k > 0);
     }
     products_commit();
 }
@@ -214,9 +212,9 @@ DEVICE void fetch_item(const TensorMap* queries, const TensorMap* keys, const Te
         const int barrier = 8 * place.stage, at = place.stage * TILE_BYTES;
         load_blocks(next, table, span.last - i - 1, first_block, last_block);  // while it waits
         barrier_wait(memory.key_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.keys + at, keys, memory.key_full + barrier, kv_head, blocks, span.last - i);
+        fetch_tile(memory.keys + at, keys, memory.key_full + barrier, kv_head, span.last - i, blocks);
         barrier_wait(memory.value_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.values + at, values, memory.value_full + barrier, kv_head, blocks, span.last - i);
+        fetch_tile(memory.values + at, values, memory.value_full + barrier, kv_head, span.last - i, blocks);
 #pragma unroll
         for (int b = 0; b < BOXES; ++b) blocks[b] = next[b];
     }
