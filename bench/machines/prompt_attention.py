@@ -90,7 +90,7 @@ class Problem:
 def check() -> int:
     """Compare with float32; returns the number of failures."""
     failures = 0
-    shapes = [(16, 8, 128), (9, 3, 64), (8, 1, 128), (32, 8, 64)]
+    shapes = [(16, 8, 128), (9, 3, 64), (8, 1, 128), (32, 8, 64), (8, 4, 256), (4, 4, 80)]
     chunk_lists = [
         [(0, 1)], [(0, 7)], [(0, 128)], [(0, 129)], [(0, 1000)], [(64, 64)], [(1024, 300)], [(77, 300)],
         [(0, 300), (640, 200), (5, 3), (4096, 128)], [(3000, 1)],
@@ -138,7 +138,7 @@ def seconds(call: Callable[[], None], *, calls: int = 10, repeats: int = 7) -> f
 
 def measure() -> None:
     print(f"{'heads':>12} {'step':>24} {'own':>8} {'torch':>8}  TFLOP/s")
-    for shape in ((16, 8, 128), (32, 8, 128), (9, 3, 64)):
+    for shape in ((16, 8, 128), (32, 8, 128), (9, 3, 64), (16, 8, 256)):
         for chunks in (
             [(0, 8192)], [(57344, 8192)], [(114688, 8192)], [(0, 1024)] * 8, [(8192, 512)], [(0, 2048)] * 4,
         ):  # fmt: skip
