@@ -253,6 +253,6 @@ def machine_code(sizes: AttentionSizes, stages: int) -> bytes:
     definitions = {
         "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
         "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
-        "KEYS": sizes.tile_keys, "SOFTCAP": sizes.softcap or 0,
+        "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f",
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), "sm_90a", definitions)

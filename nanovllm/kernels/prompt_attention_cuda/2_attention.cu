@@ -6,13 +6,13 @@
 //     warpgroup 2    rows 64 to 127   its products wait while warpgroup 1 multiplies, and the other way round
 //
 // After FlashAttention-3 (Shah et al. 2024). Set by the caller: TYPE, HEAD_DIM (a multiple of 8 up to 256), HEADS,
-// KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW, SOFTCAP (0: none), STAGES.
+// KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW, SOFTCAP (0: none; a float), STAGES.
 
 constexpr int GROUP_ROWS = 64, ROWS = 2 * GROUP_ROWS;    // queries of a warpgroup, and of an item
 constexpr float LOG2_E = 1.44269504f;
 constexpr int PANEL = 64;                                // columns whose rows are 128 bytes
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;   // the copy engine fills the last one up with zeros
-constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS, BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;  // fetches
+constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS, BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;
 constexpr unsigned ROW_BYTES = PANEL * 2;
 constexpr unsigned PANEL_BYTES = KEYS * ROW_BYTES, QUERY_PANEL_BYTES = ROWS * ROW_BYTES;
 constexpr unsigned TILE_BYTES = PANELS * PANEL_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
@@ -230,7 +230,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
     const int last_position = tile.position + tile.num_rows - 1;
     const unsigned own_queries = memory.queries + group * GROUP_ROWS * ROW_BYTES;
     const int own_turn = 1 + group, other_turn = 2 - group;
-    const float scale = SOFTCAP ? static_cast<float>(SOFTCAP) * LOG2_E : score_scale;
+    const float scale = SOFTCAP ? SOFTCAP * LOG2_E : score_scale;
 
     float scores[SUMS], outputs[OUTPUTS];
     unsigned weights[KEYS / 16][4];
