@@ -37,7 +37,7 @@ class SlotExchange(NamedTuple):
 class Drafting(Protocol):
     """Speculative decoding, as far as the scheduler asks it; see `speculation.Speculation`."""
 
-    def may_run(self, running: Iterable[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
+    def may_run(self, running: Collection[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
         """The running sequences that do not wait for draws of steps in flight."""
 
     def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:

@@ -25,6 +25,7 @@ LEAST_GAIN = 1.1  # in tokens per second, of a step with drafts over one without
 # far off learns from the fifth step.
 TRIAL_STEPS = 6
 FIRST_PATIENCE, LAST_PATIENCE = 32, 2048  # steps of one way until such a trial; twice as many with each in a row
+MAX_REST = 63  # steps that run ahead after one that waited for drafts of a few, and had none
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Patience:
             return
         self.num_tried += is_other
         self.num_more += not is_other
-        if self.num_tried == TRIAL_STEPS or self.num_more == FIRST_PATIENCE:
+        if TRIAL_STEPS in (self.num_tried, self.num_more):
             self.limit = min(2 * self.limit, LAST_PATIENCE)
             self.num_steps = self.num_tried = self.num_more = 0
 
@@ -161,6 +162,9 @@ class DraftLengths:
     are_repeated: bool = False
     _by_depth: list[Acceptance] = field(init=False)
     _pays: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by about the number of decodes
+    _rest: int = 0  # steps that still run ahead
+    _next_rest: int = 1
+    _rests_refused: bool = False  # whether costs began this rest
 
     def __post_init__(self) -> None:
         self._by_depth = [Acceptance() for _ in range(self.max_drafts)]
@@ -178,6 +182,10 @@ class DraftLengths:
             return True
         if self.costs.tries is not None:
             return self.costs.tries
+        if self._rest:
+            self._rest -= 1
+            self.costs.has_refused |= self._rests_refused
+            return False
         count = len(entries)
         key = count if count < ALL_NUMBERS else count // 4 * 4  # requests end one by one
         age, pays = self._pays.get(key, (0, False))
@@ -186,6 +194,20 @@ class DraftLengths:
         self._pays[key] = (age - 1) % 32, pays
         self.costs.has_refused |= not pays
         return pays
+
+    def note_step(self, num_asked: int, num_decodes: int, *, has_drafts: bool) -> None:
+        """Note a step whose decodes waited for drafts of some of them.
+
+        One that waited for few, and had none, makes the next ones run ahead, twice as many each time. Where most were
+        asked, each sequence has its own pause.
+        """
+        if has_drafts or self.costs is None:
+            self._next_rest = 1
+            return
+        if 2 * num_asked >= num_decodes:
+            return
+        self._rest, self._rests_refused = self._next_rest, self.costs.has_refused
+        self._next_rest = min(2 * self._next_rest + 1, MAX_REST)
 
     def choose(
         self, entries: Sequence[ScheduledSequence], proposed: Sequence[tuple[Acceptance, int]], room: int

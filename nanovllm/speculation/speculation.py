@@ -13,7 +13,7 @@ draw the same token; the first draw that differs is still right. So tokens depen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -114,7 +114,7 @@ class Speculation(Observer):
 
     # ------------------------------------------------------------------------------------------------ scheduling
 
-    def may_run(self, running: Iterable[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
+    def may_run(self, running: Collection[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
         if self._suffixes is not None and self._is_worth:
             self._suffixes.begin_step()
         if not in_flight:
@@ -122,7 +122,11 @@ class Speculation(Observer):
         held = {sequence for batch in in_flight for sequence in batch.drafts}
         if not held and not self._is_worth:
             return list(running)
-        return [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
+        ready = [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
+        if self.lengths.costs is None or len(ready) == len(running):
+            return ready
+        # Decodes wait for each other: two steps of a part each read the weights twice, and costs are those of one step.
+        return [sequence for sequence in ready if sequence.num_known_tokens - sequence.num_computed_tokens != 1]
 
     def _waits(self, sequence: Sequence) -> bool:
         """Whether a sequence with tokens in flight is not scheduled ahead, to be drafted once they are known."""
@@ -168,6 +172,8 @@ class Speculation(Observer):
                 drafts[sequence] = token_ids[:count]
             else:
                 sequence.drafting.note(len(sequence.token_ids), 0)
+        if requests:
+            self.lengths.note_step(len(requests), len(entries), has_drafts=bool(drafts))
         if drafts:
             self._extend(entries, drafts)
             step.budget -= sum(map(len, drafts.values()))

@@ -7,11 +7,13 @@ import pytest
 from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.execution.buckets import RowSizes, runs_as_decodes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.speculation import costs as costs_of_drafts
 from nanovllm.speculation.costs import draft_costs
+from nanovllm.speculation.drafter import DraftRequest
 from nanovllm.speculation.lengths import Acceptance, DraftCosts, DraftLengths
 from tests.support.llms import generate, open_llm
 from tests.support.mock_drafts import KnownAnswers
@@ -235,3 +237,42 @@ def test_costs_of_a_calibration_are_taken_as_they_are(monkeypatch, tmp_path):
         work = StepWork(8, 0, 1, 0, 100, 0, 8)
         expected = CALIBRATION.cost_model.step_cost(overlap=False).seconds(work)
         assert llm._engine.scheduler.drafting.lengths.costs.seconds(work) == pytest.approx(expected)
+
+
+def test_steps_run_ahead_after_one_that_waited_for_few_in_vain():
+    lengths, entries = DraftLengths(Costs(), 7), decodes(8)
+    waits = []
+    for _ in range(300):
+        waits.append(lengths.may_pay(entries))
+        if waits[-1]:
+            lengths.note_step(1, 8, has_drafts=False)
+    assert [step for step, is_waiting in enumerate(waits) if is_waiting] == [0, 2, 6, 14, 30, 62, 126, 190, 254]
+    lengths = DraftLengths(Costs(), 7)
+    lengths.note_step(4, 8, has_drafts=False)
+    assert lengths.may_pay(entries), "most were asked, and each pauses by itself"
+    for has_drafts in (False, False, True, False):
+        lengths.note_step(1, 8, has_drafts=has_drafts)
+    assert [lengths.may_pay(entries) for _ in range(2)] == [False, True], "drafts were found meanwhile"
+
+
+def test_decodes_wait_for_those_with_drafts():
+    """Two steps of a part of the decodes each read the weights twice, and none of them costs what is predicted."""
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with open_llm() as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
+
+    def of_the_first(request: DraftRequest, drafts: list[int]) -> list[int]:
+        return drafts[:2] if request.token_ids[0] == 5 else []
+
+    with open_llm(speculation=KnownAnswers(answers, of_the_first), overlap=True) as llm:
+        costs, batches = Costs(), []
+        costs.seconds = DeviceCost(1, fixed=1.0).seconds
+        llm._engine.scheduler.drafting.lengths.costs = costs
+        schedule = llm._engine.scheduler.schedule
+        llm._engine.scheduler.schedule = lambda: batches.append(schedule()) or batches[-1]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    drafted = [batch for batch in batches if batch is not None and batch.drafts]
+    assert len(drafted) > 5 and all(len(batch.entries) == 3 for batch in drafted)
