@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BYTE_RUN = 32  # neighbours of a row with one scale, where rows become bytes: kRunOfRows in `csrc/few_rows.h`
 _ROWS = (1, 3, 13, 43)  # of products
 PAGE = 32  # tokens per block: enough for a decode's longest runs
-_MIDDLE = 53  # of the longest context: the token whose key adds nothing to the rise of scores
+_MIDDLE = 53  # token of the longest context with element 0 of its key 0
 # Kinds of queries in turn: factor of their random part, and rise of scores per token. Scores from -100 to 100, as a
 # model has: maxima that rise in each block, an early one with all later tokens far below it, and equal scores.
 _KINDS = ((1, 0.0), (1, 2.0), (1, -2.0), (0, 0.0), (1, 0.25))
@@ -121,7 +121,7 @@ def _product_rows(
         if product.panels and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
             multiplied = _in_bytes(rows)
         expected = multiplied @ weight.T + bias.double()
-        # All threads for most rows alone: beside other work a call waits up to 30 ms for a thread without a core.
+        # All threads for most rows alone: on a busy machine a call waits up to 30 ms for a thread without a core.
         threads = torch.get_num_threads() if num_rows == _ROWS[-1] else 1
         for function, dtype, num_threads in (
             (kernels.linear, kernels.dtype, threads),
@@ -203,7 +203,7 @@ def _ramp(num_tokens: int) -> Tensor:
 
 
 def _queries(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Queries [num_rows, num_heads, head_dim] of all kinds, random but for element 0, which scales `_ramp`."""
+    """Queries [num_rows, num_heads, head_dim] of all kinds; element 0 scales `_ramp`, the others are random."""
     rows, heads, head_dim = shape
     queries = _coarse(_random(generator, dtype, *shape))
     kinds = (torch.arange(rows, device="cpu")[:, None] + torch.arange(heads, device="cpu")) % len(_KINDS)

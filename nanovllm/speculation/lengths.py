@@ -196,7 +196,7 @@ class DraftLengths:
         return pays
 
     def note_step(self, num_asked: int, num_decodes: int, *, has_drafts: bool) -> None:
-        """Note a step whose decodes waited for drafts of some of them.
+        """Note a step that waited for drafts of some decodes.
 
         One that waited for few, and had none, makes the next ones run ahead, twice as many each time. Where most were
         asked, each sequence has its own pause.

@@ -50,7 +50,12 @@ PARAMS: dict[str, dict[str, Any]] = {
     "end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}},
     "no end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}, "ignore_eos": True},
 }  # fmt: skip
-RNG = random.Random(0)
+RNG = random.Random()
+
+
+@pytest.fixture(autouse=True)
+def _drafts_of_a_test_depend_on_no_other() -> None:
+    RNG.seed(0)
 
 
 def _noisy(request: DraftRequest, drafts: list[int]) -> list[int]:
