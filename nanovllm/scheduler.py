@@ -78,7 +78,9 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's batch; None if all work is in flight or waits for files."""
+        """The next step's batch; None if all work is in flight, or waits for files or for draws before drafts."""
+        if self.drafting is not None and self.drafting.waits(self.running, self.in_flight):
+            return None
         self._step_id += 1
         for begin in self.block_manager.at_steps:
             begin()
@@ -132,8 +134,7 @@ class Scheduler:
         """
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
         prefills: list[Sequence] = []
-        drafting = self.drafting
-        for sequence in list(self.running) if drafting is None else drafting.may_run(self.running, self.in_flight):
+        for sequence in list(self.running):
             start, known = sequence.num_computed_tokens, sequence.num_known_tokens
             if known - start != 1 or not sequence.is_running:
                 if known - start > 1:
@@ -273,8 +274,7 @@ class Scheduler:
         if not self.in_flight or self.in_flight[0] is not batch:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
         self.in_flight.popleft()
-        manager, block_size = self.block_manager, self.block_size
-        entries = batch.entries
+        entries, manager, block_size = batch.entries, self.block_manager, self.block_size
         drawn: Iterable[tuple[Sequence, int]] = zip(batch.sampling, token_ids, strict=True)
         if batch.drafts and self.drafting is not None:
             entries, drawn = self.drafting.accept(batch, token_ids, self._requeue)

@@ -164,7 +164,7 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
         from random_models import NoText, checkpoint, gguf_file  # beside this file
 
         shape, _, form = (model or "").partition(":")
-        tokenizer, weight = {"tokenizer": NoText()}, 144 / 256 if form else 2.0
+        tokenizer, weight = {"tokenizer": NoText()}, {"": 2.0, "BF16": 2.0, "Q4_K": 144 / 256}[form]
         model = str(gguf_file(shape, form) if form else checkpoint(shape))
     workload = specs.build(workload_name)
     workload = workload.first(min(num_requests or len(workload.requests), len(workload.requests)))

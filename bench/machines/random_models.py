@@ -87,6 +87,8 @@ def gguf_file(shape: str, kind: str) -> Path:
     """
     import gguf
 
+    if kind not in ("Q4_K", "BF16"):
+        raise ValueError(f"a random GGUF file has weights of Q4_K or BF16, not {kind}")
     path, sizes = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}-no-vocab.{kind}.gguf", SHAPES[shape]
     if path.exists():
         return path

@@ -37,8 +37,8 @@ class SlotExchange(NamedTuple):
 class Drafting(Protocol):
     """Speculative decoding, as far as the scheduler asks it; see `speculation.Speculation`."""
 
-    def may_run(self, running: Collection[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
-        """The running sequences that do not wait for draws of steps in flight."""
+    def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
+        """Whether no step runs ahead of those in flight, since their draws decide about drafts."""
 
     def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
         """Turn some decodes into entries with drafts, placed last, from leftover budget and free blocks."""

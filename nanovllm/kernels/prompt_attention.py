@@ -26,6 +26,7 @@ _THREADS = 384
 _ALIGNMENT = 1024
 _LARGE_TILE = 32768  # bytes; two stages of them hide the copies
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
+_MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
 _MAX_MAPS = 1024
 _MAX_CHECKED = 8192  # window of the check at start-up, in tokens
 TOLERANCE = 8e-3  # of the check at start-up: bfloat16 rounds to 4e-3
@@ -73,6 +74,8 @@ def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
         return f"heads of {sizes.head_dim} elements are no multiple of 8 from {_LEAST_HEAD_DIM} to {_MOST_HEAD_DIM}"
     if sizes.block_size % 8 or TILE_ROWS % sizes.block_size:
         return f"blocks of {sizes.block_size} tokens are no multiple of 8 that divides {TILE_ROWS}"
+    if sizes.softcap is not None and sizes.softcap > _MOST_SOFTCAP:
+        return f"the soft-cap {sizes.softcap:g} exceeds {_MOST_SOFTCAP:g}, so its float32 tanh is too coarse"
     if not nvrtc.is_available():
         return "there is no libnvrtc to compile CUDA C++"
     return None

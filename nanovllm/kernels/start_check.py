@@ -143,7 +143,7 @@ def _in_bytes(rows: Tensor) -> Tensor:
 def _attention(
     kernels: Kernels, head_dim: int, value_dim: int, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Attention of sequences of up to 75 tokens with two shared first pages, in caches filled with NaN elsewhere."""
+    """Attention of sequences of up to 107 tokens with two shared first pages, in caches filled with NaN elsewhere."""
     num_kv_heads, num_heads, shared = 2, 2 * kernels.num_groups, 2
     num_members = max(2, -(-16 // kernels.num_groups))
     contexts = [shared * PAGE + 7 + 36 * (member % 2) for member in range(num_members)]

@@ -111,7 +111,7 @@ class DraftCosts(LearnedCosts):
             if is_measured := is_due and record.start_time < self.last_time:
                 self._plain.learn(self.work(batch), record.time - self.last_time)
             self._drafted.count(is_other=True, is_measured=is_measured)
-            if self.has_refused or self._refused.is_over:
+            if self.has_refused or (self._refused.is_over and batch.num_decodes):
                 self._refused.count(is_other=False)
         self.has_refused = False
         self.last_time = record.time
@@ -176,6 +176,10 @@ class DraftLengths:
         for depth in range(num_accepted + num_rejected):
             self._by_depth[depth].note(depth < num_accepted, depth >= num_accepted, ENGINE_DECAY)
 
+    @property
+    def is_trial(self) -> bool:
+        return self.costs is not None and self.costs.tries is True
+
     def may_pay(self, entries: Sequence[ScheduledSequence]) -> bool:
         """Whether drafts in a step of these decodes would pay if all were accepted; asked anew every 32 steps."""
         if self.costs is None or not entries:
@@ -195,19 +199,20 @@ class DraftLengths:
         self.costs.has_refused |= not pays
         return pays
 
-    def note_step(self, num_asked: int, num_decodes: int, *, has_drafts: bool) -> None:
-        """Note a step that waited for drafts of some decodes.
+    def note_step(self, num_asked: int, num_decodes: int, *, has_drafts: bool) -> bool:
+        """Note a step that waited for drafts of some decodes; returns whether the next one may wait.
 
         One that waited for few, and had none, makes the next ones run ahead, twice as many each time. Where most were
         asked, each sequence has its own pause.
         """
         if has_drafts or self.costs is None:
             self._next_rest = 1
-            return
+            return True
         if 2 * num_asked >= num_decodes:
-            return
+            return True
         self._rest, self._rests_refused = self._next_rest, self.costs.has_refused
         self._next_rest = min(2 * self._next_rest + 1, MAX_REST)
+        return False
 
     def choose(
         self, entries: Sequence[ScheduledSequence], proposed: Sequence[tuple[Acceptance, int]], room: int

@@ -114,27 +114,22 @@ class Speculation(Observer):
 
     # ------------------------------------------------------------------------------------------------ scheduling
 
-    def may_run(self, running: Collection[Sequence], in_flight: Iterable[ScheduledBatch]) -> list[Sequence]:
+    def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
+        # All wait, prompts too: two steps of a part of the decodes each read the weights, and a step of prompts alone
+        # has no goal, though decodes wait for its end.
         if self._suffixes is not None and self._is_worth:
             self._suffixes.begin_step()
-        if not in_flight:
-            return list(running)
-        held = {sequence for batch in in_flight for sequence in batch.drafts}
-        if not held and not self._is_worth:
-            return list(running)
-        ready = [sequence for sequence in running if sequence not in held and not self._waits(sequence)]
-        if self.lengths.costs is None or len(ready) == len(running):
-            return ready
-        # Decodes wait for each other: two steps of a part each read the weights twice, and costs are those of one step.
-        return [sequence for sequence in ready if sequence.num_known_tokens - sequence.num_computed_tokens != 1]
+        if any(batch.drafts for batch in in_flight):
+            return True
+        return self._is_worth and bool(in_flight) and any(map(self._waits, running))
 
     def _waits(self, sequence: Sequence) -> bool:
-        """Whether a sequence with tokens in flight is not scheduled ahead, to be drafted once they are known."""
+        """Whether a sequence has tokens in flight, and may be drafted once they are known."""
         state: DraftState | None = sequence.drafting  # None before the first try
         num_known = sequence.num_known_tokens
-        if not self._is_worth or num_known == len(sequence.token_ids):
+        if num_known == len(sequence.token_ids):
             return False
-        if state is not None and (state.is_off or num_known < state.next_try):
+        if state is not None and (state.is_off or (num_known < state.next_try and not self.lengths.is_trial)):
             return False
         if num_known + 1 >= sequence.max_num_tokens or sequence.params.logits_processors:
             return False
@@ -173,7 +168,7 @@ class Speculation(Observer):
             else:
                 sequence.drafting.note(len(sequence.token_ids), 0)
         if requests:
-            self.lengths.note_step(len(requests), len(entries), has_drafts=bool(drafts))
+            self._is_worth = self.lengths.note_step(len(requests), len(entries), has_drafts=bool(drafts))
         if drafts:
             self._extend(entries, drafts)
             step.budget -= sum(map(len, drafts.values()))

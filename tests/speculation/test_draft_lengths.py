@@ -256,7 +256,7 @@ def test_steps_run_ahead_after_one_that_waited_for_few_in_vain():
 
 
 def test_decodes_wait_for_those_with_drafts():
-    """Two steps of a part of the decodes each read the weights twice, and none of them costs what is predicted."""
+    """Two steps of a part of the decodes each read the weights, and none of them costs what is predicted."""
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     with open_llm() as llm:
@@ -276,3 +276,27 @@ def test_decodes_wait_for_those_with_drafts():
     assert [output.outputs[0].token_ids for output in outputs] == wanted
     drafted = [batch for batch in batches if batch is not None and batch.drafts]
     assert len(drafted) > 5 and all(len(batch.entries) == 3 for batch in drafted)
+
+
+def test_no_prompt_runs_ahead_of_drafts():
+    """A step of it alone would have no goal, though decodes wait for its end."""
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [20 + token % 7 for token in range(200)]]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with open_llm() as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
+    with open_llm(speculation=KnownAnswers(answers), overlap=True, max_num_batched_tokens=80) as llm:
+        engine = llm._engine
+        schedule, ahead = engine.scheduler.schedule, []
+
+        def watched() -> ScheduledBatch | None:
+            has_drafts = any(batch.drafts for batch in engine.scheduler.in_flight)
+            batch = schedule()
+            ahead.append((has_drafts, batch))
+            return batch
+
+        engine.scheduler.schedule = watched
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert sum(has_drafts for has_drafts, _ in ahead) > 5
+    assert all(batch is None for has_drafts, batch in ahead if has_drafts)
