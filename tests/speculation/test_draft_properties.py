@@ -64,7 +64,7 @@ TestAnyOrderOfCallsWithDrafts.settings = settings(
 )
 
 
-@pytest.fixture(scope="module", params=[(40, (None, None, *WINDOWS)), (60, STATES)], ids=["paged", "states"])
+@pytest.fixture(scope="module", params=[(60, (None, None, *WINDOWS)), (60, STATES)], ids=["paged", "states"])
 def walks(request: pytest.FixtureRequest) -> list[Loop]:
     count, kinds = request.param
     return [walk_at_random(make_drafted_loop(rng, kinds), rng, 200) for rng in map(random.Random, range(count))]
