@@ -107,7 +107,7 @@ class Switch:
         self.llm, self.seconds = llm, 0.0
         engine = llm._engine
         self._drafting, self._observers = engine.scheduler.drafting, engine.observers
-        for owner, name in ((self._drafting, "may_run"), (self._drafting, "place"), (self._observers, "step_ended")):
+        for owner, name in ((self._drafting, "waits"), (self._drafting, "place"), (self._observers, "step_ended")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def set(self, *, is_on: bool) -> None:
