@@ -1,0 +1,141 @@
+"""Where the time of a start goes until the second token, in fresh processes with empty and with warm compiler caches.
+
+    python bench/machines/start_phases.py                                the shape of Qwen3-0.6B, empty then warm caches
+    python bench/machines/start_phases.py --caches warm --profile        and a profile of the engine's construction
+    python bench/machines/start_phases.py --model FOLDER --shape ""      a checkpoint with its tokenizer
+
+`warm` are the caches that the processes before it filled; a first `warm` fills them by a process that is not shown.
+Seconds count from the start of each process. Imports come first, in the order of their dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import importlib
+import pstats
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from bench.machines.fresh_process import Compilations, Phases, environment, since_start
+
+IMPORTS = ("numpy", "torch", "transformers", "nanovllm.llm", "nanovllm.build")
+COMPILERS = ("triton", "torch._dynamo", "torch._inductor.compile_fx")  # else imported by compile_ahead, in a thread
+PHASES = (
+    ("nanovllm.model.loader", "load"),
+    ("nanovllm.model.loader", "load_weights"),
+    ("nanovllm.model.loader", "load_tokenizer"),
+    ("nanovllm.build", "ModelBinding.__init__"),
+    ("nanovllm.build", "resolve_options"),
+    ("nanovllm.model.binding", "ModelBinding.merge_linears"),
+    ("nanovllm.build", "compile_ahead"),
+    ("nanovllm.model.binding", "ModelBinding.fuse_rotary"),
+    ("nanovllm.build", "memory_for_cache"),
+    ("nanovllm.build", "ModelRunner.__init__"),
+    ("nanovllm.model_runner", "GraphExecutor.__init__"),
+    ("nanovllm.model.binding", "ModelBinding.stack_layers"),
+    ("nanovllm.model.binding", "ModelBinding.pack_weights"),
+    ("nanovllm.model_runner", "GraphExecutor.warm_up"),
+    ("nanovllm.execution.cuda_graphs", "GraphExecutor._capture_forward"),
+    ("nanovllm.execution.cuda_graphs", "GraphExecutor._captured_head"),
+    ("nanovllm.kernels.prompt_attention", "open_kernel"),
+    ("nanovllm.kernels.nvrtc", "compile_source"),
+    ("nanovllm.model.fast.compiled_layers", "_compile"),
+    ("nanovllm.engine", "Engine.step"),
+)
+
+
+def show_start(arguments: argparse.Namespace) -> None:
+    """Run the start in this process."""
+    phases, compilations = Phases(), Compilations()
+    for name in (*IMPORTS, *(COMPILERS if arguments.imports else ())):
+        with suppress(ModuleNotFoundError):  # no Triton on a CPU
+            phases.timed(f"import {name}", importlib.import_module)(name)
+    import torch
+
+    if torch.cuda.is_available():
+        phases.timed("CUDA context", lambda: torch.zeros(1, device="cuda"))()
+    if arguments.imports:
+        compilations.watch()
+    for module, path in PHASES:
+        phases.watch(module, path)
+    profiler = cProfile.Profile()
+    from nanovllm import SamplingParams
+
+    llm = phases.timed("LLM.__init__", _profiled(_open, profiler if arguments.profile else None))(arguments)
+    params = SamplingParams(max_tokens=1, temperature=0.6, ignore_eos=True)
+    for name in ("first", "second"):
+        generate = phases.timed(f"the {name} token", llm.generate)
+        generate([[1, 2, 3]], params, use_tqdm=False)
+        print(f"{name} token after {since_start():.2f} s", flush=True)
+    phases.show()
+    if arguments.imports:
+        compilations.show()
+    if arguments.profile:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(arguments.lines)
+    llm.close()
+
+
+def _open(arguments: argparse.Namespace) -> Any:
+    from bench.machines.random_models import NoText
+    from nanovllm import LLM
+
+    tokenizer = None if arguments.with_text else NoText()
+    return LLM(str(arguments.model), tokenizer=tokenizer, **({"dtype": "bfloat16"} if arguments.shape else {}))
+
+
+def _profiled(function: Callable[..., Any], profiler: cProfile.Profile | None) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        return function(*args) if profiler is None else profiler.runcall(function, *args)
+
+    return run
+
+
+def run_process(arguments: list[str], caches: Path | None, *, is_shown: bool = True, limit: float = 300.0) -> None:
+    """This script's start in a process of its own."""
+    command = [sys.executable, "-u", str(Path(__file__).resolve()), "--here", *arguments]
+    output = None if is_shown else subprocess.DEVNULL
+    subprocess.run(command, env=environment(caches), check=True, stdout=output, timeout=limit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6b", help="of random weights, see random_models.py")
+    parser.add_argument("--model", type=Path, help="a folder instead")
+    parser.add_argument("--caches", nargs="+", choices=("empty", "warm", "usual"), default=["empty", "warm"])
+    parser.add_argument("--imports", action="store_true", help="import the compilers first; list what they compile")
+    parser.add_argument("--profile", action="store_true", help="profile the engine's construction")
+    parser.add_argument("--lines", type=int, default=45, help="of the profile")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--with-text", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.here:
+        show_start(arguments)
+        return
+    from bench.machines.random_models import checkpoint
+
+    folder = arguments.model or checkpoint(arguments.shape)
+    given = ["--model", str(folder), "--shape", "" if arguments.model else arguments.shape]
+    given += ["--with-text"] if arguments.model else []
+    given += [f"--{name}" for name in ("imports", "profile") if getattr(arguments, name)]
+    given += ["--lines", str(arguments.lines)]
+    with tempfile.TemporaryDirectory(prefix="nanovllm-caches-") as root:
+        caches: Path | None = None
+        for number, state in enumerate(arguments.caches):
+            if state == "empty" or (state == "warm" and caches is None):
+                caches = Path(root) / str(number)
+                if state == "warm":
+                    run_process(given, caches, is_shown=False)
+            print(f"\n==== {state} caches", flush=True)
+            run_process(given, None if state == "usual" else caches)
+
+
+if __name__ == "__main__":
+    main()
