@@ -11,9 +11,6 @@ comes from all blocks::
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int, c_void_p
 from functools import cache
@@ -23,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.core.paths import cache_root
 from nanovllm.kernels import nvrtc
 
 NUM_ROWS = (4,)  # supported numbers of rows, padding included
@@ -225,7 +221,7 @@ def _slots(sizes: StackSizes, num_rows: int, device: torch.device) -> int:
 
 @cache
 def machine_code(sizes: StackSizes, num_rows: int, device: torch.device, *, has_norms: bool, has_biases: bool) -> bytes:
-    """Machine code of the kernel for steps of `num_rows`, cached on disk; compilation takes four seconds."""
+    """Machine code of the kernel for steps of `num_rows`; compilation takes four seconds."""
     major, minor = torch.cuda.get_device_capability(device)
     definitions = {
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.num_heads, "KV_HEADS": sizes.num_kv_heads,
@@ -233,23 +229,4 @@ def machine_code(sizes: StackSizes, num_rows: int, device: torch.device, *, has_
         "SLOTS": _slots(sizes, num_rows, device), "HAS_NORMS": int(has_norms), "HAS_BIAS": int(has_biases),
         "SPLIT": _SPLIT_TOKENS,
     }  # fmt: skip
-    return _compiled(f"sm_{major}{minor}", definitions)
-
-
-def _compiled(architecture: str, definitions: dict[str, int]) -> bytes:
-    """Machine code, cached on disk."""
-    source = source_text()
-    identity = "\0".join([source, architecture, str(definitions), str(torch.version.cuda)])
-    path = cache_root() / "kernels" / f"layers-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = nvrtc.compile_source(source, architecture, definitions)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:  # without a cache folder it is compiled at each start
-        pass
-    return code
+    return nvrtc.compile_source(source_text(), f"sm_{major}{minor}", definitions)

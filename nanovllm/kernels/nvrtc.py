@@ -1,15 +1,21 @@
-"""Compiles CUDA C++ on first use, with the compiler library of PyTorch's GPU builds."""
+"""Compiles CUDA C++ with the compiler library of PyTorch's GPU builds; machine code is kept in the cache folder."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from collections.abc import Mapping
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nanovllm.core.paths import cache_root
 
 _MAX_SHARED_BYTES = 8  # number of a function attribute
 
@@ -44,7 +50,7 @@ def is_available() -> bool:
 
 
 def compile_source(source: str, architecture: str, definitions: Mapping[str, Any]) -> bytes:
-    """Machine code of a source text; raises CudaError.
+    """Machine code of a source text, cached on disk by text, options and the compiler's version; raises CudaError.
 
     Args:
         architecture: such as "sm_90".
@@ -55,6 +61,26 @@ def compile_source(source: str, architecture: str, definitions: Mapping[str, Any
         raise CudaError("there is no libnvrtc beside PyTorch nor on the loader's path; install nvidia-cuda-nvrtc.")
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in definitions.items()]
+    identity = "\0".join([source, *options, *map(str, _version(library))])
+    path = cache_root() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
+    with suppress(OSError):
+        return path.read_bytes()
+    code = _compile(library, source, options)
+    with suppress(OSError):  # without a cache folder it is compiled at each start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    return code
+
+
+def _version(library: Any) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "name its version")
+    return major.value, minor.value
+
+
+def _compile(library: Any, source: str, options: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
     check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None), "create")
     try:
