@@ -23,15 +23,9 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import runs_as_decodes
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
-from nanovllm.execution.dummy_batches import (
-    Spans,
-    comparison_spans,
-    dummy_batch,
-    few_decodes,
-    values_in_block_one,
-    warm_up_spans,
-)
+from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, run_few_decodes, warm_up_spans
 from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.execution.rehearsal import rehearsal_batch
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.embeddings import EmbeddedRows
@@ -68,6 +62,7 @@ class ModelRunner:
         self.sampler = self._build_sampler(compiles=choice.uses_graphs, row_kernels=row_kernels)
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
+        self._num_rehearsed = 0
         binding.caches.allocate(
             *(n * config.block_size for n in pools.num_blocks),
             groups=pools.groups_of_layers(), num_records=pools.num_blocks[-1],
@@ -87,7 +82,9 @@ class ModelRunner:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
             if isinstance(self._executor, GraphExecutor):
-                binding.stack_layers(config.block_size, self._run_few_decodes)
+                binding.stack_layers(
+                    config.block_size, partial(run_few_decodes, binding, config, self._executor.run_layers)
+                )
                 self._executor.warm_up()
             else:
                 self._execute_dummies(warm_up_spans(config))
@@ -158,19 +155,15 @@ class ModelRunner:
         for spans in batches:
             self.launch(dummy_batch(self.binding, self.config, spans))  # without its draw, which is ready
 
-    def _run_few_decodes(self) -> None:
-        """Some steps of few decodes without graphs, for a numerical check."""
-        assert isinstance(self._executor, GraphExecutor)
-        with values_in_block_one(self.binding, self.config.block_size):
-            for starts in few_decodes(self.config):
-                batch = dummy_batch(self.binding, self.config, [(start, 1) for start in starts], apart=True)
-                layout = build_layout(batch.entries, self.config.block_size, {}, longest_first=True)
-                self._executor.run_layers(layout)
-
     def capture_ahead(self) -> bool:
-        """Capture one more of the usual shapes while idle; False if none is left, or for a live module."""
-        # A live module is its owner's while no request runs.
-        if self.binding.is_live or not isinstance(self._executor, GraphExecutor):
+        """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""
+        if self.binding.is_live:  # it is its owner's while no request runs
+            return False
+        if (batch := rehearsal_batch(self.binding, self.config, self._num_rehearsed)) is not None:
+            self._num_rehearsed += 1
+            self.execute(batch).result()
+            return True
+        if not isinstance(self._executor, GraphExecutor):
             return False
         try:
             self._follow_last_stream()

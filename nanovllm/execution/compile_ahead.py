@@ -6,7 +6,6 @@ would compile them one by one. A kernel missing here is compiled at its first ca
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -27,13 +26,14 @@ from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
 from nanovllm.model.fast.stacked_layers import compile_calls_of
 from nanovllm.process.device import DEVICE_LOCK, find_kernel
+from nanovllm.sampling.penalties import PENALTY_FIELDS
 from nanovllm.sampling.sampler import Sampler
 
 _AT_ONCE = 16
 
 
 def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
-    """Compile the kernels of layers, decodes and draws, and import PyTorch's compiler meanwhile.
+    """Compile the kernels of layers, decodes, draws and options, and import PyTorch's compiler meanwhile.
 
     Args:
         config: with its block size and limits resolved.
@@ -48,6 +48,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
             _start_compiler,
             *_decode_calls(binding, config.block_size, max(MIN_ROWS, config.max_num_seqs), inputs),
             *_draw_calls(binding, inputs),
+            *_option_calls(binding),
             *_layer_calls(binding, MIN_ROWS, config.block_size),
         ]
     with DEVICE_LOCK:
@@ -105,16 +106,46 @@ def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[
 
 
 def _draw_calls(binding: ModelBinding, inputs: Any) -> list[Callable[[], Any]]:
-    logits = torch.zeros(MIN_ROWS, binding.vocab_size, dtype=binding.dtype, device=binding.device)
-    kinds: list[dict[str, Any]] = [{}]
-    if (token_masks := find_kernel("bit_masks", "TokenMasks")) is not None:
-        words = torch.zeros(MIN_ROWS, -(-binding.vocab_size // 32), dtype=torch.int32, device=binding.device)
-        kinds.append({"masks": token_masks(words.new_zeros(MIN_ROWS), words)})
-    draw = Sampler(compiles=True).draw
-    return [
-        partial(draw, logits, draw_tensors(inputs), has_filters=has_filters, **kind)
-        for has_filters, kind in itertools.product((False, True), kinds)
-    ]
+    """Kernels of draws and filters: of the model's logits, and of float32 ones, which a penalty or a bias leaves."""
+    draw, own = Sampler(compiles=True).draw, draw_tensors(inputs)
+    calls: list[Callable[[], Any]] = []
+    filter_floors, masked = find_kernel("filter_floors", "filter_floors"), find_kernel("bit_masks", "masked")
+    masks = _token_masks(binding)
+    for dtype in dict.fromkeys((binding.dtype, torch.float32)):
+        logits = _logits(binding, dtype)
+        calls.append(partial(draw, logits, own, has_filters=False))
+        if filter_floors is not None:
+            calls.append(partial(filter_floors, logits, own))
+        if masked is not None:
+            calls += [partial(draw, logits, own, has_filters=False, masks=masks), partial(masked, logits, masks)]
+    return calls
+
+
+def _option_calls(binding: ModelBinding) -> list[Callable[[], Any]]:
+    """Kernels of options that come before the draw or after it."""
+    logits, device = _logits(binding, torch.float32), binding.device
+    rows, entries = (torch.zeros(MIN_ROWS, *shape, dtype=dtype, device=device)
+                     for shape, dtype in (((), torch.int64), ((PENALTY_FIELDS,), torch.int32)))  # fmt: skip
+    is_allowed = torch.ones(logits.shape, dtype=torch.int8, device=device)
+    of_kernels: dict[tuple[str, str], tuple[Any, ...]] = {
+        ("penalties", "penalise"): (logits.clone(), entries, entries.view(-1), rows),
+        ("penalties", "keep_allowed"): (logits.clone(), rows, is_allowed),
+        ("bit_masks", "mask_in_place"): (logits.clone(), _token_masks(binding)),
+        ("logprobs", "measure"): (_logits(binding, binding.dtype), rows, 1),
+    }
+    found = ((find_kernel(*names), arguments) for names, arguments in of_kernels.items())
+    return [partial(kernel, *arguments) for kernel, arguments in found if kernel is not None]
+
+
+def _logits(binding: ModelBinding, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(MIN_ROWS, binding.vocab_size, dtype=dtype, device=binding.device)
+
+
+def _token_masks(binding: ModelBinding) -> Any:
+    """Masks of a few rows; None without the kernels that read them."""
+    words = torch.zeros(MIN_ROWS, -(-binding.vocab_size // 32), dtype=torch.int32, device=binding.device)
+    token_masks = find_kernel("bit_masks", "TokenMasks")
+    return token_masks and token_masks(words.new_zeros(MIN_ROWS), words)
 
 
 def _on_device(device: torch.device, call: Callable[[], Any]) -> None:

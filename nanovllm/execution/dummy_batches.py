@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -64,6 +65,14 @@ def _at_both_ends(config: EngineConfig, near: tuple[int, int], num_far: int) -> 
     slots = [(first + row) % config.block_size for first, count in spans for row in range(count)]
     is_one = len(spans) <= config.max_num_seqs and len(slots) <= config.max_num_batched_tokens
     return [spans] if is_one and len(set(slots)) == len(slots) else [[span] for span in spans]
+
+
+def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], None]) -> None:
+    """Some steps of few decodes without graphs, for a numerical check."""
+    with values_in_block_one(binding, config.block_size):
+        for starts in few_decodes(config):
+            batch = dummy_batch(binding, config, [(start, 1) for start in starts], apart=True)
+            run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
 
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:

@@ -1,0 +1,78 @@
+"""Rehearsals: steps without requests, run while idle, that use each option once.
+
+The first use of an option loads GPU code, allocates buffers and fills caches of the host, a millisecond or two each.
+Where a rehearsal's head has no graph, idle time captures it next. All rows are in the null block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.logprobs import MOST_BY_KERNEL
+
+_PENALTY: dict[str, Any] = {"repetition_penalty": 1.1}
+_FILTERS: dict[str, Any] = {"top_k": 40, "top_p": 0.9, "min_p": 0.02}
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {}, _FILTERS,
+    _PENALTY, {"frequency_penalty": 0.1, "presence_penalty": 0.1, **_FILTERS},
+    {"logprobs": 0}, {"logprobs": 5}, {"logprobs": 20}, {"logprobs": MOST_BY_KERNEL + 1},
+    {"logprobs": 5, **_FILTERS}, {"logprobs": 5, **_PENALTY}, {"logprobs": 5, **_PENALTY, **_FILTERS},
+    {"logit_bias": {0: 1.0}}, {"logit_bias": {0: 1.0}, "logprobs": 5, **_PENALTY, **_FILTERS},
+    {"allowed_token_ids": (0, 1, 2)}, {"bad_words": ("the",)}, {"min_tokens": 8},
+    {"logits_processors": (lambda token_ids, logits: logits,)},
+    {"prompt_logprobs": 0}, {"prompt_logprobs": 5},
+)  # fmt: skip
+_PROMPT_TOKENS = 3
+
+
+class _Rehearsal(NamedTuple):
+    """num_samples: drawn from the last rows, as a step with drafts does."""
+
+    params: SamplingParams
+    num_samples: int = 1
+    copies: tuple[Copy, ...] = ()
+
+
+@cache
+def _rehearsals(*, embeds: bool, drafts: bool) -> list[_Rehearsal]:
+    found = [_Rehearsal(SamplingParams(**options)) for options in _OPTIONS]
+    found.append(_Rehearsal(SamplingParams(), copies=(Copy(0, NULL_BLOCK, NULL_BLOCK),)))  # as samples and forks do
+    if embeds:
+        found.append(_Rehearsal(EmbeddingParams()))
+    if drafts:
+        found += [_Rehearsal(SamplingParams(**options), 2) for options in ({"temperature": 0.0}, {}, _FILTERS)]
+    return found
+
+
+def rehearsal_batch(binding: ModelBinding, config: EngineConfig, number: int) -> ScheduledBatch | None:
+    """The batch of a rehearsal; None after the last, and for ranks, which would have to rehearse together.
+
+    Each rehearsal has a chunk of a prompt, then a decode, and a decode together with a plain one.
+    """
+    longest = min(config.max_model_len - 1, config.max_num_batched_tokens)
+    if binding.ranks is not None or longest < _PROMPT_TOKENS:
+        return None
+    found = _rehearsals(embeds=binding.has_base_model, drafts=config.speculation is not None)
+    if number >= 3 * len(found):
+        return None
+    (params, num_samples, copies), form = found[number // 3], number % 3
+    start = (0, _PROMPT_TOKENS - num_samples, _PROMPT_TOKENS - num_samples)[form]
+    entries = [_entry(config, params, start, num_samples)]
+    if form == 2 and config.max_num_seqs > 1 and longest > _PROMPT_TOKENS:
+        entries.append(_entry(config, SamplingParams(), _PROMPT_TOKENS - 1, 1))
+    return ScheduledBatch(0, tuple(entries), copies=copies)
+
+
+def _entry(config: EngineConfig, params: SamplingParams, start: int, num_samples: int) -> ScheduledSequence:
+    tokens = [position % 2 for position in range(_PROMPT_TOKENS)]
+    words = ((0,), (1, 0)) if params.bad_words else ()
+    request = NewRequest("rehearsal", tokens, params, bad_words=words)
+    sequence = Sequence(request, arrival=0, max_model_len=_PROMPT_TOKENS + 1, eos_token_ids=(0,))
+    blocks = [NULL_BLOCK] * -(-_PROMPT_TOKENS // config.block_size)
+    return ScheduledSequence(sequence, start, _PROMPT_TOKENS - start, num_samples, blocks, 0)

@@ -1,0 +1,112 @@
+"""Rehearsals: every option is used once while idle, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.core.sampling_params import _STAGES
+from nanovllm.execution import rehearsal
+from nanovllm.execution.rehearsal import rehearsal_batch
+from tests.support.layer_kinds import model
+from tests.support.tiny_classes import tiny_class_model
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+PROMPTS = [list(range(5, 45)), list(range(5, 30)), [7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return path
+
+
+def open_llm(model: Any, **options: Any) -> LLM:
+    return LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+def rehearse(llm: LLM) -> int:
+    """Use idle time until nothing is left to do; returns the number of rehearsals so far."""
+    engine: Any = llm._engine
+    while engine.use_idle_time(captures=True):
+        pass
+    count: int = engine.model_runner._num_rehearsed
+    return count
+
+
+def tokens(llm: LLM, **options: Any) -> list[list[int]]:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "sdpa": {"attention_backend": "sdpa", "enforce_eager": True},
+    "one step at a time": {"overlap": False},
+    "speculation": {"speculation": "suffix"},
+    "one sequence": {"max_num_seqs": 1},
+    "small steps": {"max_num_batched_tokens": 20, "max_num_seqs": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_the_same_after_every_rehearsal(folder, way):
+    with open_llm(folder, **WAYS[way]) as llm:
+        before = tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)
+        stats = llm.stats()
+        count = rehearse(llm)
+        assert count >= 3 * len(rehearsal._OPTIONS) and rehearse(llm) == count
+        after = llm.stats()
+        assert (after.num_used_blocks, after.kv_findable_bytes) == (0, stats.kv_findable_bytes)
+        assert (after.num_output_tokens, after.num_steps) == (stats.num_output_tokens, stats.num_steps)
+        # With the blocks of before, and computed anew.
+        assert (tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)) == before
+        llm.reset_prefix_cache()
+        assert (tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)) == before
+        llm._engine.check_integrity()
+
+
+@pytest.mark.parametrize("build", [partial(model, "Gemma3Text"), partial(tiny_class_model, "Qwen3NextForCausalLM")],
+                         ids=["windows", "recurrent states"])  # fmt: skip
+def test_models_with_other_layers_rehearse_too(build, tmp_path):
+    build().save_pretrained(tmp_path)
+    with open_llm(tmp_path, max_model_len=128, block_size=64) as llm:
+        before = tokens(llm, temperature=0.0)
+        assert rehearse(llm) > 0
+        assert tokens(llm, temperature=0.0) == before
+
+
+def test_every_option_with_a_stage_of_sampling_is_rehearsed():
+    """But structured output: its grammar belongs to a request."""
+    stages = _STAGES.__reduce__()[1]
+    used = {name for options in rehearsal._OPTIONS for name in options}
+    assert set(stages) - used == {"structured_output"}
+    assert {"top_k", "top_p", "min_p", "temperature"} <= used
+
+
+def test_rehearsed_rows_are_in_the_null_block_alone(folder):
+    with open_llm(folder) as llm:
+        caches = [part for cache in llm._engine.model_runner.binding.caches.of_layers for part in cache]
+        for part in caches:
+            part[16:].fill_(math.nan)
+        rehearse(llm)
+        assert all(bool(torch.isnan(part[16:]).all()) and bool(part[:16].isfinite().all()) for part in caches)
+
+
+def test_a_live_module_and_ranks_rehearse_nothing(folder):
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
+        assert not llm._engine.model_runner.capture_ahead()
+    with open_llm(folder) as llm:
+        runner = llm._engine.model_runner
+        assert rehearsal_batch(runner.binding, runner.config, 0) is not None
+        runner.binding.ranks = object()  # type: ignore[assignment]
+        assert rehearsal_batch(runner.binding, runner.config, 0) is None
+        runner.binding.ranks = None
