@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.process.operators import define_operator
+
 _CLEARED_AT_ONCE = 8192  # elements
 
 
@@ -54,8 +56,7 @@ def _kernels() -> tuple[Any, Any]:
     return store_states, clear_blocks
 
 
-@torch.library.custom_op("nanovllm::store_states", mutates_args=("cache",))
-def store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def _store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """See `attention.kv_writes.write_states`."""
     _, num_heads, num_rows, head_dim = key.shape
     key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
@@ -67,9 +68,7 @@ def store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor
         )
 
 
-@store_states.register_fake
-def _(key, value, cache, slot_mapping):
-    return None
+store_states = define_operator("nanovllm::store_states", _store_states, lambda *_: None, mutates=("cache",))
 
 
 def clear_blocks(caches: Tensor, blocks: Tensor, block_size: int) -> None:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.process.operators import define_operator
+
 _ELEMENTS_AT_ONCE = 512  # per program
 _MANY_ROWS = 1024  # from here on programs with one warp are faster than with two
 
@@ -62,8 +64,7 @@ def rotate_and_store_heads(
         tl.store(value_cache + slot + at, value, mask=is_there)
 
 
-@torch.library.custom_op("nanovllm::rotate_and_store", mutates_args=("cache",))
-def rotate_and_store(
+def _rotate_and_store(
     products: Tensor,
     cosines: Tensor,
     sines: Tensor,
@@ -97,8 +98,7 @@ def rotate_and_store(
     return query
 
 
-@rotate_and_store.register_fake
-def _(products, cosines, sines, norms, epsilon, cache, slot_mapping):
+def _fake_queries(products, cosines, sines, norms, epsilon, cache, slot_mapping):
     num_rows, num_heads = _sizes(products, cache)
     return products.new_empty(num_rows, num_heads, cache.shape[3])
 
@@ -107,3 +107,6 @@ def _sizes(products: Tensor, cache: Tensor) -> tuple[int, int]:
     """(number of rows, number of query heads)."""
     num_kv_heads, head_dim = cache.shape[2:]
     return products.shape[1], products.shape[2] // head_dim - 2 * num_kv_heads
+
+
+rotate_and_store = define_operator("nanovllm::rotate_and_store", _rotate_and_store, _fake_queries, mutates=("cache",))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.process.operators import define_operator
+
 MAX_ROWS = 16
 # For larger weights cuBLAS is near the memory bandwidth.
 MAX_WEIGHT_BYTES = 16 * 2**20
@@ -59,14 +61,12 @@ def _kernel() -> Any:
 _compiled: list[Any] = []
 
 
-@torch.library.custom_op("nanovllm::linear", mutates_args=())
-def linear(states: Tensor, weight: Tensor) -> Tensor:
+def _linear(states: Tensor, weight: Tensor) -> Tensor:
     """`F.linear` without a bias, for any number of rows: states [..., depth], weight [num_outputs, depth]."""
     return _skinny(states, weight, None) if _num_rows(states) <= MAX_ROWS else F.linear(states, weight)
 
 
-@torch.library.custom_op("nanovllm::linear_and_add", mutates_args=())
-def linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def _linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual [..., num_outputs] + `linear(states, weight)`, in one kernel for few rows."""
     if residual.shape != (*states.shape[:-1], weight.shape[0]) or residual.dtype != states.dtype:
         raise ValueError(f"the residual is {residual.dtype} {[*residual.shape]}, and must be as the product is.")
@@ -75,14 +75,12 @@ def linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     return F.linear(states, weight).add_(residual)
 
 
-@linear.register_fake
-def _(states, weight):
+def _fake_product(states: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
-@linear_and_add.register_fake
-def _(states, weight, residual):
-    return states.new_empty(*states.shape[:-1], weight.shape[0])
+linear = define_operator("nanovllm::linear", _linear, _fake_product)
+linear_and_add = define_operator("nanovllm::linear_and_add", _linear_and_add, _fake_product)
 
 
 def _num_rows(states: Tensor) -> int:
