@@ -11,19 +11,15 @@ Seconds count from the start of each process. Imports come first, in the order o
 from __future__ import annotations
 
 import argparse
-import cProfile
 import importlib
-import pstats
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
-from functools import wraps
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from bench.machines.fresh_process import Compilations, Phases, environment, since_start
+from bench.machines.fresh_process import Compilations, Phases, StackSampler, environment, since_start
 
 IMPORTS = ("numpy", "torch", "transformers", "nanovllm.llm", "nanovllm.build")
 COMPILERS = ("triton", "torch._dynamo", "torch._inductor.compile_fx")  # else imported by compile_ahead, in a thread
@@ -42,7 +38,12 @@ PHASES = (
     ("nanovllm.model.binding", "ModelBinding.stack_layers"),
     ("nanovllm.model.binding", "ModelBinding.pack_weights"),
     ("nanovllm.model_runner", "GraphExecutor.warm_up"),
+    ("nanovllm.execution.compile_ahead", "_start_compiler"),
+    ("nanovllm.execution.compile_ahead", "_on_device"),
+    ("nanovllm.model_runner", "run_few_decodes"),
     ("nanovllm.execution.cuda_graphs", "GraphExecutor._capture_forward"),
+    ("nanovllm.execution.graph_pool", "GraphPool._without_trial"),
+    ("nanovllm.execution.graph_pool", "GraphPool._captured"),
     ("nanovllm.execution.cuda_graphs", "GraphExecutor._captured_head"),
     ("nanovllm.kernels.prompt_attention", "open_kernel"),
     ("nanovllm.kernels.nvrtc", "compile_source"),
@@ -61,24 +62,24 @@ def show_start(arguments: argparse.Namespace) -> None:
 
     if torch.cuda.is_available():
         phases.timed("CUDA context", lambda: torch.zeros(1, device="cuda"))()
-    if arguments.imports:
+    if "torch._dynamo" in sys.modules:
         compilations.watch()
     for module, path in PHASES:
         phases.watch(module, path)
-    profiler = cProfile.Profile()
     from nanovllm import SamplingParams
 
-    llm = phases.timed("LLM.__init__", _profiled(_open, profiler if arguments.profile else None))(arguments)
+    sampler = StackSampler()
+    with sampler if arguments.profile else nullcontext():
+        llm = phases.timed("LLM.__init__", _open)(arguments)
     params = SamplingParams(max_tokens=1, temperature=0.6, ignore_eos=True)
     for name in ("first", "second"):
         generate = phases.timed(f"the {name} token", llm.generate)
         generate([[1, 2, 3]], params, use_tqdm=False)
         print(f"{name} token after {since_start():.2f} s", flush=True)
     phases.show()
-    if arguments.imports:
-        compilations.show()
+    compilations.show()
     if arguments.profile:
-        pstats.Stats(profiler).sort_stats("cumulative").print_stats(arguments.lines)
+        sampler.show(arguments.lines)
     llm.close()
 
 
@@ -88,14 +89,6 @@ def _open(arguments: argparse.Namespace) -> Any:
 
     tokenizer = None if arguments.with_text else NoText()
     return LLM(str(arguments.model), tokenizer=tokenizer, **({"dtype": "bfloat16"} if arguments.shape else {}))
-
-
-def _profiled(function: Callable[..., Any], profiler: cProfile.Profile | None) -> Callable[..., Any]:
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        return function(*args) if profiler is None else profiler.runcall(function, *args)
-
-    return run
 
 
 def run_process(arguments: list[str], caches: Path | None, *, is_shown: bool = True, limit: float = 300.0) -> None:
@@ -110,9 +103,11 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b", help="of random weights, see random_models.py")
     parser.add_argument("--model", type=Path, help="a folder instead")
     parser.add_argument("--caches", nargs="+", choices=("empty", "warm", "usual"), default=["empty", "warm"])
-    parser.add_argument("--imports", action="store_true", help="import the compilers first; list what they compile")
+    parser.add_argument(
+        "--imports", action="store_true", help="import the compilers first; so that their import counts alone"
+    )
     parser.add_argument("--profile", action="store_true", help="profile the engine's construction")
-    parser.add_argument("--lines", type=int, default=45, help="of the profile")
+    parser.add_argument("--lines", type=int, default=40, help="of the profile")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--with-text", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

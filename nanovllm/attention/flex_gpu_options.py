@@ -78,6 +78,7 @@ class KernelOptions:
     head_bytes: bytes of one head's K of one token, or of its V if that is wider.
     paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
     build_prompts: builds the `PromptAttention` of `kernels/prompt_attention.py`, where it serves chunks.
+    compile_prompts: compiles it, for threads at start.
     sight, softcap: of the layers.
     """
 
@@ -90,6 +91,7 @@ class KernelOptions:
     build_prompts: Callable[[], Any] | None = None
     sight: StateKind = FULL
     softcap: float | None = None
+    compile_prompts: Callable[[], Any] | None = None
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
@@ -98,11 +100,18 @@ class KernelOptions:
         if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None
         heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
-        build_prompts = None
+        build_prompts = compile_prompts = None
         if (open_kernel := find_kernel("prompt_attention", "open_kernel")) and takes_prompts(traits):
-            sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype
-            build_prompts = partial(open_kernel, *sizes, traits.sight.window, traits.softcap, device=device)
-        return cls(Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap)
+            sizes = (
+                traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype, traits.sight.window,
+                traits.softcap,
+            )  # fmt: skip
+            compile_kernel: Any = find_kernel("prompt_attention", "compile_kernel")
+            build_prompts, compile_prompts = (partial(f, *sizes, device=device) for f in (open_kernel, compile_kernel))
+        return cls(
+            Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap,
+            compile_prompts,
+        )  # fmt: skip
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""

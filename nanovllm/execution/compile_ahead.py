@@ -29,7 +29,7 @@ from nanovllm.process.device import DEVICE_LOCK, find_kernel
 from nanovllm.sampling.penalties import PENALTY_FIELDS
 from nanovllm.sampling.sampler import Sampler
 
-_AT_ONCE = 16
+_AT_ONCE = 32
 
 
 def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
@@ -44,12 +44,12 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
     packing = StepPacking(shape, MIN_ROWS, features)
     with torch.inference_mode(False):  # tensors made in a caller's inference mode could be written to only there
         inputs = packing.views(torch.zeros(packing.num_words + MIN_ROWS, dtype=torch.int32, device=binding.device))
-        calls = [
+        calls = [  # the longest first
+            *_layer_calls(binding, MIN_ROWS, config.block_size),
             _start_compiler,
             *_decode_calls(binding, config.block_size, max(MIN_ROWS, config.max_num_seqs), inputs),
             *_draw_calls(binding, inputs),
             *_option_calls(binding),
-            *_layer_calls(binding, MIN_ROWS, config.block_size),
         ]
     with DEVICE_LOCK:
         call_together([partial(_on_device, binding.device, call) for call in calls])
@@ -97,11 +97,15 @@ def _attend_in_wide_groups(decodes: Any, tables: tuple[Any, ...], query: Tensor,
 
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
     """Kernels of merged linears, fused attention and stacked layers, for `num_rows` rows."""
-    calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
-    if not binding.mixers:  # with these, attention layers run uncompiled
-        calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
+    calls: list[Callable[[], Any]] = []
     if binding.may_stack_layers:
         calls += compile_calls_of(binding.layer_modules, binding.layers, binding.device, block_size)
+    for layer in layers_by_kind(binding.layers):
+        if (compile_prompts := KernelOptions.for_layer(layer, binding.device, block_size).compile_prompts) is not None:
+            calls.append(compile_prompts)
+    calls += kernel_calls(binding.model, num_rows)
+    if not binding.mixers:  # with these, attention layers run uncompiled
+        calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     return calls
 
 

@@ -33,6 +33,7 @@ from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast.compiled_layers import FEW_ROWS
 from nanovllm.process.device import own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -53,6 +54,7 @@ class GraphExecutor:
 
     further_inputs: tuple[StepFeature, ...] = ()  # of a packed step
     captures_chunks = True
+    tries_each_shape = False  # code may be tuned for each
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         use_write_kernel()
@@ -85,7 +87,7 @@ class GraphExecutor:
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._pool = GraphPool(binding.device)
-        self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
+        self._forwards = ForwardGraphs(self._buckets, few_rows=FEW_ROWS, may_wait=config.tensor_parallel_size == 1)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
         self._seen: Counter[HeadShape] = Counter()  # steps of heads with rare options, not yet captured
@@ -240,7 +242,8 @@ class GraphExecutor:
             self._pool.synchronize()
             self._forwards.make_room()
         self._inputs.zero_()  # a step of padding alone
-        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape)))
+        needs_trial = self.tries_each_shape or self.backend.compiles_each_size or self._forwards.needs_trial(shape)
+        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape), needs_trial=needs_trial))
         logger.debug("captured %s", shape)
 
     def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
@@ -304,12 +307,10 @@ class GraphExecutor:
         if self._lacking:
             self._capture_lacking()
             return True
-        head = next((head for head in self._seen if head not in self._heads), None)
-        if head is not None:
+        if (head := next((head for head in self._seen if head not in self._heads), None)) is not None:
             self._captured_head(head)
             return True
-        shape = self._forwards.next_ahead()
-        if shape is not None:
+        if (shape := self._forwards.next_ahead()) is not None:
             self._capture_forward(shape)
         return shape is not None
 
@@ -331,8 +332,7 @@ class GraphExecutor:
             self._has_head_apart = None
 
     def _drop_heads(self, is_dropped: Callable[[HeadShape], bool]) -> None:
-        dropped = [head for head in self._heads if is_dropped(head)]
-        if dropped:
+        if dropped := [head for head in self._heads if is_dropped(head)]:
             self._pool.synchronize()
             for head in dropped:
                 del self._heads[head]

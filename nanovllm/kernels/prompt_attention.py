@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+from contextlib import suppress
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from functools import cache
 from pathlib import Path
@@ -100,17 +101,31 @@ def open_kernel(*sizes: Any, device: torch.device) -> PromptAttention | None:
     return kernel
 
 
+def compile_kernel(*sizes: Any, device: torch.device) -> None:
+    """Compile the kernel for layers of these `AttentionSizes`, if they are supported; `open_kernel` reports errors."""
+    own = AttentionSizes(*sizes)
+    if why_not(own, device) is None:
+        with suppress(nvrtc.CudaError):
+            machine_code(own, _shared(own, device)[0])
+
+
+def _shared(sizes: AttentionSizes, device: torch.device) -> tuple[int, int]:
+    """Stages of K and V in shared memory, and bytes of it."""
+    query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes, sizes.tile_keys * sizes.row_bytes
+    properties: Any = torch.cuda.get_device_properties(device)
+    most = 3 if tile_bytes < _LARGE_TILE else 2
+    stages = min(most, (properties.shared_memory_per_block_optin - 2 * _ALIGNMENT - query_bytes) // (2 * tile_bytes))
+    return stages, _ALIGNMENT + query_bytes + 2 * stages * tile_bytes
+
+
 class PromptAttention:
     """The kernel for layers of one kind; `why_not` must be None for their sizes."""
 
     def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
         self._sizes, self._device = sizes, device
-        query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes, sizes.tile_keys * sizes.row_bytes
         properties: Any = torch.cuda.get_device_properties(device)
-        available, self._num_processors = properties.shared_memory_per_block_optin, properties.multi_processor_count
-        most = 3 if tile_bytes < _LARGE_TILE else 2
-        stages = min(most, (available - 2 * _ALIGNMENT - query_bytes) // (2 * tile_bytes))
-        shared_bytes = _ALIGNMENT + query_bytes + 2 * stages * tile_bytes
+        self._num_processors = properties.multi_processor_count
+        stages, shared_bytes = _shared(sizes, device)
         with torch.cuda.device(device):
             self._function = nvrtc.CudaFunction(
                 machine_code(sizes, stages), "prompt_attention", num_threads=_THREADS, shared_bytes=shared_bytes

@@ -1,0 +1,98 @@
+"""The first use of an option: no kernel is compiled for it; and captures that need no trial run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.execution.graph_pool import GraphPool
+from tests.support.tiny_models import tiny_model
+
+OPTIONS = """
+[{}, {"temperature": 0.0}, {"temperature": 0.01}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1},
+ {"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "top_p": 0.9}, {"presence_penalty": 0.5, "logprobs": 3},
+ {"logprobs": 0}, {"logprobs": 20, "top_k": 5}, {"logprobs": 40}, {"logit_bias": {5: 1.0}},
+ {"logit_bias": {5: 1.0}, "frequency_penalty": 0.5, "logprobs": 1, "top_p": 0.9}, {"allowed_token_ids": (1, 2, 3)},
+ {"min_tokens": 4}, {"bad_words": ("a",)}, {"prompt_logprobs": 2}, {"n": 3},
+ {"logits_processors": (lambda token_ids, logits: logits,)},
+ {"structured_output": StructuredOutput(regex="[ab]{3}")},
+ {"structured_output": StructuredOutput(regex="[ab]{3}"), "top_p": 0.9, "repetition_penalty": 1.1},
+ {"structured_output": StructuredOutput(regex="[ab]{3}"), "logit_bias": {5: 1.0}, "min_p": 0.1}]
+"""
+SCRIPT = f"""
+import sys
+from triton import knobs
+from torch._dynamo.callback import on_compile_start
+from nanovllm import LLM, SamplingParams, StructuredOutput
+from tests.support.tiny_models import tiny_tokenizer
+
+compiled = []
+llm = LLM(sys.argv[1], tokenizer=tiny_tokenizer(), dtype="bfloat16", max_num_seqs=32, num_kv_blocks=200)
+llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
+knobs.compilation.listener = lambda *, src, **_: compiled.append(getattr(src, "name", str(src)))
+on_compile_start(lambda *_: compiled.append("torch.compile"))
+for options in {OPTIONS.strip()}:
+    for prompts in ([[5, 6, 7]], [[7, 8, 9] * number for number in range(1, 12)]):
+        before = len(compiled)
+        llm.generate(prompts, SamplingParams(max_tokens=5, **options), use_tqdm=False)
+        if compiled[before:]:
+            print(options, len(prompts), compiled[before:])
+llm.embed([[5, 6, 7]], use_tqdm=False)
+print("compiled:", compiled)
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_no_option_compiles_a_kernel_at_its_first_use(family, tmp_path):
+    """In a process of its own, since other tests compile the same kernels."""
+    tiny_model(family, eos_token_id=3).save_pretrained(tmp_path)
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines()[-1:] == ["compiled: []"], run.stdout + run.stderr
+
+
+@pytest.fixture
+def pool() -> GraphPool:
+    return GraphPool(torch.device("cuda:0"))
+
+
+def test_a_graph_captured_without_a_trial_run_computes_the_same(pool):
+    left, right = torch.randn(2, 300, 300, device="cuda")
+    products = torch.zeros(300, 300, device="cuda")
+
+    def run() -> None:
+        torch.mm(left, right, out=products)
+        products.add_(left[:7].amax())
+
+    run()
+    expected = products.clone()
+    for needs_trial in (True, False):
+        graph = pool.capture(run, needs_trial=needs_trial)
+        products.zero_()
+        graph.replay()
+        assert torch.equal(products, expected)
+
+
+def test_launches_that_have_to_wait_once_are_captured_after_a_trial_run(pool):
+    values, total, is_known = torch.arange(100.0, device="cuda"), torch.zeros(1, device="cuda"), []
+
+    def run() -> None:
+        if not is_known:
+            is_known.append(float(values.sum()))  # waits, which no capture may
+        total.copy_(values.sum() + is_known[0])
+
+    pool.capture(lambda: None)
+    is_known.clear()
+    graph = pool.capture(run, needs_trial=False)
+    total.zero_()
+    graph.replay()
+    assert total.item() == 2 * sum(range(100)) and is_known
+    again = pool.capture(run, needs_trial=False)  # the pool is as before
+    torch.cuda.empty_cache()
+    again.replay()
+    assert total.item() == 2 * sum(range(100))
