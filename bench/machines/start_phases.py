@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b", help="of random weights, see random_models.py")
     parser.add_argument("--model", type=Path, help="a folder instead")
     parser.add_argument("--caches", nargs="+", choices=("empty", "warm", "usual"), default=["empty", "warm"])
-    parser.add_argument(
-        "--imports", action="store_true", help="import the compilers first; so that their import counts alone"
-    )
+    parser.add_argument("--imports", action="store_true", help="import the compilers first, which a thread does else")
     parser.add_argument("--profile", action="store_true", help="profile the engine's construction")
     parser.add_argument("--lines", type=int, default=40, help="of the profile")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from nanovllm.attention.kv_writes import write_states, write_states_compiled
 from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.process.operators import define_operator
 
 ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
@@ -155,7 +154,13 @@ def attend_in_step(
     return output
 
 
-def _fake_attention(
+# Caches of compiled code know an operator only by its name, and an older version's code passes the older arguments: a
+# new schema needs a new name, so the number goes up with each change.
+paged_attention = torch.library.custom_op("nanovllm::paged_attention_2", attend_in_step, mutates_args=())
+
+
+@paged_attention.register_fake
+def _(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -165,11 +170,6 @@ def _fake_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value_cache.shape[2])
-
-
-# Caches of compiled code know an operator only by its name, and an older version's code passes the older arguments: a
-# new schema needs a new name, so the number goes up with each change.
-paged_attention = define_operator("nanovllm::paged_attention_2", attend_in_step, _fake_attention)
 
 
 def step_tensors(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.process.operators import define_operator
+from nanovllm.kernels.operators import define_operator
 
 _CLEARED_AT_ONCE = 8192  # elements
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.process.operators import define_operator
+from nanovllm.kernels.operators import define_operator
 
 _ELEMENTS_AT_ONCE = 512  # per program
 _MANY_ROWS = 1024  # from here on programs with one warp are faster than with two

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.process.operators import define_operator
+from nanovllm.kernels.operators import define_operator
 
 MAX_ROWS = 16
 # For larger weights cuBLAS is near the memory bandwidth.

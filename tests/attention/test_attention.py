@@ -197,5 +197,5 @@ def test_a_new_schema_of_the_operator_has_a_new_name():
         "nanovllm::paged_attention_2": "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor handle, "
         "float scaling, SymInt kind=0, Tensor? sinks=None) -> Tensor",
     }
-    schema = paged_attention._schema
+    schema = paged_attention._opoverload._schema
     assert str(schema) == schema.name + known[schema.name]
