@@ -179,7 +179,7 @@ class EngineThread:
             return not self._is_stopping
 
     def _use_idle_time(self) -> None:
-        """Touch a CPU's KV memory, or capture further CUDA graphs, in small pieces, while there is no work.
+        """Touch a CPU's KV memory, or prepare steps, in small pieces, while there is no work.
 
         Starts after IDLE_SECONDS: a client that sends one request after another would wait for a capture each time.
         """
@@ -196,7 +196,7 @@ class EngineThread:
             raise
         except Exception:  # a step that needs this graph reports the error to its requests
             self._has_idle_work = False
-            logger.warning("capturing CUDA graphs while idle failed and is disabled", exc_info=True)
+            logger.warning("preparing steps while idle failed and is disabled", exc_info=True)
 
     def _answer(self) -> None:
         for _ in range(len(self._calls)):  # later calls wait for the next step

@@ -87,7 +87,7 @@ async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatc
         raise torch.OutOfMemoryError("no memory for a graph")
 
     async def it_was_tried() -> bool:
-        return "capturing CUDA graphs while idle failed" in caplog.text
+        return "preparing steps while idle failed" in caplog.text
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
     monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
@@ -95,7 +95,7 @@ async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatc
         assert await comes_true(it_was_tried)
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
         await assert_idle_and_whole(llm)
-    assert caplog.text.count("capturing CUDA graphs while idle failed") == 1
+    assert caplog.text.count("preparing steps while idle failed") == 1
 
 
 @bounded
