@@ -26,6 +26,7 @@ from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
 from nanovllm.model.fast.stacked_layers import compile_calls_of
 from nanovllm.process.device import DEVICE_LOCK, find_kernel
+from nanovllm.process.gc_control import collector_paused
 from nanovllm.sampling.penalties import PENALTY_FIELDS
 from nanovllm.sampling.sampler import Sampler
 
@@ -51,7 +52,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
             *_draw_calls(binding, inputs),
             *_option_calls(binding),
         ]
-    with DEVICE_LOCK:
+    with DEVICE_LOCK, collector_paused():  # for the compiler's imports
         call_together([partial(_on_device, binding.device, call) for call in calls])
 
 
