@@ -43,8 +43,8 @@ class AsyncLLM(AsyncScoring):
     Args:
         model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
             blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
-        prepares_when_idle: while there are no requests, use each sampling option once, and on a GPU capture the steps
-            that usually come, one at a time. Only where no other code of the process uses that GPU: waiting for the
+        prepares_when_idle: on a GPU, use each sampling option once and capture the steps that usually come, one at a
+            time, while there are no requests. Only where no other code of the process uses that GPU: waiting for the
             device during a capture (`torch.cuda.synchronize`) fails, and the capture with it. A live module is left
             alone.
 

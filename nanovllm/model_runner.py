@@ -25,7 +25,7 @@ from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, run_few_decodes, warm_up_spans
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.execution.rehearsal import rehearsal_batch
+from nanovllm.execution.rehearsal import rehearse
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.embeddings import EmbeddedRows
@@ -159,9 +159,8 @@ class ModelRunner:
         """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""
         if self.binding.is_live:  # it is its owner's while no request runs
             return False
-        if (batch := rehearsal_batch(self.binding, self.config, self._num_rehearsed)) is not None:
+        if rehearse(self, self._num_rehearsed):
             self._num_rehearsed += 1
-            self.execute(batch).result()
             return True
         if not isinstance(self._executor, GraphExecutor):
             return False

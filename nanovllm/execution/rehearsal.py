@@ -1,20 +1,24 @@
-"""Rehearsals: steps without requests, run while idle, that use each option once.
+"""Rehearsals: steps without requests, run while a GPU's engine is idle, that use each option once.
 
-The first use of an option loads GPU code, allocates buffers and fills caches of the host, a millisecond or two each.
-Where a rehearsal's head has no graph, idle time captures it next. All rows are in the null block.
+The first use of an option loads GPU code and allocates buffers: 2 to 60 ms, and none on a CPU. Where a rehearsal's head
+has no graph, idle time captures it next. All rows are in the null block.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any, NamedTuple
 
 from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import DeviceError
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL
+
+logger = logging.getLogger("nanovllm")
 
 _PENALTY: dict[str, Any] = {"repetition_penalty": 1.1}
 _FILTERS: dict[str, Any] = {"top_k": 40, "top_p": 0.9, "min_p": 0.02}
@@ -29,6 +33,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"prompt_logprobs": 0}, {"prompt_logprobs": 5},
 )  # fmt: skip
 _PROMPT_TOKENS = 3
+DEVICES = {"cuda"}
 
 
 class _Rehearsal(NamedTuple):
@@ -50,19 +55,32 @@ def _rehearsals(*, embeds: bool, drafts: bool) -> list[_Rehearsal]:
     return found
 
 
+def rehearse(runner: Any, number: int) -> bool:
+    """Run a rehearsal by a `ModelRunner`; False after the last. An error is logged, except of the device."""
+    if (batch := rehearsal_batch(runner.binding, runner.config, number)) is None:
+        return False
+    try:
+        runner.execute(batch).result()
+    except DeviceError:
+        raise
+    except Exception:
+        logger.info("a rehearsal failed: %s", batch.sampling[0].params, exc_info=True)
+    return True
+
+
 def rehearsal_batch(binding: ModelBinding, config: EngineConfig, number: int) -> ScheduledBatch | None:
-    """The batch of a rehearsal; None after the last, and for ranks, which would have to rehearse together.
+    """The batch of a rehearsal; None after the last, on a CPU, and for ranks, which would have to rehearse together.
 
     Each rehearsal has a chunk of a prompt, then a decode, and a decode together with a plain one.
     """
     longest = min(config.max_model_len - 1, config.max_num_batched_tokens)
-    if binding.ranks is not None or longest < _PROMPT_TOKENS:
+    if binding.device.type not in DEVICES or binding.ranks is not None or longest < _PROMPT_TOKENS:
         return None
-    found = _rehearsals(embeds=binding.has_base_model, drafts=config.speculation is not None)
+    found = _rehearsals(embeds=binding.has_base_model, drafts=bool(config.speculation) and not binding.mixers)
     if number >= 3 * len(found):
         return None
     (params, num_samples, copies), form = found[number // 3], number % 3
-    start = (0, _PROMPT_TOKENS - num_samples, _PROMPT_TOKENS - num_samples)[form]
+    start = 0 if form == 0 and num_samples == 1 else _PROMPT_TOKENS - num_samples
     entries = [_entry(config, params, start, num_samples)]
     if form == 2 and config.max_num_seqs > 1 and longest > _PROMPT_TOKENS:
         entries.append(_entry(config, SamplingParams(), _PROMPT_TOKENS - 1, 1))

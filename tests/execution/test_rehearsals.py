@@ -1,4 +1,4 @@
-"""Rehearsals: every option is used once while idle, and nothing of it is left behind."""
+"""Rehearsals: every option is used once while idle, and nothing of it is left behind. They run on a CPU here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.errors import DeviceError
 from nanovllm.core.sampling_params import _STAGES
 from nanovllm.execution import rehearsal
 from nanovllm.execution.rehearsal import rehearsal_batch
@@ -27,6 +28,11 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_model().save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def rehearsing_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
 
 
 def open_llm(model: Any, **options: Any) -> LLM:
@@ -58,11 +64,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_the_same_after_every_rehearsal(folder, way):
+def test_answers_are_the_same_after_every_rehearsal(folder, way, caplog):
     with open_llm(folder, **WAYS[way]) as llm:
         before = tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)
         stats = llm.stats()
-        count = rehearse(llm)
+        with caplog.at_level("INFO", "nanovllm"):
+            count = rehearse(llm)
+        assert "rehearsal" not in caplog.text
         assert count >= 3 * len(rehearsal._OPTIONS) and rehearse(llm) == count
         after = llm.stats()
         assert (after.num_used_blocks, after.kv_findable_bytes) == (0, stats.kv_findable_bytes)
@@ -92,6 +100,25 @@ def test_every_option_with_a_stage_of_sampling_is_rehearsed():
     assert {"top_k", "top_p", "min_p", "temperature"} <= used
 
 
+def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypatch, caplog):
+    with open_llm(folder) as llm:
+        runner, execute = llm._engine.model_runner, llm._engine.model_runner.execute
+
+        def fail_for_penalties(batch: Any) -> Any:
+            if batch.sampling[0].params.penalises:
+                raise RuntimeError("no such kernel")
+            return execute(batch)
+
+        monkeypatch.setattr(runner, "execute", fail_for_penalties)
+        with caplog.at_level("INFO", "nanovllm"):
+            assert rehearse(llm) >= 3 * len(rehearsal._OPTIONS)
+        assert caplog.text.count("a rehearsal failed") == 3 * sum("penalty" in str(o) for o in rehearsal._OPTIONS)
+        monkeypatch.setattr(runner, "execute", lambda _: (_ for _ in ()).throw(DeviceError("gone")))
+        runner._num_rehearsed = 0
+        with pytest.raises(DeviceError):
+            runner.capture_ahead()
+
+
 def test_rehearsed_rows_are_in_the_null_block_alone(folder):
     with open_llm(folder) as llm:
         caches = [part for cache in llm._engine.model_runner.binding.caches.of_layers for part in cache]
@@ -101,7 +128,7 @@ def test_rehearsed_rows_are_in_the_null_block_alone(folder):
         assert all(bool(torch.isnan(part[16:]).all()) and bool(part[:16].isfinite().all()) for part in caches)
 
 
-def test_a_live_module_and_ranks_rehearse_nothing(folder):
+def test_a_live_module_a_cpu_and_ranks_rehearse_nothing(folder, monkeypatch):
     with LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
         assert not llm._engine.model_runner.capture_ahead()
     with open_llm(folder) as llm:
@@ -110,3 +137,5 @@ def test_a_live_module_and_ranks_rehearse_nothing(folder):
         runner.binding.ranks = object()  # type: ignore[assignment]
         assert rehearsal_batch(runner.binding, runner.config, 0) is None
         runner.binding.ranks = None
+        monkeypatch.undo()
+        assert rehearsal_batch(runner.binding, runner.config, 0) is None

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.execution.graph_pool import GraphPool
-from tests.support.tiny_models import tiny_model
+from nanovllm.execution.rehearsal import rehearsal_batch
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS = """
 [{}, {"temperature": 0.0}, {"temperature": 0.01}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1},
@@ -54,6 +56,26 @@ def test_no_option_compiles_a_kernel_at_its_first_use(family, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1:] == ["compiled: []"], run.stdout + run.stderr
+
+
+def test_rehearsals_use_each_option_and_leave_the_same_answers(tmp_path, caplog):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    prompts = [[5, 6, 7], [8] * 70]
+    params = [
+        SamplingParams(max_tokens=8, temperature=0.0),
+        SamplingParams(max_tokens=8, seed=1, top_p=0.9, logprobs=2),
+    ]
+    with LLM(tmp_path, tokenizer=tiny_tokenizer(), max_num_seqs=8, num_kv_blocks=100, max_model_len=300) as llm:
+        runner = llm._engine.model_runner  # type: ignore[union-attr]
+        before = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        with caplog.at_level("INFO", "nanovllm"):
+            while rehearsal_batch(runner.binding, runner.config, runner._num_rehearsed) is not None:
+                assert runner.capture_ahead()
+        assert runner._num_rehearsed > 60 and "rehearsal" not in caplog.text
+        assert runner._executor.capture_ahead()  # of a head that a rehearsal had without a graph
+        for _ in range(2):
+            assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == before
+            llm.reset_prefix_cache()
 
 
 @pytest.fixture
