@@ -22,6 +22,7 @@ from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS, TableIn
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
+from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
@@ -96,7 +97,10 @@ def _attend_in_wide_groups(decodes: Any, tables: tuple[Any, ...], query: Tensor,
 
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
     """Kernels of merged linears, fused attention and stacked layers, for `num_rows` rows."""
-    calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
+    calls: list[Callable[[], Any]] = [
+        *kernel_calls(binding.model, num_rows),
+        *experts.kernel_calls(binding.model, num_rows),
+    ]
     if not binding.mixers:  # with these, attention layers run uncompiled
         calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     if binding.may_stack_layers:

@@ -1,0 +1,212 @@
+"""Products of routed experts for few rows on a GPU, of which PyTorch's `grouped_mm` reads weights at two thirds of the
+memory's rate.
+
+A row's results do not depend on the rows beside it: each is summed up over the depth by one program, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_PAIRS = 1024  # of a row and one of its experts; for more `grouped_mm` is bound by arithmetic
+_BLOCK_PAIRS = 16  # of one expert multiplied at once, the fewest for a matrix instruction
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program: outputs and depth at a time, loads on their way, warps."""
+
+    outputs: int
+    depth: int
+    num_stages: int
+    num_warps: int
+
+
+def _kernels() -> tuple[Any, Any]:
+    import triton  # part of PyTorch's GPU builds
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["num_pairs"])
+    def sort_pairs(
+        ids, order, ranks, ends, num_pairs, num_experts: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """A stable counting sort: a pair's rank is the number of pairs before it. Each program ranks some pairs."""
+        others = tl.arange(0, PAIRS)
+        other_ids = tl.load(ids + others, mask=others < num_pairs, other=1 << 30)
+        own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        own_ids = tl.load(ids + own, mask=own < num_pairs, other=1 << 30)
+        is_before = other_ids[None, :] < own_ids[:, None]
+        is_before |= (other_ids[None, :] == own_ids[:, None]) & (others[None, :] < own[:, None])
+        rank = tl.sum(is_before.to(tl.int32), 1)
+        tl.store(ranks + own, rank.to(tl.int64), mask=own < num_pairs)
+        tl.store(order + rank, own.to(tl.int64), mask=own < num_pairs)
+        end = tl.sum((other_ids[None, :] <= own[:, None]).to(tl.int32), 1)
+        tl.store(ends + own, end, mask=own < num_experts)
+
+    @triton.jit(do_not_specialize=["top_k"])
+    def multiply(
+        rows,
+        weight,
+        bias,
+        output,
+        ids,
+        order,
+        ends,
+        num_outputs: tl.constexpr,
+        depth: tl.constexpr,
+        top_k,
+        GATHERS: tl.constexpr,
+        IS_TRANSPOSED: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        BLOCK_OUTPUTS: tl.constexpr,
+        BLOCK_DEPTH: tl.constexpr,
+        BLOCK_PAIRS: tl.constexpr,
+        NUM_STAGES: tl.constexpr,
+    ):
+        """Some outputs of pairs of one expert, from this program's pair on, if that is the first of its tile."""
+        place = tl.program_id(1)
+        expert = tl.load(ids + tl.load(order + place))
+        start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+        if (place - start) % BLOCK_PAIRS != 0:
+            return
+        outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        places = place + tl.arange(0, BLOCK_PAIRS)
+        is_own = places < end
+        sources = places.to(tl.int64)
+        if GATHERS:
+            sources = tl.load(order + places, mask=is_own, other=0) // top_k
+        steps = tl.arange(0, BLOCK_DEPTH)
+        sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_PAIRS), tl.float32)
+        first = weight + expert * num_outputs * depth
+        for at in tl.range(0, depth, BLOCK_DEPTH, num_stages=NUM_STAGES):
+            deep = at + steps
+            is_within = deep < depth
+            if IS_TRANSPOSED:
+                tile = tl.load(
+                    first + deep[:, None] * num_outputs + outputs[None, :],
+                    mask=is_within[:, None] & (outputs < num_outputs)[None, :], other=0.0,
+                ).trans()  # fmt: skip
+            else:
+                tile = tl.load(
+                    first + outputs[:, None] * depth + deep[None, :],
+                    mask=(outputs < num_outputs)[:, None] & is_within[None, :], other=0.0,
+                )  # fmt: skip
+            inputs = tl.load(
+                rows + sources[None, :] * depth + deep[:, None], mask=is_own[None, :] & is_within[:, None], other=0.0
+            )
+            sums = tl.dot(tile, inputs, sums)
+        if HAS_BIAS:
+            own = tl.load(bias + expert * num_outputs + outputs, mask=outputs < num_outputs, other=0.0)
+            sums = sums.to(output.dtype.element_ty).to(tl.float32) + own.to(tl.float32)[:, None]
+        to = output + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+        tl.store(to, sums.to(output.dtype.element_ty), mask=is_own[None, :] & (outputs < num_outputs)[:, None])
+
+    return sort_pairs, multiply
+
+
+_compiled: list[Any] = []
+
+
+def _kernel(index: int) -> Any:
+    if not _compiled:
+        _compiled.extend(_kernels())
+    return _compiled[index]
+
+
+@torch.library.custom_op("nanovllm::sort_by_expert", mutates_args=())
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of rows and experts in the order of their experts, otherwise as given.
+
+    Args:
+        expert_ids: [num_pairs] int64, each below `num_experts`.
+
+    Returns the pairs in order and each pair's place in it, [num_pairs] int64, and the end of each expert's pairs,
+    [num_experts] int32.
+    """
+    num_pairs = len(expert_ids)
+    ranks = torch.empty_like(expert_ids)
+    if num_pairs > MAX_PAIRS:
+        in_order, order = torch.sort(expert_ids, stable=True)
+        ranks[order] = torch.arange(num_pairs, device=expert_ids.device)
+        experts = torch.arange(num_experts, device=expert_ids.device)
+        return order, ranks, torch.searchsorted(in_order, experts, right=True, out_int32=True)
+    order = torch.empty_like(expert_ids)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    with torch.cuda.device(expert_ids.device):
+        _kernel(0)[(-(-max(num_pairs, num_experts) // _BLOCK_PAIRS),)](
+            expert_ids, order, ranks, ends, num_pairs, num_experts, MAX_PAIRS, _BLOCK_PAIRS
+        )
+    return order, ranks, ends
+
+
+@sort_by_expert.register_fake
+def _(expert_ids, num_experts):
+    ends = expert_ids.new_empty(num_experts, dtype=torch.int32)
+    return torch.empty_like(expert_ids), torch.empty_like(expert_ids), ends
+
+
+@torch.library.custom_op("nanovllm::expert_products", mutates_args=())
+def expert_products(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    is_transposed: bool,
+    top_k: int,
+) -> Tensor:
+    """The product of each pair's row with its expert's weight, in the order of the experts: [num_pairs, num_outputs].
+
+    Args:
+        rows: [num_rows, depth]: each the row of `top_k` pairs that follow one another in `expert_ids`; or, if `top_k`
+            is 0, one for each pair, in order.
+        weight: [num_experts, num_outputs, depth], or [num_experts, depth, num_outputs] if `is_transposed`.
+        bias: [num_experts, num_outputs].
+        expert_ids, order, ends: of `sort_by_expert`.
+    """
+    num_pairs = len(expert_ids)
+    if num_pairs > MAX_PAIRS:
+        return _grouped(rows, weight, bias, expert_ids, order, ends, is_transposed, top_k)
+    depth, num_outputs = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
+    rows, weight = rows.contiguous(), weight.contiguous()
+    output = rows.new_empty(num_pairs, num_outputs)
+    tiles = tiles_for(num_pairs, num_outputs, depth, is_transposed=is_transposed)
+    with torch.cuda.device(rows.device):
+        _kernel(1)[(-(-num_outputs // tiles.outputs), num_pairs)](
+            rows, weight, rows if bias is None else bias, output, expert_ids, order, ends, num_outputs,
+            depth, top_k, top_k > 0, is_transposed, bias is not None, tiles.outputs, tiles.depth, _BLOCK_PAIRS,
+            tiles.num_stages, num_warps=tiles.num_warps,
+        )  # fmt: skip
+    return output
+
+
+@expert_products.register_fake
+def _(rows, weight, bias, expert_ids, order, ends, is_transposed, top_k):
+    return rows.new_empty(len(expert_ids), weight.shape[2 if is_transposed else 1])
+
+
+def tiles_for(num_pairs: int, num_outputs: int, depth: int, *, is_transposed: bool) -> Tiles:
+    """Sizes by measurement (`bench/machines/expert_rows.py`)."""
+    if is_transposed:
+        return Tiles(64, 64, 4, 4)
+    return Tiles(16, 256, 4, 2)
+
+
+def _grouped(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    is_transposed: bool,
+    top_k: int,
+) -> Tensor:
+    """The same by PyTorch."""
+    output: Tensor = torch.nn.functional.grouped_mm(
+        rows[order // top_k] if top_k else rows, weight if is_transposed else weight.transpose(1, 2), offs=ends
+    )
+    return output if bias is None else output.add_(bias[expert_ids[order]])
