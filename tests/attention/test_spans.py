@@ -70,13 +70,16 @@ class KernelOnCpu(PromptAttention):
 
 @pytest.mark.parametrize("softcap", [None, 20.0, 50.0])
 @pytest.mark.parametrize("window", [None, 100, 1024, 4096])
-def test_the_check_at_start_sees_windows_soft_caps_sinks_and_scales(window, softcap):
-    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap)
+@pytest.mark.parametrize(("chunk", "value_dim"), [(None, None), (128, None), (2048, 96)])
+def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk, value_dim, window, softcap):
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap, chunk, value_dim)
     assert KernelOnCpu(sizes).error_of_a_step() <= TOLERANCE
     assert KernelOnCpu(sizes, has_sinks=False).error_of_a_step() > TOLERANCE
     assert KernelOnCpu(sizes, scale=0.9).error_of_a_step() > TOLERANCE
     if softcap is not None:
         assert KernelOnCpu(sizes, softcap=None).error_of_a_step() > TOLERANCE
         assert KernelOnCpu(sizes, softcap=1.1 * softcap).error_of_a_step() > TOLERANCE
-    if window is not None:
+    if window is not None and window < (chunk or window + 1):
         assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE
+    if chunk is not None and chunk < (window or chunk + 1):
+        assert KernelOnCpu(sizes, chunk=None).error_of_a_step() > TOLERANCE
