@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from nanovllm.cache.kinds import StateKind
 from nanovllm.kernels.prompt_attention import TILE_ROWS, AttentionSizes, PromptAttention, why_not
