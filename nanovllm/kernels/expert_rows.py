@@ -1,7 +1,7 @@
-"""Products of routed experts for few rows on a GPU, of which PyTorch's `grouped_mm` reads weights at two thirds of the
+"""Products of routed experts for few rows on a GPU. PyTorch's `grouped_mm` reads their weights at two thirds of the
 memory's rate.
 
-A row's results do not depend on the rows beside it: each is summed up over the depth by one program, in order.
+A row's results do not depend on other rows: one program sums each up over the depth, in order.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def expert_products(
     """The product of each pair's row with its expert's weight, in the order of the experts: [num_pairs, num_outputs].
 
     Args:
-        rows: [num_rows, depth]: each the row of `top_k` pairs that follow one another in `expert_ids`; or, if `top_k`
-            is 0, one for each pair, in order.
+        rows: [num_rows, depth]: each the row of `top_k` consecutive pairs of `expert_ids`; or, if `top_k` is 0, one
+            for each pair, in order.
         weight: [num_experts, num_outputs, depth], or [num_experts, depth, num_outputs] if `is_transposed`.
         bias: [num_experts, num_outputs].
         expert_ids, order, ends: of `sort_by_expert`.
@@ -205,7 +205,7 @@ def _grouped(
     is_transposed: bool,
     top_k: int,
 ) -> Tensor:
-    """The same by PyTorch."""
+    """Products of many pairs, by PyTorch."""
     output: Tensor = torch.nn.functional.grouped_mm(
         rows[order // top_k] if top_k else rows, weight if is_transposed else weight.transpose(1, 2), offs=ends
     )

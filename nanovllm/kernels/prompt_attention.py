@@ -25,7 +25,7 @@ _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
 _THREADS = 384
 _ALIGNMENT = 1024
 _LARGE_TILES = 65536  # bytes of keys and values; two stages of them hide the copies
-_WIDEST_ROWS = 640  # bytes of a token's key and value, of which two stages of 128 fit into shared memory
+_WIDEST_ROWS = 640  # bytes of a token's key and value: two stages of 128 tokens fit into shared memory
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
 _MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
 _MAX_MAPS = 1024
@@ -172,7 +172,7 @@ class PromptAttention:
     def error_of_a_step(self) -> float:
         """Largest difference from dense float32 attention, relative to the largest value.
 
-        The step has two chunks, one of them beyond the window or across the end of what its rows see, with sinks and
+        The step has two chunks, one of them beyond the window or across two chunks of positions, with sinks and
         without. Scores exceed the soft-cap.
         """
         sizes, block = self._sizes, self._sizes.block_size
