@@ -60,7 +60,7 @@ class AttentionSizes(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of a head of queries and keys, and of values."""
+        """Elements of a head of queries and keys, and of values."""
         return self.head_dim, self.value_dim or self.head_dim
 
     @property
