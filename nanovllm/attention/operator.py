@@ -100,6 +100,7 @@ class AttentionStep:
 
     plan: AttentionPlan
     num_tokens: int  # rows of the plan; the dense layers may pad them at the end
+    slots: Tensor | None = None  # of the rows' K and V, for each kind of layers; 0 for padding. None if not known
 
 
 # An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.
@@ -126,6 +127,11 @@ def running_step(handle: Tensor) -> AttentionStep:
     return _steps[int(handle)]
 
 
+def slots_in_force() -> Tensor | None:
+    """The slots of the running step, if it knows them and no other engine runs one."""
+    return next(iter(_steps.values())).slots if len(_steps) == 1 else None
+
+
 def attend_in_step(
     query: Tensor,
     key_cache: Tensor,
@@ -144,13 +150,12 @@ def attend_in_step(
     Returns [1, T, num_heads, value_dim], zero in the padding rows.
     """
     step = _steps[int(handle)]
-    num_tokens = step.num_tokens
-    rows = query[0].transpose(0, 1)[:num_tokens].contiguous()
+    rows = query[0].transpose(0, 1)[: step.num_tokens].contiguous()
     attended = step.plan.attend(rows, key_cache, value_cache, scaling, kind, sinks)
-    if num_tokens == query.shape[2]:
+    if len(rows) == query.shape[2]:
         return attended[None]
     output = query.new_zeros(1, query.shape[2], *attended.shape[1:])
-    output[0, :num_tokens] = attended
+    output[0, : len(rows)] = attended
     return output
 
 

@@ -172,8 +172,8 @@ class GraphExecutor:
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
-            plan = self.backend.fill(inputs)
-        return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
+            step = AttentionStep(self.backend.fill(inputs), shape.num_rows, inputs.slot_mapping)
+        return step, token_ids, inputs.positions, inputs.slot_mapping
 
     @property
     def _splits_head(self) -> bool:

@@ -6,9 +6,11 @@ A row's results do not depend on other rows: one program sums each up over the d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 MAX_PAIRS = 1024  # of a row and one of its experts; for more `grouped_mm` is bound by arithmetic
@@ -24,103 +26,95 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-def _kernels() -> tuple[Any, Any]:
-    import triton  # part of PyTorch's GPU builds
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["num_pairs"])
-    def sort_pairs(
-        ids, order, ranks, ends, num_pairs, num_experts: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """A stable counting sort: a pair's rank is the number of pairs before it. Each program ranks some pairs."""
-        others = tl.arange(0, PAIRS)
-        other_ids = tl.load(ids + others, mask=others < num_pairs, other=1 << 30)
-        own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        own_ids = tl.load(ids + own, mask=own < num_pairs, other=1 << 30)
-        is_before = other_ids[None, :] < own_ids[:, None]
-        is_before |= (other_ids[None, :] == own_ids[:, None]) & (others[None, :] < own[:, None])
-        rank = tl.sum(is_before.to(tl.int32), 1)
-        tl.store(ranks + own, rank.to(tl.int64), mask=own < num_pairs)
-        tl.store(order + rank, own.to(tl.int64), mask=own < num_pairs)
-        end = tl.sum((other_ids[None, :] <= own[:, None]).to(tl.int32), 1)
-        tl.store(ends + own, end, mask=own < num_experts)
-
-    @triton.jit(do_not_specialize=["top_k"])
-    def multiply(
-        rows,
-        weight,
-        bias,
-        output,
-        ids,
-        order,
-        ends,
-        num_outputs: tl.constexpr,
-        depth: tl.constexpr,
-        top_k,
-        GATHERS: tl.constexpr,
-        IS_TRANSPOSED: tl.constexpr,
-        HAS_BIAS: tl.constexpr,
-        BLOCK_OUTPUTS: tl.constexpr,
-        BLOCK_DEPTH: tl.constexpr,
-        BLOCK_PAIRS: tl.constexpr,
-        NUM_STAGES: tl.constexpr,
-    ):
-        """Some outputs of pairs of one expert, from this program's pair on, if that is the first of its tile."""
-        place = tl.program_id(1)
-        expert = tl.load(ids + tl.load(order + place))
-        start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
-        if (place - start) % BLOCK_PAIRS != 0:
-            return
-        outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-        places = place + tl.arange(0, BLOCK_PAIRS)
-        is_own = places < end
-        sources = places.to(tl.int64)
-        if GATHERS:
-            sources = tl.load(order + places, mask=is_own, other=0) // top_k
-        steps = tl.arange(0, BLOCK_DEPTH)
-        sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_PAIRS), tl.float32)
-        first = weight + expert * num_outputs * depth
-        for at in tl.range(0, depth, BLOCK_DEPTH, num_stages=NUM_STAGES):
-            deep = at + steps
-            is_within = deep < depth
-            if IS_TRANSPOSED:
-                tile = tl.load(
-                    first + deep[:, None] * num_outputs + outputs[None, :],
-                    mask=is_within[:, None] & (outputs < num_outputs)[None, :], other=0.0,
-                ).trans()  # fmt: skip
-            else:
-                tile = tl.load(
-                    first + outputs[:, None] * depth + deep[None, :],
-                    mask=(outputs < num_outputs)[:, None] & is_within[None, :], other=0.0,
-                )  # fmt: skip
-            inputs = tl.load(
-                rows + sources[None, :] * depth + deep[:, None], mask=is_own[None, :] & is_within[:, None], other=0.0
-            )
-            sums = tl.dot(tile, inputs, sums)
-        if HAS_BIAS:
-            own = tl.load(bias + expert * num_outputs + outputs, mask=outputs < num_outputs, other=0.0)
-            sums = sums.to(output.dtype.element_ty).to(tl.float32) + own.to(tl.float32)[:, None]
-        to = output + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-        tl.store(to, sums.to(output.dtype.element_ty), mask=is_own[None, :] & (outputs < num_outputs)[:, None])
-
-    return sort_pairs, multiply
+TILES = Tiles(64, 128, 3, 4)  # the fastest of `bench/machines/expert_rows.py --sweep`, or within 1 % of it
 
 
-_compiled: list[Any] = []
+@triton.jit
+def _load_experts(ids, slots, pairs, num_pairs, num_slots, top_k, NONE: tl.constexpr):
+    """Experts of pairs; `NONE` for those of padding rows and beyond all pairs."""
+    experts = tl.load(ids + pairs, mask=pairs < num_pairs, other=NONE)
+    rows = pairs // top_k
+    places = tl.load(slots + rows, mask=(pairs < num_pairs) & (rows < num_slots), other=0)
+    return tl.where(places == 0, NONE, experts)
 
 
-def _kernel(index: int) -> Any:
-    if not _compiled:
-        _compiled.extend(_kernels())
-    return _compiled[index]
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "top_k"])
+def _sort_pairs(
+    ids, slots, order, ranks, ends, num_pairs, num_slots, top_k,
+    num_experts: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A stable counting sort: a pair's rank is the number of pairs before it. Each program ranks some pairs."""
+    others, own = tl.arange(0, PAIRS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    other_ids = _load_experts(ids, slots, others, num_pairs, num_slots, top_k, num_experts)
+    own_ids = _load_experts(ids, slots, own, num_pairs, num_slots, top_k, num_experts)
+    is_before = other_ids[None, :] < own_ids[:, None]
+    is_before |= (other_ids[None, :] == own_ids[:, None]) & (others[None, :] < own[:, None])
+    rank = tl.sum(is_before.to(tl.int32), 1)
+    tl.store(ranks + own, rank.to(tl.int64), mask=own < num_pairs)
+    tl.store(order + rank, own.to(tl.int64), mask=own < num_pairs)
+    end = tl.sum((other_ids[None, :] <= own[:, None]).to(tl.int32), 1)
+    tl.store(ends + own, end, mask=own < num_experts)
 
 
-@torch.library.custom_op("nanovllm::sort_by_expert", mutates_args=())
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+@triton.jit(do_not_specialize=["num_pairs", "top_k"])
+def _multiply(
+    rows, weight, bias, output, ids, order, ends, num_pairs, top_k, num_outputs: tl.constexpr, depth: tl.constexpr,
+    num_experts: tl.constexpr, GATHERS: tl.constexpr, IS_TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BLOCK_PAIRS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of pairs of one expert, from this program's pair on, if that is the first of its tile."""
+    place = tl.program_id(1)
+    num_real = tl.load(ends + num_experts - 1)
+    is_real = place < num_real  # others are padding's, and get zeros
+    expert = tl.where(is_real, tl.load(ids + tl.load(order + place)), 0)
+    start = tl.where(is_real, tl.load(ends + expert - 1, mask=expert > 0, other=0), num_real)
+    end = tl.where(is_real, tl.load(ends + expert), num_pairs)
+    if (place - start) % BLOCK_PAIRS != 0:
+        return
+    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    places = place + tl.arange(0, BLOCK_PAIRS)
+    is_own = places < end
+    sources = places.to(tl.int64)
+    if GATHERS:
+        sources = tl.load(order + places, mask=is_own, other=0) // top_k
+    steps = tl.arange(0, BLOCK_DEPTH)
+    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_PAIRS), tl.float32)
+    first = weight + expert * num_outputs * depth
+    for at in tl.range(0, tl.where(is_real, depth, 0), BLOCK_DEPTH, num_stages=NUM_STAGES):
+        deep = at + steps
+        is_within = deep < depth
+        if IS_TRANSPOSED:
+            tile = tl.load(
+                first + deep[:, None] * num_outputs + outputs[None, :],
+                mask=is_within[:, None] & (outputs < num_outputs)[None, :], other=0.0,
+            ).trans()  # fmt: skip
+        else:
+            tile = tl.load(
+                first + outputs[:, None] * depth + deep[None, :],
+                mask=(outputs < num_outputs)[:, None] & is_within[None, :], other=0.0,
+            )  # fmt: skip
+        inputs = tl.load(
+            rows + sources[None, :] * depth + deep[:, None], mask=is_own[None, :] & is_within[:, None], other=0.0
+        )
+        sums = tl.dot(tile, inputs, sums)
+    if HAS_BIAS:
+        own = tl.load(bias + expert * num_outputs + outputs, mask=outputs < num_outputs, other=0.0)
+        sums = sums.to(output.dtype.element_ty).to(tl.float32) + own.to(tl.float32)[:, None]
+    sums = tl.where(is_real, sums, 0.0)
+    to = output + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    tl.store(to, sums.to(output.dtype.element_ty), mask=is_own[None, :] & (outputs < num_outputs)[:, None])
+
+
+def sort_by_expert(
+    expert_ids: Tensor, num_experts: int, top_k: int, slots: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of rows and experts in the order of their experts, otherwise as given.
 
+    Up to `MAX_PAIRS`, pairs of padding rows come last and belong to no expert.
+
     Args:
-        expert_ids: [num_pairs] int64, each below `num_experts`.
+        expert_ids: [num_pairs] int64, each below `num_experts`; `top_k` for each row.
+        slots: int64, of the rows' K and V; 0 for padding, as are further rows. None if no row is padding.
 
     Returns the pairs in order and each pair's place in it, [num_pairs] int64, and the end of each expert's pairs,
     [num_experts] int32.
@@ -134,17 +128,13 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         return order, ranks, torch.searchsorted(in_order, experts, right=True, out_int32=True)
     order = torch.empty_like(expert_ids)
     ends = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    if slots is None:
+        slots = expert_ids.new_ones(num_pairs // top_k)
     with torch.cuda.device(expert_ids.device):
-        _kernel(0)[(-(-max(num_pairs, num_experts) // _BLOCK_PAIRS),)](
-            expert_ids, order, ranks, ends, num_pairs, num_experts, MAX_PAIRS, _BLOCK_PAIRS
-        )
+        _sort_pairs[(-(-max(num_pairs, num_experts) // _BLOCK_PAIRS),)](
+            expert_ids, slots, order, ranks, ends, num_pairs, len(slots), top_k, num_experts, MAX_PAIRS, _BLOCK_PAIRS
+        )  # fmt: skip
     return order, ranks, ends
-
-
-@sort_by_expert.register_fake
-def _(expert_ids, num_experts):
-    ends = expert_ids.new_empty(num_experts, dtype=torch.int32)
-    return torch.empty_like(expert_ids), torch.empty_like(expert_ids), ends
 
 
 @torch.library.custom_op("nanovllm::expert_products", mutates_args=())
@@ -165,7 +155,7 @@ def expert_products(
             for each pair, in order.
         weight: [num_experts, num_outputs, depth], or [num_experts, depth, num_outputs] if `is_transposed`.
         bias: [num_experts, num_outputs].
-        expert_ids, order, ends: of `sort_by_expert`.
+        expert_ids, order, ends: of `sort_by_expert`. Pairs of no expert get zeros.
     """
     num_pairs = len(expert_ids)
     if num_pairs > MAX_PAIRS:
@@ -173,12 +163,11 @@ def expert_products(
     depth, num_outputs = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
     rows, weight = rows.contiguous(), weight.contiguous()
     output = rows.new_empty(num_pairs, num_outputs)
-    tiles = tiles_for(num_pairs, num_outputs, depth, is_transposed=is_transposed)
     with torch.cuda.device(rows.device):
-        _kernel(1)[(-(-num_outputs // tiles.outputs), num_pairs)](
-            rows, weight, rows if bias is None else bias, output, expert_ids, order, ends, num_outputs,
-            depth, top_k, top_k > 0, is_transposed, bias is not None, tiles.outputs, tiles.depth, _BLOCK_PAIRS,
-            tiles.num_stages, num_warps=tiles.num_warps,
+        _multiply[(-(-num_outputs // TILES.outputs), num_pairs)](
+            rows, weight, rows if bias is None else bias, output, expert_ids, order, ends, num_pairs, top_k,
+            num_outputs, depth, len(weight), top_k > 0, is_transposed, bias is not None,
+            TILES.outputs, TILES.depth, _BLOCK_PAIRS, TILES.num_stages, num_warps=TILES.num_warps,
         )  # fmt: skip
     return output
 
@@ -186,13 +175,6 @@ def expert_products(
 @expert_products.register_fake
 def _(rows, weight, bias, expert_ids, order, ends, is_transposed, top_k):
     return rows.new_empty(len(expert_ids), weight.shape[2 if is_transposed else 1])
-
-
-def tiles_for(num_pairs: int, num_outputs: int, depth: int, *, is_transposed: bool) -> Tiles:
-    """Sizes by measurement (`bench/machines/expert_rows.py`)."""
-    if is_transposed:
-        return Tiles(64, 64, 4, 4)
-    return Tiles(16, 256, 4, 2)
 
 
 def _grouped(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from nanovllm.attention.operator import slots_in_force
 from nanovllm.model.module_watch import modules_of
 from nanovllm.process.device import find_kernel
 
@@ -45,14 +46,33 @@ def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
-# The operators of `kernels/expert_rows.py` are registered, for experts on a GPU.
+
+
+def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`sort_by_expert` of `kernels/expert_rows.py` for the running step's rows, without its padding."""
+    from nanovllm.kernels.expert_rows import sort_by_expert
+
+    slots = slots_in_force()
+    if slots is not None and slots.dim() == 2:  # a row for each kind of layers
+        slots = slots[0]
+    return sort_by_expert(expert_ids, num_experts, top_k, slots)
+
+
+# Whether the operators of experts on a GPU are registered.
 _HAS_OPERATORS = torch.version.cuda is not None and find_kernel("expert_rows", "expert_products") is not None
+if _HAS_OPERATORS:
+    _sort = torch.library.custom_op("nanovllm::sort_by_expert", _sort_in_step, mutates_args=())
+
+    @_sort.register_fake
+    def _(expert_ids, num_experts, top_k):
+        ends = expert_ids.new_empty(num_experts, dtype=torch.int32)
+        return torch.empty_like(expert_ids), torch.empty_like(expert_ids), ends
 
 
 def _by_operators(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`experts_function` by `kernels/expert_rows.py`: for few rows, and as the library for many."""
     (num_rows, top_k), expert_ids = top_k_index.shape, top_k_index.reshape(-1)
-    order, ranks, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts)
+    order, ranks, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
     multiply, pairs = torch.ops.nanovllm.expert_products, (expert_ids, order, ends, module.is_transposed)
     rows = multiply(hidden_states, *_first_projection(module), *pairs, top_k)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)

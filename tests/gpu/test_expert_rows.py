@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.attention.operator import AttentionStep, NoAttention, step_in_force
 from nanovllm.model.experts import experts_function, experts_of
 from tests.support.tiny_classes import HIDDEN_SIZE, tiny_class_model
 
@@ -64,6 +65,24 @@ def test_all_rows_may_choose_one_expert():
         expected = wide(states.float(), indices, weights.float())
         found = experts_function(module, states, indices, weights).float()
     assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_padding_rows_of_a_step_are_not_computed(class_name):
+    module, _ = experts(class_name)
+    states, indices, weights = routed(module, 12)
+    slots = torch.tensor([70, 0, 0, 65, 0, 90, 0, 0], device="cuda")  # rows from the eighth on are padding too
+    with torch.no_grad():
+        expected = experts_function(module, states, indices, weights)
+        with step_in_force(-7, AttentionStep(NoAttention(), 8, slots)):
+            found = experts_function(module, states, indices, weights)
+        with step_in_force(-7, AttentionStep(NoAttention(), 8, torch.stack([slots, slots]))):
+            of_kinds = experts_function(module, states, indices, weights)
+    real = slots.nonzero()[:, 0]
+    assert torch.equal(found[real], expected[real]) and torch.equal(of_kinds[real], expected[real])
+    assert found.isfinite().all()
+    if class_name != "GptOssForCausalLM":  # whose activation of zeros is not zero
+        assert not found[[1, 2, 4, 6, 7, 8, 9, 10, 11]].any()
 
 
 def test_a_replay_reads_the_experts_anew():
