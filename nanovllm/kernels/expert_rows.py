@@ -40,7 +40,7 @@ def _load_experts(ids, slots, pairs, num_pairs, num_slots, top_k, NONE: tl.const
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "top_k"])
 def _sort_pairs(
-    ids, slots, order, ranks, ends, num_pairs, num_slots, top_k,
+    ids, slots, order, ends, num_pairs, num_slots, top_k,
     num_experts: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A stable counting sort: a pair's rank is the number of pairs before it. Each program ranks some pairs."""
@@ -50,7 +50,6 @@ def _sort_pairs(
     is_before = other_ids[None, :] < own_ids[:, None]
     is_before |= (other_ids[None, :] == own_ids[:, None]) & (others[None, :] < own[:, None])
     rank = tl.sum(is_before.to(tl.int32), 1)
-    tl.store(ranks + own, rank.to(tl.int64), mask=own < num_pairs)
     tl.store(order + rank, own.to(tl.int64), mask=own < num_pairs)
     end = tl.sum((other_ids[None, :] <= own[:, None]).to(tl.int32), 1)
     tl.store(ends + own, end, mask=own < num_experts)
@@ -74,9 +73,9 @@ def _multiply(
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     places = place + tl.arange(0, BLOCK_PAIRS)
     is_own = places < end
-    sources = places.to(tl.int64)
-    if GATHERS:
-        sources = tl.load(order + places, mask=is_own, other=0) // top_k
+    pairs = tl.load(order + places, mask=is_own, other=0)
+    sources = pairs // top_k if GATHERS else places.to(tl.int64)
+    targets = places.to(tl.int64) if GATHERS else pairs
     steps = tl.arange(0, BLOCK_DEPTH)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_PAIRS), tl.float32)
     first = weight + expert * num_outputs * depth
@@ -101,13 +100,11 @@ def _multiply(
         own = tl.load(bias + expert * num_outputs + outputs, mask=outputs < num_outputs, other=0.0)
         sums = sums.to(output.dtype.element_ty).to(tl.float32) + own.to(tl.float32)[:, None]
     sums = tl.where(is_real, sums, 0.0)
-    to = output + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    to = output + targets[None, :] * num_outputs + outputs[:, None]
     tl.store(to, sums.to(output.dtype.element_ty), mask=is_own[None, :] & (outputs < num_outputs)[:, None])
 
 
-def sort_by_expert(
-    expert_ids: Tensor, num_experts: int, top_k: int, slots: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(expert_ids: Tensor, num_experts: int, top_k: int, slots: Tensor | None) -> tuple[Tensor, Tensor]:
     """Pairs of rows and experts in the order of their experts, otherwise as given.
 
     Up to `MAX_PAIRS`, pairs of padding rows come last and belong to no expert.
@@ -116,25 +113,22 @@ def sort_by_expert(
         expert_ids: [num_pairs] int64, each below `num_experts`; `top_k` for each row.
         slots: int64, of the rows' K and V; 0 for padding, as are further rows. None if no row is padding.
 
-    Returns the pairs in order and each pair's place in it, [num_pairs] int64, and the end of each expert's pairs,
-    [num_experts] int32.
+    Returns the pairs in order, [num_pairs] int64, and the end of each expert's pairs, [num_experts] int32.
     """
     num_pairs = len(expert_ids)
-    ranks = torch.empty_like(expert_ids)
     if num_pairs > MAX_PAIRS:
         in_order, order = torch.sort(expert_ids, stable=True)
-        ranks[order] = torch.arange(num_pairs, device=expert_ids.device)
         experts = torch.arange(num_experts, device=expert_ids.device)
-        return order, ranks, torch.searchsorted(in_order, experts, right=True, out_int32=True)
+        return order, torch.searchsorted(in_order, experts, right=True, out_int32=True)
     order = torch.empty_like(expert_ids)
     ends = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
     if slots is None:
         slots = expert_ids.new_ones(num_pairs // top_k)
     with torch.cuda.device(expert_ids.device):
         _sort_pairs[(-(-max(num_pairs, num_experts) // _BLOCK_PAIRS),)](
-            expert_ids, slots, order, ranks, ends, num_pairs, len(slots), top_k, num_experts, MAX_PAIRS, _BLOCK_PAIRS
+            expert_ids, slots, order, ends, num_pairs, len(slots), top_k, num_experts, MAX_PAIRS, _BLOCK_PAIRS
         )  # fmt: skip
-    return order, ranks, ends
+    return order, ends
 
 
 @torch.library.custom_op("nanovllm::expert_products", mutates_args=())
@@ -148,11 +142,11 @@ def expert_products(
     is_transposed: bool,
     top_k: int,
 ) -> Tensor:
-    """The product of each pair's row with its expert's weight, in the order of the experts: [num_pairs, num_outputs].
+    """The product of each pair's row with its expert's weight, [num_pairs, num_outputs].
 
     Args:
-        rows: [num_rows, depth]: each the row of `top_k` consecutive pairs of `expert_ids`; or, if `top_k` is 0, one
-            for each pair, in order.
+        rows: [num_rows, depth], each the row of `top_k` consecutive pairs of `expert_ids`, for results in the order of
+            the experts; or, if `top_k` is 0, [num_pairs, depth] in that order, for results in the order of the pairs.
         weight: [num_experts, num_outputs, depth], or [num_experts, depth, num_outputs] if `is_transposed`.
         bias: [num_experts, num_outputs].
         expert_ids, order, ends: of `sort_by_expert`. Pairs of no expert get zeros.
@@ -191,4 +185,10 @@ def _grouped(
     output: Tensor = torch.nn.functional.grouped_mm(
         rows[order // top_k] if top_k else rows, weight if is_transposed else weight.transpose(1, 2), offs=ends
     )
-    return output if bias is None else output.add_(bias[expert_ids[order]])
+    if bias is not None:
+        output.add_(bias[expert_ids[order]])
+    if top_k:
+        return output
+    in_pairs = torch.empty_like(output)
+    in_pairs[order] = output
+    return in_pairs

@@ -48,7 +48,7 @@ def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 
 
-def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     """`sort_by_expert` of `kernels/expert_rows.py` for the running step's rows, without its padding."""
     from nanovllm.kernels.expert_rows import sort_by_expert
 
@@ -65,22 +65,20 @@ if _HAS_OPERATORS:
 
     @_sort.register_fake
     def _(expert_ids, num_experts, top_k):
-        ends = expert_ids.new_empty(num_experts, dtype=torch.int32)
-        return torch.empty_like(expert_ids), torch.empty_like(expert_ids), ends
+        return torch.empty_like(expert_ids), expert_ids.new_empty(num_experts, dtype=torch.int32)
 
 
 def _by_operators(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`experts_function` by `kernels/expert_rows.py`: for few rows, and as the library for many."""
     (num_rows, top_k), expert_ids = top_k_index.shape, top_k_index.reshape(-1)
-    order, ranks, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
+    order, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
     multiply, pairs = torch.ops.nanovllm.expert_products, (expert_ids, order, ends, module.is_transposed)
     rows = multiply(hidden_states, *_first_projection(module), *pairs, top_k)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = multiply(rows, module.down_proj, module.down_proj_bias if module.has_bias else None, *pairs, 0)
     if getattr(module, "has_post_expert_norm", False):  # older releases have none
         rows = module.post_expert_norm(rows)
-    rows = (rows * top_k_weights.reshape(-1)[order, None])[ranks]
-    output: Tensor = rows.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    output: Tensor = (rows * top_k_weights.reshape(-1, 1)).view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
     return output
 
 
