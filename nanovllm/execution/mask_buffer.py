@@ -28,6 +28,7 @@ class MaskBuffer:
         self._token_masks = token_masks
         self._buffer: Tensor | None = None  # int32: the mask of each sample, or -1; then the masks
         self._num_words = 0  # of a mask
+        self._threads: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._is_read: torch.cuda.Event | None = None
 
@@ -47,6 +48,9 @@ class MaskBuffer:
         own = [sequences[row] for row in rows]
         first = self._max_samples
         if self._buffer is None:
+            from nanovllm.requests.grammar.mask_threads import MaskThreads
+
+            self._threads = MaskThreads()
             self._num_words = num_mask_words(own)
             with torch.inference_mode(False):
                 self._buffer = torch.full((first * (1 + self._num_words),), -1, dtype=torch.int32, device=self._device)
@@ -57,7 +61,7 @@ class MaskBuffer:
         of_rows, masks = host.numpy()[:first], host.numpy()[first:].reshape(len(rows), -1)
         of_rows[:] = -1
         of_rows[rows] = range(len(rows))
-        write_masks(own, [positions[row] for row in rows], masks, errors)
+        write_masks(own, [positions[row] for row in rows], masks, errors, self._threads)
         self._copies.wait_event(self._is_read)
         with torch.cuda.stream(self._copies):
             self._buffer[:size].copy_(host, non_blocking=True)

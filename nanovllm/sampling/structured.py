@@ -35,6 +35,7 @@ def write_masks(
     positions: SequenceABC[int],
     masks: NDArray[np.int32],
     errors: dict[Sequence, str],
+    threads: Any = None,
 ) -> None:
     """Write masks [num_rows, num_words] of the tokens allowed at these positions; bits as in `Matcher.fill`.
 
@@ -44,19 +45,27 @@ def write_masks(
     Args:
         masks: overwritten; words of a row contiguous.
         errors: receives errors in following a grammar; the row's mask is then empty.
+        threads: `MaskThreads`, to fill masks in parallel; all of masks must be contiguous.
     """
     address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view per row takes longer than its mask
+    rows: list[tuple[int, Any, SequenceABC[int], int, int]] = []
+    failed: dict[int, GrammarError] = {}
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         matcher = sequence.matcher
         if matcher is None or sequence.is_finished:  # finished after the launch: its draw is not read
             masks[row] = -1
-            continue
+        else:
+            rows.append((row, matcher, sequence.token_ids, sequence.num_prompt_tokens, position))
+    if threads is not None:
+        rows, failed = threads.follow(rows, address, len(masks))
+    for row, matcher, token_ids, num_prompt_tokens, position in rows:
         try:
-            begin = sequence.num_prompt_tokens + matcher.num_tokens
-            matcher.follow(sequence.token_ids[begin:position], address + row * num_bytes)
-        except GrammarError as error:  # fails only this request
-            masks[row] = 0
-            errors[sequence] = f"request {sequence.request_id!r}: {error}"
+            matcher.follow(token_ids[num_prompt_tokens + matcher.num_tokens : position], address + row * num_bytes)
+        except GrammarError as error:
+            failed[row] = error
+    for row, fault in failed.items():  # fails only this request
+        masks[row] = 0
+        errors[sequences[row]] = f"request {sequences[row].request_id!r}: {fault}"
 
 
 def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
