@@ -9,18 +9,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from nanovllm import LLM, SamplingParams, engine
+from nanovllm import LLM, SamplingParams, engine, model_runner
 from nanovllm.execution import mask_buffer
+from nanovllm.execution.cuda_graphs import GraphExecutor
+from nanovllm.execution.late_draw import LateDraw
+from nanovllm.execution.step_inputs import StepPacking
 from nanovllm.launched_step import LaunchedStep
+from nanovllm.sampling.structured import BegunMasks
 from nanovllm.scheduler import Scheduler
 
 PARTS: list[tuple[str, Any, str]] = [
     ("step", engine.Engine, "step"),
     ("schedule", Scheduler, "schedule"),
     ("launch", LaunchedStep, "launch"),
+    ("layout", model_runner, "build_layout"),
+    ("executor's launch", GraphExecutor, "launch"),
+    ("pack", StepPacking, "pack"),
+    ("late draw", LateDraw, "launch"),
     ("draw with masks", LaunchedStep, "draw"),
     ("masks and their copy", mask_buffer.MaskBuffer, "upload"),
-    ("masks", mask_buffer, "write_masks"),
+    ("masks begun", mask_buffer, "begin_masks"),
+    ("masks finished", BegunMasks, "finish"),
     ("wait", LaunchedStep, "wait"),
     ("update", Scheduler, "update"),
     ("deliver", engine.Engine, "_deliver"),

@@ -15,7 +15,7 @@ from nanovllm.requests.grammar import mask_threads
 from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.requests.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskThreads
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS
-from nanovllm.sampling.structured import write_masks
+from nanovllm.sampling.structured import begin_masks
 from tests.support.structured import EOS, FORMS, allowed, form
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -43,10 +43,8 @@ def masks_of(sequences: list[Any], threads: MaskThreads | None, errors: dict[Any
     masks = np.full((len(sequences), -(-VOCAB_SIZE // 32)), 77, np.int32)
     found: dict[Any, str] = {} if errors is None else errors
     as_keys = [sequence.request_id for sequence in sequences]
-    write_masks(
-        [_Keyed(key, sequence) for key, sequence in zip(as_keys, sequences, strict=True)],
-        [len(sequence.token_ids) for sequence in sequences], masks, found, threads,
-    )  # fmt: skip
+    keyed: Any = [_Keyed(key, sequence) for key, sequence in zip(as_keys, sequences, strict=True)]
+    begin_masks(keyed, [len(sequence.token_ids) for sequence in sequences], masks, threads).finish(found)
     assert errors is not None or not found
     return masks
 
@@ -138,7 +136,8 @@ def test_a_sample_with_several_rows_is_filled_in_their_order():
         sequences[0].token_ids.append(first)
         keyed = [sequences[0], *sequences]
         masks = np.zeros((len(keyed), -(-VOCAB_SIZE // 32)), np.int32)
-        write_masks(keyed, [3, 4, *[3] * (len(keyed) - 2)], masks, {}, MaskThreads(4) if sequences is ours else None)
+        threads = MaskThreads(4) if sequences is ours else None
+        begin_masks(keyed, [3, 4, *[3] * (len(keyed) - 2)], masks, threads).finish({})
         rows.append(masks)
     assert (rows[0] == rows[1]).all() and (rows[0][0] != rows[0][1]).any()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -50,35 +52,53 @@ class MaskThreads:
         num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._num_threads = min(num_processors // 2, MAX_THREADS) if num_threads is None else num_threads
         self._executors: dict[int, Any] = {}  # by number of threads
+        self._caller: ThreadPoolExecutor | None = None  # waits for them
         self._num_measured = 0  # steps to come without threads
 
-    def follow(
+    def begin(
         self, entries: list[tuple[int, Any, Sequence[int], int, int]], address: int, num_masks: int
-    ) -> tuple[list[tuple[int, Any, Sequence[int], int, int]], dict[int, GrammarError]]:
-        """Consume the newest token of samples, and write their masks to an array [num_masks, num_words].
+    ) -> tuple[list[tuple[int, Any, Sequence[int], int, int]], Callable[[], dict[int, GrammarError]] | None]:
+        """Consume the newest token of samples, and start to write their masks to an array [num_masks, num_words].
 
         Args:
             entries: fields of `MaskRow`.
             address: of the array.
 
-        Returns the entries that are left for `Matcher.follow`, and errors by index of the mask.
+        Returns the entries that are left for `Matcher.follow`, and a function that waits for the masks and returns
+        errors by their place; None if no thread is at work. Until then no other call may use the matchers.
         """
         if self._num_threads < 2 or len(entries) <= ROWS_A_LEXER or self._measures(entries):
-            return entries, {}
+            return entries, None
         rows = [MaskRow(*entry) for entry in entries]
         if len({id(row.matcher) for row in rows}) < len(rows):  # a sample with drafts has several rows
-            return entries, {}
+            return entries, None
         num_lexers = self._spread(rows)
-        if num_lexers < 2:
-            return entries, {}
         ready = [row for row in rows if row.is_next]
         left: list[Any] = [row for row in rows if not row.is_next] if len(ready) < len(rows) else []
-        ready.sort(key=_lexer_of)  # neighbours go to one thread: several would wait for their lexer
-        begin = perf_counter()
-        failed = _fill(self._executor(num_lexers), ready, address, num_masks)
-        if ready and perf_counter() - begin > min(row.matcher.lexers.budget.allowed for row in ready):
-            self._num_measured = MEASURED_STEPS
-        return left, failed
+        failed = _consume(ready)
+        filled = [row for row in ready if row.place not in failed] if failed else ready
+        if not filled:
+            return left, lambda: failed
+        filled.sort(key=_lexer_of)  # neighbours go to one thread: several would wait for their lexer
+        masks = [(row.matcher.state, row.place) for row in filled]
+        arguments = masks, address, 4 * filled[0].matcher.num_words, num_masks
+        if self._caller is None:
+            self._caller = ThreadPoolExecutor(1, "nanovllm-masks")
+        has_begun = Event()
+        seconds = self._caller.submit(_fill, self._executor(num_lexers), arguments, has_begun)
+        has_begun.wait()  # the caller keeps Python's lock
+
+        def wait() -> dict[int, GrammarError]:
+            if seconds.result() > min(row.matcher.lexers.budget.allowed for row in filled):
+                self._num_measured = MEASURED_STEPS
+            for row in filled:
+                try:
+                    row.matcher.check()
+                except GrammarError as error:
+                    failed[row.place] = error
+            return failed
+
+        return left, wait
 
     def _measures(self, entries: list[tuple[int, Any, Sequence[int], int, int]]) -> bool:
         """Whether this step is filled one by one: a slow one came before, or a form has used up time since."""
@@ -89,7 +109,7 @@ class MaskThreads:
         return True
 
     def _executor(self, num_lexers: int) -> Any:
-        """Threads for so many lexers; more would wait for a lexer."""
+        """Threads for at most so many lexers; more would wait for a lexer."""
         from llguidance import LLExecutor
 
         count = min(self._num_threads, 1 << num_lexers.bit_length() - 1)
@@ -135,26 +155,25 @@ def _spread_form(rows: list[MaskRow], num_lexers: int) -> int:
     return sum(1 for own in by_lexer.values() if own)
 
 
-def _fill(executor: Any, rows: list[MaskRow], address: int, num_masks: int) -> dict[int, GrammarError]:
-    """Consume and fill, both with all threads; returns errors by index of the mask."""
+def _consume(rows: list[MaskRow]) -> dict[int, GrammarError]:
+    """Consume the newest token of each sample, unless that is done; returns errors by place."""
     failed: dict[int, GrammarError] = {}
-    newest = [row for row in rows if row.position - row.start > row.matcher.num_tokens]
-    if newest:
-        executor.consume_token_par([(row.matcher.state, row.token_ids[row.position - 1]) for row in newest])
-        for row in newest:
+    for row in rows:
+        matcher = row.matcher
+        if row.position - row.start > matcher.num_tokens:
+            if matcher.state.consume_token(row.token_ids[row.position - 1]):
+                matcher.num_tokens += 1
+                continue
             try:
-                row.matcher.count_token()
-            except GrammarError as error:
-                failed[row.place] = error
-    filled = [row for row in rows if row.place not in failed] if failed else rows
-    if filled:
-        num_bytes = 4 * filled[0].matcher.num_words
-        executor.unsafe_compute_mask_ptr(
-            [(row.matcher.state, row.place) for row in filled], address, num_bytes, num_masks
-        )
-        for row in filled:
-            try:
-                row.matcher.check()
+                matcher.check()
             except GrammarError as error:
                 failed[row.place] = error
     return failed
+
+
+def _fill(executor: Any, arguments: tuple[Any, ...], has_begun: Event) -> float:
+    """Fill masks with all threads; returns the seconds it took."""
+    begin = perf_counter()
+    has_begun.set()
+    executor.unsafe_compute_mask_ptr(*arguments)
+    return perf_counter() - begin

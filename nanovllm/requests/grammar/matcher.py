@@ -140,10 +140,6 @@ class Matcher:
     def consume(self, token_id: int) -> None:
         """Consume one token of the output; raises GrammarError if the grammar forbids it."""
         self.state.consume_token(token_id)
-        self.count_token()
-
-    def count_token(self) -> None:
-        """Count a token that `state` has consumed; raises GrammarError if the grammar forbids it."""
         self.check()
         self.num_tokens += 1
 
