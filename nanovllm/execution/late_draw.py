@@ -1,4 +1,11 @@
-"""A draw that waits for threads on the host."""
+"""A draw that waits for threads on the host, which fill masks while the next step is scheduled and packed.
+
+::
+
+    host     update 1   consume tokens   schedule 3   pack 3   draw 2   launch 3 (forward)   read 2   update 2 ...
+    threads                              [ masks of 2 .....]
+    device   [ forward 2 .........................................][draw 2][ forward 3 ..............
+"""
 
 from __future__ import annotations
 
