@@ -61,6 +61,8 @@ class Stream:
 
     def take(self) -> RequestOutput | None:
         """Return the next pending output, if any; raises the exception that ended the stream."""
+        if not self._waiting and self._refusal is None:  # an output put from here on wakes the reader
+            return None
         with self._lock:
             if self._waiting:
                 return self._waiting.pop(next(iter(self._waiting)))

@@ -271,6 +271,9 @@ def choices_of(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int,
     job.read(output)
     tally.count(number, output)
     num_samples = job.body.n or 1
+    if len(output.outputs) == 1:  # nearly every token passes here
+        completion = output.outputs[0]
+        return [(number * num_samples + completion.index, completion)]
     return [(number * num_samples + completion.index, completion) for completion in output.outputs]
 
 
