@@ -116,7 +116,6 @@ class GraphExecutor:
         self._upload(shape, layout, tiles, draws)
         if is_whole and report is not None:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
-        self._extras.begin_step(head)
         if not is_whole:
             self._run(self._forwards.graphs.get(shape), partial(self._forward, shape))
 

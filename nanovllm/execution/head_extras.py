@@ -49,12 +49,6 @@ class HeadExtras:
             return None
         return extras._replace(num_top=round_up(_NUM_TOPS, extras.num_top))
 
-    def begin_step(self, head: HeadShape) -> None:
-        """To be called before the step's forward pass is launched, and after the draw of the step before."""
-        if head.has_masks:
-            assert self._masks is not None
-            self._masks.begin_step()
-
     def begin_draw(
         self,
         head: HeadShape,

@@ -180,13 +180,13 @@ def test_steps_are_filled_in_threads_again_when_no_form_is_slow(monkeypatch):
         now[0] += 1.0
         return now[0]
 
-    fill, steps = mask_threads._fill, []
+    consume, steps = mask_threads._consume, []
 
     def noted(*arguments: Any) -> Any:
         steps[-1] = True
-        return fill(*arguments)
+        return consume(*arguments)
 
-    monkeypatch.setattr(mask_threads, "_fill", noted)
+    monkeypatch.setattr(mask_threads, "_consume", noted)
     monkeypatch.setattr(mask_threads, "perf_counter", slow_clock)
     for _ in range(MEASURED_STEPS + 3):
         steps.append(False)

@@ -85,16 +85,17 @@ class Matcher:
         lexers: shared with its copies.
 
     lexer: index of the state's lexer.
+    lexer_id: a number that no other lexer has.
     """
 
-    __slots__ = ("lexer", "lexers", "name", "num_tokens", "num_words", "state")
+    __slots__ = ("lexer", "lexer_id", "lexers", "name", "num_tokens", "num_words", "state")
 
     def __init__(
         self, state: Any, name: str, num_words: int, num_tokens: int = 0, lexers: Lexers | None = None, lexer: int = 0
     ) -> None:
         self.state = state
         self.lexers = Lexers(state, num_words) if lexers is None else lexers
-        self.lexer = lexer
+        self.lexer, self.lexer_id = lexer, id(self.lexers) + lexer
         self.name = name
         self.num_words = num_words
         self.num_tokens = num_tokens
@@ -171,7 +172,7 @@ class Matcher:
         """Go on with another lexer, if it takes the tokens consumed so far: token_ids [num_tokens]."""
         state = self.lexers.states[lexer].deep_copy()
         if state.consume_tokens(token_ids):
-            self.state, self.lexer = state, lexer
+            self.state, self.lexer, self.lexer_id = state, lexer, id(self.lexers) + lexer
 
     def check(self) -> None:
         """Raise GrammarError after an error of llguidance, which no later call undoes."""
