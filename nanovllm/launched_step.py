@@ -4,8 +4,6 @@
 
     host     launch 2 (forward)   read 1   update 1   draw 2   schedule 3   launch 3 (forward)   read 2 ...
     device   [ forward 2 .............................][draw 2][ forward 3 ..............
-
-Masks of structured outputs may take as long as `schedule 3` and the packing of step 3: see `execution/late_draw.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from nanovllm.attention.operator import slots_in_force
+from nanovllm.attention.operator import steps_in_force
 from nanovllm.model.module_watch import modules_of
 from nanovllm.process.device import find_kernel
 
@@ -52,7 +52,7 @@ def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Ten
     """`sort_by_expert` of `kernels/expert_rows.py` for the running step's rows, without its padding."""
     from nanovllm.kernels.expert_rows import sort_by_expert
 
-    slots = slots_in_force()
+    slots = next(iter(steps_in_force.values())).slots if len(steps_in_force) == 1 else None  # of no other engine's step
     if slots is not None and slots.dim() == 2:  # a row for each kind of layers
         slots = slots[0]
     return sort_by_expert(expert_ids, num_experts, top_k, slots)
