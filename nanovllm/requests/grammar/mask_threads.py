@@ -16,6 +16,7 @@ MAX_THREADS = 8
 ROWS_A_LEXER = 8  # a form with more samples is compiled again
 # Replayed in a step by samples that change their lexer, 3 µs each; samples with longer outputs keep theirs.
 MOVED_TOKENS = 128
+ROW_SECONDS = 60e-6  # for a usual mask; a step that takes longer, and one mask's allowance, is slow
 SPREAD_STEPS = 8  # rows are spread anew after so many steps, and when their number changes
 # Steps after a slow one that fill masks one by one, because only then is the time of each form known.
 MEASURED_STEPS = 16
@@ -69,7 +70,8 @@ class MaskThreads:
         )
 
         def wait() -> dict[int, GrammarError]:
-            if begun() > filled[0][1].lexers.budget.allowed:  # the same for all masks of a vocabulary
+            allowed = filled[0][1].lexers.budget.allowed  # the same for all masks of a vocabulary
+            if begun() > allowed + ROW_SECONDS * len(filled):
                 self._num_measured = MEASURED_STEPS
             for place, matcher in filled:
                 try:
