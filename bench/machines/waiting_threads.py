@@ -88,7 +88,9 @@ def main() -> None:
     print("|---" * (1 + 2 * len(conditions)) + "|")
     for count, rows in rates.items():
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        cells = [f"{rate:.0f} ({rate / alone:.2f})" for rate, alone in zip(medians, first * len(conditions), strict=True)]
+        cells = [
+            f"{rate:.0f} ({rate / alone:.2f})" for rate, alone in zip(medians, first * len(conditions), strict=True)
+        ]
         print("|", " | ".join([count, *cells]), "|")
     return None
 
