@@ -169,8 +169,8 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
   const int64_t unit = has_planes ? planes.rows_of_tile() : has_bytes ? bytes.rows_of_group() : suits ? kTileRows : 1;
   const int64_t at_once = has_planes ? unit : has_bytes ? kRowsAtOnce / unit * unit : suits ? kRowsOfTiles : kRowsAtOnce;
   const int64_t num_units = (num_rows + unit - 1) / unit;
-  if (has_planes) planes.fill(rows.at);
-  if (has_bytes) bytes.fill(rows.at);
+  if (has_planes) planes.fill(rows.at), loop.wait();
+  if (has_bytes) bytes.fill(rows.at), loop.wait();
   IntegerRows* few_rows = nullptr;  // the rows for other quantised kinds, made on first use
   RunRows* run_rows = nullptr;
   Tiles tiles;
@@ -234,7 +234,7 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
     }
   });
   sums.hand_over(kRowsOfTiles, take);
-#pragma omp barrier
+  loop.wait();
 }
 
 }  // namespace

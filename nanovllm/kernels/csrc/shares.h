@@ -10,11 +10,13 @@
 #include <cstdint>
 #include <memory>
 
+#include "barrier.h"
+
 namespace {
 
 class Shares;
 
-// One loop of a parallel region; each thread has its own copy. A barrier follows before its tasks count as done.
+// One loop of a parallel region; each thread has its own copy. Its tasks are done once all threads have waited.
 class SharedLoop {
  public:
   SharedLoop(Shares* shares, uint32_t number) : shares_(shares), number_(number) {}
@@ -24,6 +26,8 @@ class SharedLoop {
   // Calls task(number) for each number below num_tasks that this thread gets; all threads pass the same num_tasks.
   template <class Task>
   void run(int64_t num_tasks, const Task& task) const;
+
+  void wait() const;
 
  private:
   int64_t next(int owner, bool is_own, int64_t size) const;
@@ -44,6 +48,9 @@ class Shares {
 
   SharedLoop loop(int number) { return {this, first_ + number}; }
 
+  // Until all threads of the region have come here.
+  void wait() { barrier_.wait((uint32_t)omp_get_num_threads()); }
+
  private:
   friend class SharedLoop;
 
@@ -56,9 +63,12 @@ class Shares {
   std::unique_ptr<Slot[]> slots_;
   int num_slots_ = 0, num_threads_ = 1;
   uint32_t first_ = 1, next_ = 1;
+  Barrier barrier_;
 };
 
 inline int SharedLoop::num_threads() const { return shares_->num_threads_; }
+
+inline void SharedLoop::wait() const { shares_->wait(); }
 
 // Next task of a share of `size` tasks, from its beginning; -1 if all are taken.
 inline int64_t SharedLoop::next(int owner, bool is_own, int64_t size) const {
