@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanovllm.attention.tiles import SPAN_ROWS, spans_of
-from nanovllm.kernels import prompt_attention
-from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention
+from nanovllm.kernels import nvrtc, prompt_attention
+from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
 
 CHUNKS = {
     "one row": [(0, 1)],
@@ -83,3 +83,12 @@ def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk
         assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE
     if chunk is not None and chunk < (window or chunk + 1):
         assert KernelOnCpu(sizes, chunk=None).error_of_a_step() > TOLERANCE
+
+
+@pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)
+def test_a_soft_cap_too_coarse_for_float32_is_left_to_another_kernel(monkeypatch, softcap, is_taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(nvrtc, "is_available", lambda: True)
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, None, softcap)
+    reason = why_not(sizes, torch.device("cuda"))
+    assert reason is None if is_taken else reason is not None and "soft-cap 1000.5 exceeds 1000" in reason
