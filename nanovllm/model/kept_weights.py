@@ -12,7 +12,7 @@ _total = 0
 
 
 class KeptWeight:
-    """A layer's dequantised weight in parts, from its first pass on; let go after `PASSES`, or by `drop`."""
+    """A layer's dequantised weight in parts, from its first pass on; freed after `PASSES`, or by `drop`."""
 
     def __init__(self) -> None:
         self._num_passes, self._parts = 0, list[Tensor]()
