@@ -31,7 +31,7 @@ from nanovllm.model.guard import check_row_counted_scales
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
-from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.process.gc_control import collector_paused
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
 
@@ -73,9 +73,7 @@ def build_engine(
         with computing_with(_free_threads(loaded)):
             binding = ModelBinding(loaded.model, is_live=loaded.is_live)
         binding.memory = loaded.memory
-        resolved = resolve_options(binding, loaded, config)
-        with OldObjectsFrozen():  # compilers make so many objects that full collections of all take a second
-            model_runner = ModelRunner(binding, *resolved)
+        model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
         binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
     budget, decode_cost = _budget(model_runner, observers, clock)

@@ -96,6 +96,8 @@ def main() -> None:
         prompts += [
             token_ids[at : at + PROMPT_TOKENS] for at in range(0, len(token_ids) - PROMPT_TOKENS + 1, PROMPT_TOKENS)
         ]
+    if len(prompts) < 2:
+        parser.error(f"--texts have {len(prompts)} prompts of {PROMPT_TOKENS} tokens; a standard error needs 2")
     num_scored = len(prompts) * (PROMPT_TOKENS - 1)
     print(f"class {targets()[0].name}, {len(prompts)} prompts, {num_scored:,} tokens scored\n")
     print("| weights | `transformers`, float32 | 15 bits | 8 bits | 8 bits, relative to 15 |")

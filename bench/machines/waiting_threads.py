@@ -21,7 +21,7 @@ VARIABLE = "GOMP_SPINCOUNT"
 CONDITIONS = ("alone", "beside a busy process")
 
 
-def measure(shape: str, num_threads: int) -> None:
+def measure(shape: str, num_threads: int, is_alone: bool) -> None:
     """Prints tokens/s of each workload, in each condition."""
     import torch
     from random_models import NoText, checkpoint  # beside this file
@@ -42,6 +42,8 @@ def measure(shape: str, num_threads: int) -> None:
 
     rate([(8, 4)] * 4)
     print(*(statistics.median(rate(work) for _ in range(3)) for work in works.values()))
+    if is_alone:
+        return
     with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
         try:
             print(*map(rate, works.values()))
@@ -56,6 +58,7 @@ def run(count: str, args: argparse.Namespace) -> list[float]:
     if count != "default":
         environment[VARIABLE] = count
     command = [sys.executable, __file__, "--measure", "--shape", args.shape, "--threads", str(args.threads)]
+    command += ["--alone"] * args.alone
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return [float(number) for number in done.stdout.split()]
 
@@ -66,10 +69,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--counts", nargs="+", default=["default", "0", "1000", "5000"])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--alone", action="store_true", help="without the busy process")
     parser.add_argument("--measure", action="store_true", help="this process, with its own environment")
     args = parser.parse_args()
     if args.measure:
-        return measure(args.shape, args.threads)
+        return measure(args.shape, args.threads, args.alone)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     rates: dict[str, list[list[float]]] = {count: [] for count in args.counts}
     for _ in range(args.rounds):
@@ -77,13 +81,16 @@ def main() -> None:
             rates[count].append(run(count, args))
             print("#", count, *(f"{rate:.0f}" for rate in rates[count][-1]), flush=True)
     first = [statistics.median(column) for column in zip(*rates[args.counts[0]], strict=True)][:2]
+    conditions = CONDITIONS[: 2 - args.alone]
     print(
-        f"| {VARIABLE} |", " | ".join(f"{name} {condition}" for condition in CONDITIONS for name in ("W", "one")), "|"
+        f"| {VARIABLE} |", " | ".join(f"{name} {condition}" for condition in conditions for name in ("W", "one")), "|"
     )
-    print("|---" * 5 + "|")
+    print("|---" * (1 + 2 * len(conditions)) + "|")
     for count, rows in rates.items():
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        cells = [f"{rate:.0f} ({rate / alone:.2f})" for rate, alone in zip(medians, first * 2, strict=True)]
+        cells = [
+            f"{rate:.0f} ({rate / alone:.2f})" for rate, alone in zip(medians, first * len(conditions), strict=True)
+        ]
         print("|", " | ".join([count, *cells]), "|")
     return None
 

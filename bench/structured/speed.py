@@ -1,10 +1,12 @@
 """Seconds a step with and without structure, in turn in one process, and what a schema adds to the first token.
 
     python bench/structured/speed.py [--model FOLDER | --shape 0.6b] [--rows 64] [--rounds 3] [--cpu-time]
+        [--temperature 0 0.8] [--split]
 
 All requests have the same number of new tokens: no form has a near end. On a CPU the prompts are W's. A step is a
 long run less a short one, the ratio that of the medians. `--shape 0.6b` is for a GPU: random weights in the shape of
-Qwen3-0.6B and a tokenizer of its size. Prints JSON.
+Qwen3-0.6B and a tokenizer of its size. `--split` prints where the host's time of a step goes, by one more run of each
+form with a clock around its parts. Prints a line of JSON for each temperature.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from host_split import split_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.model.default_model import DEFAULT_MODEL
@@ -39,12 +42,48 @@ NESTED = {
 }  # fmt: skip
 
 
+RECORD = {  # facts drawn from a text
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60}, "born": {"type": "string", "format": "date"},
+        "email": {"type": "string", "format": "email"}, "score": {"type": "number", "minimum": 0, "maximum": 100},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5}, "is_member": {"type": "boolean"},
+        "notes": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["name", "born", "email", "score", "tags", "is_member", "notes"],
+    "additionalProperties": False,
+}  # fmt: skip
+CALL = {  # of one of several tools
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"tool": {"const": name}, "arguments": {
+                "type": "object", "properties": {key: {"type": kind} for key, kind in arguments.items()},
+                "required": list(arguments), "additionalProperties": False,
+            }},
+            "required": ["tool", "arguments"], "additionalProperties": False,
+        }
+        for name, arguments in {
+            "search": {"query": "string", "limit": "integer"}, "read_file": {"path": "string"},
+            "weather": {"city": "string", "days": "integer", "is_metric": "boolean"}, "run": {"command": "string"},
+        }.items()
+    ]
+}  # fmt: skip
+
+
+def many(schema: dict[str, Any], least: int = 1000) -> StructuredOutput:
+    return StructuredOutput(json_schema={"type": "array", "items": schema, "minItems": least})
+
+
 # None of them may end early.
 FORMS = {
-    "json": StructuredOutput(json_schema={"type": "array", "items": NESTED, "minItems": 1000}),
+    "json": many(NESTED),
+    "records": many(RECORD),
+    "calls": many(CALL),
     "regex": StructuredOutput(regex=r"([a-z]{1,12},[0-9]{1,6}(\.[0-9]{2})?\n){2000,}"),
     "free text": StructuredOutput(regex=r"(?s:.){2000,}"),
 }
+SEVERAL = [many(schema, 1001 + number) for number, schema in enumerate([NESTED, RECORD, CALL] * 3)]  # beside each other
 
 
 def first_token_seconds(llm: LLM, params: SamplingParams, prompt: list[int], clock: Callable[[], float]) -> float:
@@ -60,7 +99,7 @@ def first_token_seconds(llm: LLM, params: SamplingParams, prompt: list[int], clo
 def step_seconds(
     llm: LLM,
     prompts: list[list[int]],
-    make: Callable[[int], SamplingParams],
+    make: Callable[[int], SamplingParams | list[SamplingParams]],
     new_tokens: int,
     clock: Callable[[], float],
 ) -> float:
@@ -98,7 +137,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=None, help="cut prompts to this many tokens")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--split", action="store_true", help="the host's microseconds of a step, part by part")
     parser.add_argument(
         "--cpu-time", action="store_true", help="by seconds of the processor, on a machine with other load"
     )
@@ -113,32 +153,45 @@ def main() -> None:
     else:
         model = options.model
         prompts = [request.prompt_token_ids[: options.prompt_tokens] for request in w().requests[: options.rows]]
-    common: dict[str, Any] = {"temperature": options.temperature, "seed": 0}
-    steps: dict[str, list[float]] = {}
     with LLM(model, enable_prefix_caching=False, **({"max_model_len": 2048} if options.shape else {})) as llm:
+        for temperature in options.temperature:
+            print(json.dumps(measured(llm, prompts, temperature, options, clock)), flush=True)
 
-        def maker(form: StructuredOutput | None) -> Callable[[int], SamplingParams]:
-            return lambda count: SamplingParams(
-                structured_output=form, ignore_eos=form is None, max_tokens=count, **common
-            )
 
-        makers = {"plain": maker(None)} | {name: maker(form) for name, form in FORMS.items()}
-        for make in makers.values():  # compiles, reads the tokenizer, captures what it needs
-            llm.generate(prompts, make(24), use_tqdm=False)
-        for _ in range(options.rounds):
-            for name, make in makers.items():
-                steps.setdefault(name, []).append(step_seconds(llm, prompts, make, options.new_tokens, clock))
-        plain = makers["plain"](options.new_tokens)
-        first = added_to_first_token(llm, plain, common | {"max_tokens": options.new_tokens}, prompts[0], clock)
+def measured(
+    llm: LLM, prompts: list[list[int]], temperature: float, options: argparse.Namespace, clock: Callable[[], float]
+) -> dict[str, Any]:
+    common: dict[str, Any] = {"temperature": temperature, "seed": 0}
+
+    def maker(*forms: StructuredOutput | None) -> Callable[[int], list[SamplingParams]]:
+        def make(count: int) -> list[SamplingParams]:
+            each = [
+                SamplingParams(structured_output=f, ignore_eos=f is None, max_tokens=count, **common) for f in forms
+            ]
+            return [each[row % len(each)] for row in range(len(prompts))]
+
+        return make
+
+    makers = {"plain": maker(None)} | {name: maker(form) for name, form in FORMS.items()} | {"several": maker(*SEVERAL)}
+    for make in makers.values():  # compiles, reads the tokenizer, captures what it needs
+        llm.generate(prompts, make(24), use_tqdm=False)
+    steps: dict[str, list[float]] = {}
+    for _ in range(options.rounds):
+        for name, make in makers.items():
+            steps.setdefault(name, []).append(step_seconds(llm, prompts, make, options.new_tokens, clock))
+    split = {name: split_of(llm, prompts, make(options.new_tokens)) for name, make in makers.items() if options.split}
+    plain = makers["plain"](options.new_tokens)[0]
+    first = added_to_first_token(llm, plain, common | {"max_tokens": options.new_tokens}, prompts[0], clock)
     middle = {name: statistics.median(each) for name, each in steps.items()}
-    result = {
+    return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "rows": len(prompts),
+        "temperature": temperature,
         "step, ms": {name: [round(each * 1e3, 3) for each in found] for name, found in steps.items()},
-        "speed by unconstrained": {name: round(middle["plain"] / middle[name], 3) for name in FORMS},
+        "times a plain step": {name: round(middle[name] / middle["plain"], 3) for name in makers},
+        "split, us": split,
         "first token, added ms": first,
     }
-    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
@@ -65,11 +65,6 @@ class DecodeOptions(NamedTuple):
     kernel: dict[str, Any]
 
 
-def takes_prompts(traits: LayerTraits) -> bool:
-    """Whether a kernel for chunks knows the traits of a layer."""
-    return traits.sight.chunk is None and traits.head_dim == traits.value_dim
-
-
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
     """The options of a model's kernels on a GPU.
@@ -101,13 +96,12 @@ class KernelOptions:
             kernel = None
         heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
         build_prompts = compile_prompts = None
-        if (open_kernel := find_kernel("prompt_attention", "open_kernel")) and takes_prompts(traits):
-            sizes = (
-                traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype, traits.sight.window,
-                traits.softcap,
-            )  # fmt: skip
+        if open_kernel := find_kernel("prompt_attention", "open_kernel"):
+            sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype
+            window, chunk = traits.sight.spans
+            given = *sizes, window, traits.softcap, chunk, traits.value_dim
             compile_kernel: Any = find_kernel("prompt_attention", "compile_kernel")
-            build_prompts, compile_prompts = (partial(f, *sizes, device=device) for f in (open_kernel, compile_kernel))
+            build_prompts, compile_prompts = (partial(f, *given, device=device) for f in (open_kernel, compile_kernel))
         return cls(
             Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap,
             compile_prompts,

@@ -100,10 +100,11 @@ class AttentionStep:
 
     plan: AttentionPlan
     num_tokens: int  # rows of the plan; the dense layers may pad them at the end
+    slots: Tensor | None = None  # of the rows' K and V, for each kind of layers; 0 for padding. None if not known
 
 
 # An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.
-_steps: dict[int, AttentionStep] = {}
+steps_in_force: dict[int, AttentionStep] = {}
 # Handle and slot mapping by engine. Compiled layers take tensors of a plain dictionary as inputs of any shape; a tensor
 # attribute of a module would be compiled for its one shape.
 _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -112,18 +113,18 @@ _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 @contextmanager
 def step_in_force(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
     """Args: tensors: handle and slot mapping, for a model that does not pass its keyword arguments to attention."""
-    _steps[handle] = step
+    steps_in_force[handle] = step
     if tensors is not None:
         _step_tensors[handle] = tensors
     try:
         yield
     finally:
-        _steps.pop(handle, None)
+        steps_in_force.pop(handle, None)
         _step_tensors.pop(handle, None)
 
 
 def running_step(handle: Tensor) -> AttentionStep:
-    return _steps[int(handle)]
+    return steps_in_force[int(handle)]
 
 
 def attend_in_step(
@@ -143,14 +144,13 @@ def attend_in_step(
 
     Returns [1, T, num_heads, value_dim], zero in the padding rows.
     """
-    step = _steps[int(handle)]
-    num_tokens = step.num_tokens
-    rows = query[0].transpose(0, 1)[:num_tokens].contiguous()
+    step = steps_in_force[int(handle)]
+    rows = query[0].transpose(0, 1)[: step.num_tokens].contiguous()
     attended = step.plan.attend(rows, key_cache, value_cache, scaling, kind, sinks)
-    if num_tokens == query.shape[2]:
+    if len(rows) == query.shape[2]:
         return attended[None]
     output = query.new_zeros(1, query.shape[2], *attended.shape[1:])
-    output[0, :num_tokens] = attended
+    output[0, : len(rows)] = attended
     return output
 
 

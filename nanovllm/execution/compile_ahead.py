@@ -21,6 +21,7 @@ from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS, TableIn
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
+from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
@@ -104,7 +105,7 @@ def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[
     for layer in layers_by_kind(binding.layers):
         if (compile_prompts := KernelOptions.for_layer(layer, binding.device, block_size).compile_prompts) is not None:
             calls.append(compile_prompts)
-    calls += kernel_calls(binding.model, num_rows)
+    calls += [*kernel_calls(binding.model, num_rows), *experts.kernel_calls(binding.model, num_rows)]
     if not binding.mixers:  # with these, attention layers run uncompiled
         calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     return calls

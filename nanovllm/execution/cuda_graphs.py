@@ -139,7 +139,7 @@ class GraphExecutor:
                     self._sampled[:count] = drawn
             return self._sampled[:count]
 
-        return draw
+        return draw if is_whole else partial(self._extras.begin_draw, head, sequences, positions, draw, report)
 
     def run_layers(self, layout: BatchLayout) -> None:
         """The forward pass of a step, without its graph."""
@@ -150,10 +150,7 @@ class GraphExecutor:
 
     @staticmethod
     def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], None]) -> None:
-        if graph is not None:
-            graph.replay()
-        else:
-            run()
+        (run if graph is None else graph.replay)()
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
@@ -161,6 +158,7 @@ class GraphExecutor:
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
         buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
+        self._extras.late_draw.launch()  # it reads the inputs of the step before
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
         for group, of_group in enumerate((layout, *layout.others)):
             if len(of_group.blocks_to_clear):
@@ -174,8 +172,8 @@ class GraphExecutor:
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
-            plan = self.backend.fill(inputs)
-        return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
+            step = AttentionStep(self.backend.fill(inputs), shape.num_rows, inputs.slot_mapping)
+        return step, token_ids, inputs.positions, inputs.slot_mapping
 
     @property
     def _splits_head(self) -> bool:
@@ -236,6 +234,7 @@ class GraphExecutor:
         return shape
 
     def _capture_forward(self, shape: GraphShape) -> None:
+        self._extras.late_draw.launch()
         if not self._forwards.graphs:
             self._addresses = self._binding.weight_addresses()
         if self._forwards.is_full:
@@ -343,8 +342,8 @@ class GraphExecutor:
             self._forwards.clear()
             self._heads.clear()
             self._pool.reset()
+        self._extras.drop_late_draw()
         self._lacking.clear()
         self._states = self._logits = None
 
-    def close(self) -> None:
-        self._drop_graphs()
+    close = _drop_graphs

@@ -68,12 +68,10 @@ def _at_both_ends(config: EngineConfig, near: tuple[int, int], num_far: int) -> 
 
 
 def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], None]) -> None:
-    """Some steps of few decodes without graphs, for a numerical check."""
+    """Some steps of few decodes without graphs, for a numerical check: each place and each number of decodes once."""
     batches = few_decodes(config)
-    # Each place and each number of decodes once: every layer is compared in every step.
-    batches = [*batches[: -1 : len(batches) // 4 + 1], *batches[-1:]]
     with values_in_block_one(binding, config.block_size):
-        for starts in batches:
+        for starts in (*batches[: -1 : len(batches) // 4 + 1], *batches[-1:]):
             batch = dummy_batch(binding, config, [(start, 1) for start in starts], apart=True)
             run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
 

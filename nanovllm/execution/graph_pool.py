@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from nanovllm.process.device import DEVICE_LOCK
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.process.interrupts import interrupts_let_through
 
 logger = logging.getLogger("nanovllm")
@@ -32,7 +33,8 @@ class GraphPool:
             frees_trial: give the trial's memory back, which the graph takes again from the pool.
             needs_trial: False if such launches were captured before; where this capture fails, a trial comes after all.
         """
-        with interrupts_let_through(), DEVICE_LOCK:  # it may take seconds and changes no books
+        # It may take seconds, most of them in compilers with a million objects, and changes no books.
+        with interrupts_let_through(), DEVICE_LOCK, OldObjectsFrozen():
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             try:

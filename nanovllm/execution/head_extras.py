@@ -11,11 +11,12 @@ from torch import Tensor
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import HeadShape, round_up
+from nanovllm.execution.late_draw import LateDraw
 from nanovllm.execution.mask_buffer import build_mask_buffer
 from nanovllm.execution.step_inputs import Packing
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawExtras, draw_extras
-from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
+from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured, StepLogprobs
 from nanovllm.sampling.penalties import PENALTY_FIELDS, PENALTY_INPUTS, LatestTokens, penalty_entries, write_tokens
 
 _LEAST_TOKENS = 2**20  # of the buffer; it grows when a step needs more, and graphs are captured anew
@@ -33,24 +34,46 @@ class HeadExtras:
         self._masks = build_mask_buffer(max_samples, device)
         self._penalties: Tensor | None = None  # `PENALTY_INPUTS`, packed for the head's number of samples
         self._words: Tensor | None = None  # of `Measured`
+        self.late_draw = LateDraw()  # of the step launched last
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-        """The head's work for these rows besides the draw; None if they need the host's sampler.
-
-        To be called before the step's forward pass is launched.
-        """
+        """The head's work for these rows besides the draw; None if they need the host's sampler."""
         extras = draw_extras(sequences, positions)
         if extras is None or (extras.penalises and self._penalise is None):
             return None
-        if extras.has_masks:
-            if self._masks is None:
-                return None
-            self._masks.begin_step()
+        if extras.has_masks and self._masks is None:
+            return None
         if extras.num_top is None:
             return extras
         if extras.num_top > MOST_BY_KERNEL or self._measure is None:
             return None
         return extras._replace(num_top=round_up(_NUM_TOPS, extras.num_top))
+
+    def begin_draw(
+        self,
+        head: HeadShape,
+        sequences: SequenceABC[Sequence],
+        positions: SequenceABC[int],
+        draw: Callable[[], Tensor],
+        report: StepLogprobs | None,
+    ) -> Any:
+        """Draw; late, while threads fill masks: the host packs the next step meanwhile.
+
+        Args:
+            draw: launches the draw, after `upload`.
+            report: as in `PendingTokens`.
+        """
+        # Penalties are sent by `upload`, from tokens that the host knows by then.
+        if not head.has_masks or self._masks is None or head.penalises or not self._masks.begin(sequences, positions):
+            return draw()
+        self.late_draw = LateDraw(draw, report)
+        return self.late_draw
+
+    def drop_late_draw(self) -> None:
+        """Forget a draw that is not launched yet, of a step that was undone."""
+        self.late_draw = LateDraw()
+        if self._masks is not None:
+            self._masks.wait()
 
     def upload(
         self,
@@ -60,7 +83,7 @@ class HeadExtras:
         latest: Callable[[], LatestTokens],
         errors: dict[Sequence, str],
     ) -> bool:
-        """Send the head's inputs; returns whether the penalties' buffer moved, which invalidates captured heads.
+        """Send the head's inputs; returns whether the penalties' buffer moved: captured heads are stale.
 
         Args:
             errors: takes the errors of grammars.

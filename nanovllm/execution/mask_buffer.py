@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.structured import num_mask_words, write_masks
+from nanovllm.sampling.structured import BegunMasks, begin_masks, num_mask_words
 
 
 class MaskBuffer:
     """One engine's buffer, allocated when a step first needs it.
 
-    Copies run on a second stream, parallel to the forward pass: 64 masks of a vocabulary of 151,936 are 1.2 MB.
+    64 masks of a vocabulary of 151,936 are 1.2 MB: 25 to 50 µs of the device between the forward pass and the draw. A
+    second stream would hide them, and costs the host more. Two buffers on the host take turns, so that one is filled
+    while the copy from the other may run.
 
     Args:
         token_masks: `kernels.bit_masks.TokenMasks`.
@@ -28,40 +33,57 @@ class MaskBuffer:
         self._token_masks = token_masks
         self._buffer: Tensor | None = None  # int32: the mask of each sample, or -1; then the masks
         self._num_words = 0  # of a mask
-        self._copies: torch.cuda.Stream | None = None
-        self._is_read: torch.cuda.Event | None = None
+        # Pinned, as an array, and the end of the copy from it.
+        self._hosts: deque[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = deque()
+        self._threads: Any = None
+        self._begun: BegunMasks | None = None
 
-    def begin_step(self) -> None:
-        """Record, before a forward pass is launched, that all earlier launches have read the current masks."""
-        if self._is_read is None:
-            self._copies, self._is_read = torch.cuda.Stream(self._device), torch.cuda.Event()
-        self._is_read.record(torch.cuda.current_stream(self._device))
+    def begin(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> bool:
+        """Start to fill a step's masks; returns whether threads still fill them."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+        own = [sequences[row] for row in rows]
+        if self._buffer is None:
+            self._allocate(num_mask_words(own))
+        self.wait()
+        self._hosts.rotate()
+        _, words, is_copied = self._hosts[0]
+        is_copied.synchronize()  # of two steps before
+        words[: self._max_samples] = -1
+        words[rows] = range(len(rows))
+        masks = words[self._max_samples :][: len(rows) * self._num_words].reshape(len(rows), -1)
+        self._begun = begin_masks(own, [positions[row] for row in rows], masks, self._threads)
+        return self._begun.wait is not None
 
     def upload(
         self, sequences: SequenceABC[Sequence], positions: SequenceABC[int], errors: dict[Sequence, str]
     ) -> None:
-        """Fill and send a step's masks, after `begin_step`; see `write_masks`."""
-        assert self._copies is not None and self._is_read is not None
-        current = torch.cuda.current_stream(self._device)
-        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-        own = [sequences[row] for row in rows]
-        first = self._max_samples
-        if self._buffer is None:
-            self._num_words = num_mask_words(own)
-            with torch.inference_mode(False):
-                self._buffer = torch.full((first * (1 + self._num_words),), -1, dtype=torch.int32, device=self._device)
-            self._is_read.record(current)  # not before it is filled
-        # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
-        size = first + len(rows) * self._num_words
-        host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
-        of_rows, masks = host.numpy()[:first], host.numpy()[first:].reshape(len(rows), -1)
-        of_rows[:] = -1
-        of_rows[rows] = range(len(rows))
-        write_masks(own, [positions[row] for row in rows], masks, errors)
-        self._copies.wait_event(self._is_read)
-        with torch.cuda.stream(self._copies):
-            self._buffer[:size].copy_(host, non_blocking=True)
-        current.wait_stream(self._copies)
+        """Fill a step's masks, unless they are begun, and send them after its forward pass; see `write_masks`."""
+        if self._begun is None:
+            self.begin(sequences, positions)
+        assert self._buffer is not None and self._begun is not None
+        begun, self._begun = self._begun, None
+        begun.finish(errors)
+        size = self._max_samples + begun.masks.size
+        host, _, is_copied = self._hosts[0]
+        self._buffer[:size].copy_(host[:size], non_blocking=True)
+        is_copied.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Wait for the threads of a step that will not be drawn."""
+        if self._begun is not None:
+            self._begun.finish({})
+            self._begun = None
+
+    def _allocate(self, num_words: int) -> None:
+        from nanovllm.requests.grammar.mask_threads import MaskThreads
+
+        self._threads, self._num_words = MaskThreads(), num_words
+        size = self._max_samples * (1 + num_words)
+        with torch.inference_mode(False):
+            self._buffer = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+            for _ in range(2):
+                host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+                self._hosts.append((host, host.numpy(), torch.cuda.Event()))
 
     def views(self, num_samples: int) -> Any:
         """`TokenMasks` of so many samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ class PendingTokens:
     arrival: torch.cuda.Event | None  # None if they are there
 
     @classmethod
-    def send(cls, token_ids: Tensor, report: StepLogprobs | None) -> PendingTokens:
+    def send(cls, token_ids: Any, report: StepLogprobs | None) -> Any:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
+        if not isinstance(token_ids, Tensor):  # a `LateDraw`, which sends them itself
+            return token_ids
         if token_ids.device.type == "cpu":
             return cls(token_ids, report, None)
         arrival = torch.cuda.Event()

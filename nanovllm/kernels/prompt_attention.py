@@ -25,7 +25,8 @@ _TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and
 _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
 _THREADS = 384
 _ALIGNMENT = 1024
-_LARGE_TILE = 32768  # bytes; two stages of them hide the copies
+_LARGE_TILES = 65536  # bytes of keys and values; two stages of them hide the copies
+_WIDEST_ROWS = 640  # bytes of a token's key and value: two stages of 128 tokens fit into shared memory
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
 _MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
 _MAX_MAPS = 1024
@@ -44,6 +45,8 @@ class AttentionSizes(NamedTuple):
     block_size: tokens of a block; divides 128.
     window: positions that a row sees, its own included; None for all.
     softcap: bound of scores, by tanh; None for none.
+    chunk: a row sees its own chunk of the positions alone; None for all.
+    value_dim: elements of a head of values; None for `head_dim`.
     """
 
     num_heads: int
@@ -53,16 +56,24 @@ class AttentionSizes(NamedTuple):
     dtype: torch.dtype
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a head of queries and keys, and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
 
     @property
     def tile_keys(self) -> int:
-        """Keys of a tile: wide heads take half as many, since their sums fill a thread's registers."""
-        return TILE_ROWS if self.head_dim <= 128 else 64
+        """Keys of a tile: wide values take half as many, since their sums fill a thread's registers."""
+        return TILE_ROWS if self.widths[1] <= 128 and sum(self.row_bytes) <= _WIDEST_ROWS else 64
 
     @property
-    def row_bytes(self) -> int:
-        """Shared memory for a head of one token, in whole panels."""
-        return -(-self.head_dim // _PANEL) * _PANEL * 2
+    def row_bytes(self) -> tuple[int, int]:
+        """Shared memory for a token's head of keys, and of values, in whole panels."""
+        keys, values = (-(-width // _PANEL) * _PANEL * 2 for width in self.widths)
+        return keys, values
 
 
 def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
@@ -71,8 +82,9 @@ def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
         return "the GPU is not of compute capability 9 (Hopper)"
     if sizes.dtype not in _TYPES:
         return f"K and V are {sizes.dtype}, not bfloat16 or float16"
-    if sizes.head_dim % 8 or not _LEAST_HEAD_DIM <= sizes.head_dim <= _MOST_HEAD_DIM:
-        return f"heads of {sizes.head_dim} elements are no multiple of 8 from {_LEAST_HEAD_DIM} to {_MOST_HEAD_DIM}"
+    for width in sizes.widths:
+        if width % 8 or not _LEAST_HEAD_DIM <= width <= _MOST_HEAD_DIM:
+            return f"heads of {width} elements are no multiple of 8 from {_LEAST_HEAD_DIM} to {_MOST_HEAD_DIM}"
     if sizes.block_size % 8 or TILE_ROWS % sizes.block_size:
         return f"blocks of {sizes.block_size} tokens are no multiple of 8 that divides {TILE_ROWS}"
     if sizes.softcap is not None and sizes.softcap > _MOST_SOFTCAP:
@@ -111,11 +123,11 @@ def compile_kernel(*sizes: Any, device: torch.device) -> None:
 
 def _shared(sizes: AttentionSizes, device: torch.device) -> tuple[int, int]:
     """Stages of K and V in shared memory, and bytes of it."""
-    query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes, sizes.tile_keys * sizes.row_bytes
+    query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes[0], sizes.tile_keys * sum(sizes.row_bytes)
     properties: Any = torch.cuda.get_device_properties(device)
-    most = 3 if tile_bytes < _LARGE_TILE else 2
-    stages = min(most, (properties.shared_memory_per_block_optin - 2 * _ALIGNMENT - query_bytes) // (2 * tile_bytes))
-    return stages, _ALIGNMENT + query_bytes + 2 * stages * tile_bytes
+    most = 3 if tile_bytes < _LARGE_TILES else 2
+    stages = min(most, (properties.shared_memory_per_block_optin - 2 * _ALIGNMENT - query_bytes) // tile_bytes)
+    return stages, _ALIGNMENT + query_bytes + stages * tile_bytes
 
 
 class PromptAttention:
@@ -145,8 +157,8 @@ class PromptAttention:
         """Write the attention of a step's chunks to their rows of `output`.
 
         Args:
-            query, output: [num_rows, num_heads, head_dim], a row's elements contiguous.
-            keys, values: [num_slots, num_kv_heads, head_dim].
+            query, output: [num_rows, num_heads, head_dim or value_dim], a row's elements contiguous.
+            keys, values: [num_slots, num_kv_heads, head_dim or value_dim].
             step: int32, spans [num_spans, 3] of consecutive rows of one sequence: first row, its position, number of
                 rows up to 128, 0 for padding; starts of their block tables [num_spans]; block tables, concatenated.
             scaling: of the scores, above 0.
@@ -175,10 +187,12 @@ class PromptAttention:
     def error_of_a_step(self) -> float:
         """Largest difference from dense float32 attention, relative to the largest value.
 
-        The step has two chunks, one of them beyond the window, with sinks and without. Scores exceed the soft-cap.
+        The step has two chunks, one of them beyond the window or across two chunks of positions, with sinks and
+        without. Scores exceed the soft-cap.
         """
         sizes, block = self._sizes, self._sizes.block_size
-        chunks = [(0, 150), (max(3 * TILE_ROWS, min(sizes.window or 0, _MAX_CHECKED)) + 5, 40)]  # first position, rows
+        farthest = max(3 * TILE_ROWS, *(min(span or 0, _MAX_CHECKED) for span in (sizes.window, sizes.chunk)))
+        chunks = [(0, 150), (farthest + (5 if sizes.chunk is None else -15), 40)]  # first position, rows
         counts = [-(-(start + rows) // block) for start, rows in chunks]
         generator = torch.Generator(self._device).manual_seed(0)
 
@@ -186,22 +200,23 @@ class PromptAttention:
             return torch.randn(shape, generator=generator, device=self._device).to(sizes.dtype)
 
         tables = torch.arange(sum(counts), 0, -1, dtype=torch.int32, device=self._device)
-        keys, values = random(2, (sum(counts) + 1) * block, sizes.num_kv_heads, sizes.head_dim)
-        query, sinks = random(sum(rows for _, rows in chunks), sizes.num_heads, sizes.head_dim), random(sizes.num_heads)
+        slots, num_rows = (sum(counts) + 1) * block, sum(rows for _, rows in chunks)
+        keys, values = (random(slots, sizes.num_kv_heads, width) for width in sizes.widths)
+        query, sinks = random(num_rows, sizes.num_heads, sizes.head_dim), random(sizes.num_heads)
         query, sinks = query * (sizes.softcap or 1), sinks + (sizes.softcap or 0)
         spans, starts = [(150, chunks[1][0], 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], [counts[0], 0, 0, 0]
         span_table, start_table = (torch.tensor(x, dtype=torch.int32, device=self._device) for x in (spans, starts))
         step = span_table, start_table, tables
         errors = []
         for given in (None, sinks):
-            output = torch.full_like(query, torch.nan)
+            output = query.new_full((num_rows, sizes.num_heads, sizes.widths[1]), torch.nan)
             self.attend(query, keys, values, step, sizes.head_dim**-0.5, output, given)
             expected, row, table = [], 0, 0
             for (start, rows), count in zip(chunks, counts, strict=True):
                 positions = torch.arange(start + rows, device=self._device)
-                slots = tables[table + positions // block].long() * block + positions % block
+                seen = tables[table + positions // block].long() * block + positions % block
                 own = query[row : row + rows]
-                expected.append(_dense_attention(own, keys[slots], values[slots], sizes, given))
+                expected.append(_dense_attention(own, keys[seen], values[seen], sizes, given))
                 row, table = row + rows, table + count
             right = torch.cat(expected)
             errors.append(float((output.float() - right).abs().max() / right.abs().max()))
@@ -225,6 +240,8 @@ def _dense_attention(
     positions = torch.arange(length, device=query.device)
     own = positions[length - rows :, None]
     is_seen = (positions <= own) & (positions > own - (sizes.window or length))
+    if sizes.chunk is not None:
+        is_seen &= positions >= own // sizes.chunk * sizes.chunk
     scores = torch.einsum("qkgd,skd->kgqs", grouped, keys.float()) * head_dim**-0.5
     if sizes.softcap is not None:
         scores = sizes.softcap * torch.tanh(scores / sizes.softcap)
@@ -233,7 +250,7 @@ def _dense_attention(
         own_sinks = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, own_sinks], 3)
     weights = scores.softmax(3)[..., :length]
-    return torch.einsum("kgqs,skd->qkgd", weights, values.float()).reshape(query.shape)
+    return torch.einsum("kgqs,skd->qkgd", weights, values.float()).flatten(1, 2)
 
 
 class _TensorMap(ctypes.Structure):
@@ -271,6 +288,7 @@ def machine_code(sizes: AttentionSizes, stages: int) -> bytes:
     definitions = {
         "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
         "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
-        "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f",
+        "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f", "VALUE_DIM": sizes.widths[1],
+        "CHUNK": sizes.chunk or 0,
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), "sm_90a", definitions)

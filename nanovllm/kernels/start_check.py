@@ -121,8 +121,9 @@ def _product_rows(
         if product.panels and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
             multiplied = _in_bytes(rows)
         expected = multiplied @ weight.T + bias.double()
-        # All threads for most rows alone: on a busy machine a call waits up to 30 ms for a thread without a core.
-        threads = torch.get_num_threads() if num_rows == _ROWS[-1] else 1
+        # All threads for most rows, and few of quantised weights, which each splits: calls wait on a busy machine.
+        is_by_all = num_rows == _ROWS[-1] or (product.panels and num_rows == _ROWS[1])
+        threads = torch.get_num_threads() if is_by_all else 1
         for function, dtype, num_threads in (
             (kernels.linear, kernels.dtype, threads),
             (kernels.linear_unrounded, torch.float32, 1),

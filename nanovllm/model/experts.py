@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from nanovllm.attention.operator import steps_in_force
 from nanovllm.model.module_watch import modules_of
+from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -35,11 +39,59 @@ def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
     packed: PackedExperts | None = vars(module).get(PACKED_EXPERTS)
     if packed is not None:
         return packed(hidden_states, top_k_index, top_k_weights)
+    if _HAS_OPERATORS and hidden_states.is_cuda and hidden_states.dtype == module.down_proj.dtype == torch.bfloat16:
+        return _by_operators(module, hidden_states, top_k_index, top_k_weights)
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
+
+
+def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """`sort_by_expert` of `kernels/expert_rows.py` for the running step's rows, without its padding."""
+    from nanovllm.kernels.expert_rows import sort_by_expert
+
+    slots = next(iter(steps_in_force.values())).slots if len(steps_in_force) == 1 else None  # of no other engine's step
+    if slots is not None and slots.dim() == 2:  # a row for each kind of layers
+        slots = slots[0]
+    return sort_by_expert(expert_ids, num_experts, top_k, slots)
+
+
+# Whether the operators of experts on a GPU are registered.
+_HAS_OPERATORS = torch.version.cuda is not None and find_kernel("expert_rows", "expert_products") is not None
+if _HAS_OPERATORS:
+    _sort = torch.library.custom_op("nanovllm::sort_by_expert", _sort_in_step, mutates_args=())
+
+    @_sort.register_fake
+    def _(expert_ids, num_experts, top_k):
+        return torch.empty_like(expert_ids), expert_ids.new_empty(num_experts, dtype=torch.int32)
+
+
+def _by_operators(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_function` by `kernels/expert_rows.py`: for few rows, and as the library for many."""
+    (num_rows, top_k), expert_ids = top_k_index.shape, top_k_index.reshape(-1)
+    order, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
+    multiply, pairs = torch.ops.nanovllm.expert_products, (expert_ids, order, ends, module.is_transposed)
+    rows = multiply(hidden_states, *_first_projection(module), *pairs, top_k)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = multiply(rows, module.down_proj, module.down_proj_bias if module.has_bias else None, *pairs, 0)
+    if getattr(module, "has_post_expert_norm", False):  # older releases have none
+        rows = module.post_expert_norm(rows)
+    output: Tensor = (rows * top_k_weights.reshape(-1, 1)).view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    return output
+
+
+def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Any]]:
+    """A call of the kernels of each kind of experts on a GPU, for `num_rows` rows of zeros."""
+    calls: dict[tuple[Any, ...], Callable[[], Any]] = {}
+    for module in experts_of(model) if _HAS_OPERATORS else []:
+        weight = module.down_proj
+        if weight.is_cuda and weight.dtype == torch.bfloat16:
+            states = weight.new_zeros(num_rows, weight.shape[2 if module.is_transposed else 1])
+            routes = torch.arange(module.num_experts, device=weight.device)[None, :1].expand(num_rows, 1)
+            calls[type(module), weight.shape] = partial(_by_operators, module, states, routes, states[:, :1])
+    return [*calls.values()]
 
 
 def experts_of(model: nn.Module) -> list[Any]:

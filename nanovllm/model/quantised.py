@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.kept_weights import KeptWeight
 
 # Elements dequantised at a time, 4 MiB of float32: larger buffers are returned to the system and cleared page by page.
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -56,23 +57,24 @@ def _float(blocks: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
 
 def _nibbles(values: Tensor) -> Tensor:
     """[..., n] bytes -> [..., 2, n]: the lower halves, then the upper ones."""
+    values = values.contiguous()
     return torch.stack((values & 15, values >> 4), dim=-2)
 
 
 def _dequantise_int8(blocks: Tensor) -> Tensor:
-    return blocks[:, 4:].contiguous().view(torch.int8).float() * _float(blocks[:, :4], torch.float32)
+    return blocks[:, 4:].contiguous().view(torch.int8).float().mul_(_float(blocks[:, :4], torch.float32))
 
 
 def _dequantise_q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _float(blocks[:, :2])
+    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_float(blocks[:, :2]))
 
 
 def _dequantise_q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).flatten(1).float() - 8) * _float(blocks[:, :2])
+    return _nibbles(blocks[:, 2:]).flatten(1).float().sub_(8).mul_(_float(blocks[:, :2]))
 
 
 def _dequantise_q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).flatten(1).float() * _float(blocks[:, :2]) + _float(blocks[:, 2:4])
+    return _nibbles(blocks[:, 4:]).flatten(1).float().mul_(_float(blocks[:, :2])).add_(_float(blocks[:, 2:4]))
 
 
 def q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,17 +96,17 @@ def q5_values(blocks: Tensor, at: int) -> Tensor:
 
 
 def _dequantise_q5_0(blocks: Tensor) -> Tensor:
-    return (q5_values(blocks, 2).float() - 16) * _float(blocks[:, :2])
+    return q5_values(blocks, 2).float().sub_(16).mul_(_float(blocks[:, :2]))
 
 
 def _dequantise_q5_1(blocks: Tensor) -> Tensor:
-    return q5_values(blocks, 4).float() * _float(blocks[:, :2]) + _float(blocks[:, 2:4])
+    return q5_values(blocks, 4).float().mul_(_float(blocks[:, :2])).add_(_float(blocks[:, 2:4]))
 
 
 def _dequantise_q4_k(blocks: Tensor) -> Tensor:
     scales, minima = q4_k_scales(blocks)
     values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1, 2).float()  # [num_blocks, 8, 32]
-    return (scales[..., None] * values - minima[..., None]).flatten(1)
+    return values.mul_(scales[..., None]).sub_(minima[..., None]).flatten(1)
 
 
 def q5_k_values(blocks: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ def q5_k_values(blocks: Tensor) -> Tensor:
 def _dequantise_q5_k(blocks: Tensor) -> Tensor:
     scales, minima = q4_k_scales(blocks)
     values = q5_k_values(blocks).unflatten(1, (8, 32)).float()
-    return (scales[..., None] * values - minima[..., None]).flatten(1)
+    return values.mul_(scales[..., None]).sub_(minima[..., None]).flatten(1)
 
 
 def q6_k_values(blocks: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ def q6_k_scales(blocks: Tensor) -> Tensor:
 
 def _dequantise_q6_k(blocks: Tensor) -> Tensor:
     values = q6_k_values(blocks).unflatten(1, (16, 16)).float()
-    return (q6_k_scales(blocks)[..., None] * values).flatten(1)
+    return values.mul_(q6_k_scales(blocks)[..., None]).flatten(1)
 
 
 # "int8" is this engine's format: a row's float32 scale, then its int8 elements. The other formats are GGUF's.
@@ -284,6 +286,7 @@ class QuantisedLinear(_Quantised):
     ) -> None:
         super().__init__(kind, blocks, dtype)
         self.out_features, self.in_features = len(blocks), self._row_elements
+        self._kept = KeptWeight()
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @classmethod
@@ -310,12 +313,17 @@ class QuantisedLinear(_Quantised):
 
     def forward(self, states: Tensor) -> Tensor:
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
-        parts = [
-            F.linear(states, self.dequantise(slice(at, at + step)).to(states.dtype))
-            for at in range(0, self.out_features, step)
-        ]
+        starts = range(0, self.out_features, step)
+        weights = (self.dequantise(slice(at, at + step)).to(states.dtype) for at in starts)
+        kept = self._kept.over(weights, states, self.out_features * self.in_features)
+        parts = [F.linear(states, weight) for weight in kept]
         products = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return products if self.bias is None else products + self.bias
+
+    def free(self) -> None:
+        """Let the weight go, once others compute the layer."""
+        self.blocks = self.blocks.new_empty(0, self.blocks.shape[1])
+        self._kept.drop()
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

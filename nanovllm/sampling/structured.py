@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,18 +46,55 @@ def write_masks(
         masks: overwritten; words of a row contiguous.
         errors: receives errors in following a grammar; the row's mask is then empty.
     """
+    begin_masks(sequences, positions, masks, None).finish(errors)
+
+
+def begin_masks(
+    sequences: SequenceABC[Sequence], positions: SequenceABC[int], masks: NDArray[np.int32], threads: Any
+) -> BegunMasks:
+    """`write_masks` in two parts.
+
+    Args:
+        threads: `MaskThreads`; None fills all masks at once. All of masks must be contiguous.
+    """
     address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view per row takes longer than its mask
+    rows: list[tuple[int, Any, SequenceABC[int], int, int]] = []
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         matcher = sequence.matcher
         if matcher is None or sequence.is_finished:  # finished after the launch: its draw is not read
             masks[row] = -1
-            continue
+        else:
+            rows.append((row, matcher, sequence.token_ids, sequence.num_prompt_tokens, position))
+    failed: dict[int, GrammarError] = {}
+    wait: Callable[[], dict[int, GrammarError]] | None = None
+    if threads is not None:
+        rows, wait = threads.begin(rows, address, len(masks))
+    for row, matcher, token_ids, num_prompt_tokens, position in rows:
         try:
-            begin = sequence.num_prompt_tokens + matcher.num_tokens
-            matcher.follow(sequence.token_ids[begin:position], address + row * num_bytes)
-        except GrammarError as error:  # fails only this request
-            masks[row] = 0
-            errors[sequence] = f"request {sequence.request_id!r}: {error}"
+            matcher.follow(token_ids[num_prompt_tokens + matcher.num_tokens : position], address + row * num_bytes)
+        except GrammarError as error:
+            failed[row] = error
+    return BegunMasks(sequences, masks, failed, wait)
+
+
+class BegunMasks(NamedTuple):
+    """Masks that threads may still fill.
+
+    failed: errors by row.
+    wait: waits for the threads and returns further errors; None if they are not at work.
+    """
+
+    sequences: SequenceABC[Sequence]
+    masks: NDArray[np.int32]
+    failed: dict[int, GrammarError]
+    wait: Callable[[], dict[int, GrammarError]] | None
+
+    def finish(self, errors: dict[Sequence, str]) -> None:
+        """Wait for all masks; see `write_masks`."""
+        failed = self.failed if self.wait is None else self.failed | self.wait()
+        for row, error in failed.items():  # fails only this request
+            self.masks[row] = 0
+            errors[self.sequences[row]] = f"request {self.sequences[row].request_id!r}: {error}"
 
 
 def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:

@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 CLIENT_GONE = 499  # nginx's status of a disconnected client, for the log
 ABORT = "nanovllm.abort"  # key in the ASGI scope: function that aborts the connection
+SEND = "nanovllm.send"  # likewise: the server's own `send`, for parts of a body that no middleware reads
 EVENTS = "text/event-stream"
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -65,9 +66,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def with_abort(app: ASGIApp) -> ASGIApp:
-    """Add the key ABORT to the scope under uvicorn: ASGI has no message to abort a connection with unread data."""
+    """Add the keys ABORT, under uvicorn, and SEND: ASGI has no message to abort a connection with unread data."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SEND] = send
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         if transport is not None:
             scope[ABORT] = transport.abort
@@ -114,6 +116,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._abort = send, scope.get(ABORT)
+        self._send_more = scope.get(SEND, send)  # every token passes here, and middleware reads how a response starts
         try:
             await until_disconnect(receive, self._send_all())
         except (ClientGone, OSError):
@@ -131,10 +134,12 @@ class EventStream(Response):
         self._check_times()
         try:
             async for data in self._events:
-                if data:
-                    await self._pass_on(data)
-                else:
+                if not data:
                     self._may_begin = True
+                elif self._comment is None:
+                    await self._write(data, True)
+                else:
+                    await self._pass_on(data)
         except ApiError as error:
             if not self._has_begun:
                 raise
@@ -155,7 +160,7 @@ class EventStream(Response):
         if not self._has_begun:
             self._has_begun = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
+        await self._send_more({"type": "http.response.body", "body": data, "more_body": more_body})
         self._busy_since, self._idle_since = None, self._loop.time()
 
     async def _write_comment(self) -> None:

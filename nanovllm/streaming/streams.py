@@ -59,18 +59,23 @@ class Stream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def next(self) -> RequestOutput:
-        """Return the next pending output; raises the exception that ended the stream."""
-        while True:
-            with self._lock:
-                if self._waiting:
-                    return self._waiting.pop(next(iter(self._waiting)))
-                refusal = self._refusal
-            if refusal is not None:
-                raise refusal()
-            # An output put from here on wakes this reader: `wake` runs in this event loop, so not before the await.
-            self._reader = self.loop.create_future()
-            await self._reader
+    def take(self) -> RequestOutput | None:
+        """Return the next pending output, if any; raises the exception that ended the stream."""
+        if not self._waiting and self._refusal is None:  # an output put from here on wakes the reader
+            return None
+        with self._lock:
+            if self._waiting:
+                return self._waiting.pop(next(iter(self._waiting)))
+            refusal = self._refusal
+        if refusal is not None:
+            raise refusal()
+        return None
+
+    def woken(self) -> asyncio.Future[None]:
+        """A future of the next wake-up; to be awaited at once."""
+        # An output put from here on wakes this reader: `wake` runs in this event loop, so not before the await.
+        self._reader = self.loop.create_future()
+        return self._reader
 
 
 class OutputStream:
@@ -89,7 +94,8 @@ class OutputStream:
     async def __anext__(self) -> RequestOutput:
         if not self._unfinished:
             raise StopAsyncIteration
-        output = await self._stream.next()
+        while (output := self._stream.take()) is None:
+            await self._stream.woken()
         if output.finished:
             self._unfinished.discard(output.request_id)
         return output

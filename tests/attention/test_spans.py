@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanovllm.attention.tiles import SPAN_ROWS, spans_of
-from nanovllm.kernels import prompt_attention
-from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention
+from nanovllm.kernels import nvrtc, prompt_attention
+from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
 
 CHUNKS = {
     "one row": [(0, 1)],
@@ -70,13 +70,25 @@ class KernelOnCpu(PromptAttention):
 
 @pytest.mark.parametrize("softcap", [None, 20.0, 50.0])
 @pytest.mark.parametrize("window", [None, 100, 1024, 4096])
-def test_the_check_at_start_sees_windows_soft_caps_sinks_and_scales(window, softcap):
-    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap)
+@pytest.mark.parametrize(("chunk", "value_dim"), [(None, None), (128, None), (2048, 96)])
+def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk, value_dim, window, softcap):
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap, chunk, value_dim)
     assert KernelOnCpu(sizes).error_of_a_step() <= TOLERANCE
     assert KernelOnCpu(sizes, has_sinks=False).error_of_a_step() > TOLERANCE
     assert KernelOnCpu(sizes, scale=0.9).error_of_a_step() > TOLERANCE
     if softcap is not None:
         assert KernelOnCpu(sizes, softcap=None).error_of_a_step() > TOLERANCE
         assert KernelOnCpu(sizes, softcap=1.1 * softcap).error_of_a_step() > TOLERANCE
-    if window is not None:
+    if window is not None and window < (chunk or window + 1):
         assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE
+    if chunk is not None and chunk < (window or chunk + 1):
+        assert KernelOnCpu(sizes, chunk=None).error_of_a_step() > TOLERANCE
+
+
+@pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)
+def test_a_soft_cap_too_coarse_for_float32_is_left_to_another_kernel(monkeypatch, softcap, is_taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(nvrtc, "is_available", lambda: True)
+    sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, None, softcap)
+    reason = why_not(sizes, torch.device("cuda"))
+    assert reason is None if is_taken else reason is not None and "soft-cap 1000.5 exceeds 1000" in reason

@@ -43,11 +43,14 @@ class Chunks:
         self.tables = (torch.randperm(sum(counts) + 5, generator=generator) + 1)[: sum(counts)]
         self.table_starts = np.cumsum([0, *counts[:-1]])
         slots = (sum(counts) + 6) * block
-        caches = torch.full((2, slots, sizes.num_kv_heads, sizes.head_dim), torch.nan, dtype=sizes.dtype)
         held = (self.tables[:, None] * block + torch.arange(block)).flatten()
-        shape = 2, len(held), sizes.num_kv_heads, sizes.head_dim
-        caches[:, held] = torch.randn(shape, generator=generator).to(sizes.dtype)
-        self.keys, self.values = caches.to(CUDA)
+
+        def cache(width: int) -> torch.Tensor:
+            filled = torch.full((slots, sizes.num_kv_heads, width), torch.nan, dtype=sizes.dtype)
+            filled[held] = torch.randn(len(held), *filled.shape[1:], generator=generator).to(sizes.dtype)
+            return filled.to(CUDA)
+
+        self.keys, self.values = (cache(width) for width in sizes.widths)
         heads = num_decodes + int(rows.sum()), sizes.num_heads, sizes.head_dim
         self.query = (2 * torch.randn(heads, generator=generator)).to(sizes.dtype).to(CUDA)
         self.sinks = torch.randn(sizes.num_heads, generator=generator).to(CUDA) if sinks else None
@@ -62,7 +65,7 @@ class Chunks:
         self.scaling = sizes.head_dim**-0.5
 
     def run(self, kernel: PromptAttention) -> torch.Tensor:
-        output = torch.full_like(self.query, torch.nan)
+        output = self.query.new_full((*self.query.shape[:2], self.sizes.widths[1]), torch.nan)
         kernel.attend(self.query, self.keys, self.values, tuple(self.step), self.scaling, output, self.sinks)
         assert output[: self.num_decodes].isnan().all()  # rows of decodes are another kernel's
         return output[self.num_decodes :]
@@ -77,6 +80,8 @@ class Chunks:
             scores = torch.einsum("qhd,khd->hqk", self.query[row : row + rows].float(), keys) * self.scaling
             own, seen = torch.arange(start, start + rows, device=CUDA)[:, None], seen.to(CUDA)
             is_seen = (seen <= own) & (seen > own - (sizes.window or len(seen)))
+            if sizes.chunk is not None:
+                is_seen &= seen // sizes.chunk == own // sizes.chunk
             if sizes.softcap is not None:
                 scores = sizes.softcap * torch.tanh(scores / sizes.softcap)
             scores = scores.masked_fill(~is_seen, -torch.inf)
@@ -127,10 +132,29 @@ def test_soft_caps_equal_dense_attention(head_dim, softcap, window, sinks, dtype
     check(AttentionSizes(8, 2, head_dim, 32, dtype, window, softcap), STEPS[name], sinks=sinks)
 
 
+@pytest.mark.parametrize(("chunk", "window"), [(1, None), (100, None), (256, None), (1000, 300), (8192, None)])
+@pytest.mark.parametrize(("head_dim", "softcap", "sinks"), [(128, None, False), (64, 5.0, True), (256, None, True)])
+def test_rows_that_see_their_own_chunk_alone_equal_dense_attention(head_dim, softcap, sinks, chunk, window):
+    for chunks in STEPS.values():
+        check(AttentionSizes(8, 2, head_dim, 32, torch.bfloat16, window, softcap, chunk), chunks, sinks=sinks)
+
+
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (100, None, True), (1000, 9.0, False)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("widths", [(192, 128), (128, 64), (64, 128), (96, 64), (256, 128), (128, 256), (80, 200)])
+def test_values_of_other_widths_than_keys_equal_dense_attention(widths, dtype, window, softcap, sinks):
+    """DeepSeek's, and others in which tiles of K and of V have other numbers of panels."""
+    head_dim, value_dim = widths
+    sizes = AttentionSizes(4, 4, head_dim, 64, dtype, window, softcap, None, value_dim)
+    for chunks in STEPS.values():
+        check(sizes, chunks, sinks=sinks)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(("chunk", "value_dim"), [(None, None), (None, 128), (512, None), (8192, 64)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (512, None), (4096, 50.0), (None, 30.0)])
-def test_the_comparison_at_start_admits_each_form(head_dim, window, softcap):
-    sizes = AttentionSizes(8, 4, head_dim, 64, torch.bfloat16, window, softcap)
+def test_the_comparison_at_start_admits_each_form(head_dim, window, softcap, chunk, value_dim):
+    sizes = AttentionSizes(8, 4, head_dim, 64, torch.bfloat16, window, softcap, chunk, value_dim)
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
     assert PromptAttention(sizes, CUDA).error_of_a_step() <= START_TOLERANCE
@@ -193,7 +217,11 @@ MODELS = {
         attn_implementation="eager",
         **SIZES,
     ),
-}
+    "narrow values": transformers.DeepseekV3Config(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=64,
+        qk_rope_head_dim=64, v_head_dim=64, first_k_dense_replace=SIZES["num_hidden_layers"], **SIZES,
+    ),
+}  # fmt: skip
 
 
 def prompts_with_a_shared_beginning() -> list[list[int]]:
@@ -244,7 +272,41 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
     assert own < 1.15 * error(FlexChunks)
 
 
+def test_a_model_with_chunks_answers_as_near_to_float32_as_with_flex_attention(monkeypatch):
+    """Llama 4 reports no log-probabilities of prompts, so those of each prompt's next token are compared."""
+    config = transformers.Llama4TextConfig(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, attention_chunk_size=200, moe_layers=[],
+        no_rope_layers=[1, 0, 1], intermediate_size_mlp=512, **SIZES,
+    )  # fmt: skip
+    if reason := why_not(AttentionSizes(4, 2, 64, 64, torch.bfloat16, chunk=200), CUDA):
+        pytest.skip(reason)
+    exact, module = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    widen(exact)
+    module.load_state_dict(exact.state_dict())
+    exact, module = exact.to(CUDA), module.to(CUDA, torch.bfloat16)
+    prompts = [prompt[at:] for prompt in prompts_with_a_shared_beginning() for at in range(4)]
+    with torch.no_grad():
+        right = [exact(torch.tensor([p], device=CUDA)).logits[0, -1].float().log_softmax(0).cpu() for p in prompts]
+
+    def error(owner: Any) -> float:
+        calls, attend, squares = [], owner.attend, []
+        monkeypatch.setattr(owner, "attend", lambda *arguments: calls.append(1) or attend(*arguments))
+        with LLM(module, tokenizer=tiny_tokenizer(), max_model_len=1500, max_num_batched_tokens=384) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert calls
+        for output, expected in zip(outputs, right, strict=True):
+            found = output.outputs[0].logprobs[0]
+            squares += [(entry.logprob - float(expected[token])) ** 2 for token, entry in found.items()]
+        return float(np.mean(squares)) ** 0.5
+
+    own = error(PromptAttention)
+    monkeypatch.setattr("nanovllm.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for")
+    assert own < 1.3 * error(FlexChunks)
+
+
 def test_sizes_that_the_kernel_lacks_are_named():
     others = [(84, 64, torch.bfloat16), (32, 64, torch.bfloat16), (320, 64, torch.bfloat16)]
     others += [(128, 64, torch.float32), (128, 256, torch.bfloat16)]
+    others += [(128, 64, torch.bfloat16, None, None, None, 32)]
     assert all(why_not(AttentionSizes(8, 2, *sizes), CUDA) for sizes in others)

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.errors import StepError
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
@@ -210,17 +211,97 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(folder, monkey
     from nanovllm.execution import mask_buffer
 
     prompts, params = ([values[n] for n in (0, 1, 4)] for values in requests())
-    write = mask_buffer.write_masks
+    begin = mask_buffer.begin_masks
 
-    def refuse(sequences: Any, positions: Any, masks: Any, errors: Any) -> None:
-        write(sequences, positions, masks, errors)
+    def refuse(sequences: Any, positions: Any, masks: Any, threads: Any) -> Any:
+        begun = begin(sequences, positions, masks, threads)
+        begun.finish({})
         for row, sequence in enumerate(sequences):
             if list(sequence.token_ids[: len(prompts[0])]) == prompts[0] and sequence.num_output_tokens >= 3:
                 masks[row] = 0
+        return begun._replace(failed={}, wait=None)
 
     with open_llm(folder) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        monkeypatch.setattr(mask_buffer, "write_masks", refuse)
+        monkeypatch.setattr(mask_buffer, "begin_masks", refuse)
         first, *others = llm.generate(prompts, params, use_tqdm=False)
     assert first.outputs[0].finish_reason == "error" and "no token is left to draw" in first.error
     assert [output.outputs[0].token_ids for output in others] == expected[1:]
+
+
+# ------------------------------------------------------------------------------------------------- masks in threads
+
+
+@pytest.fixture
+def late_draws(monkeypatch):
+    """Masks go to threads from two samples on; the list grows by each late draw."""
+    from nanovllm.execution import head_extras
+
+    made: list[Any] = []
+
+    class Noted(head_extras.LateDraw):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if arguments:
+                made.append(self)
+
+    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.ROWS_A_LEXER", 1)
+    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.perf_counter", lambda: 0.0)  # no mask is slow
+    monkeypatch.setattr(head_extras, "LateDraw", Noted)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_late_draws_with_masks_from_threads_change_no_token(folder, late_draws, way):
+    with open_llm(folder, **WAYS[way]) as llm:
+        assert answers(llm, *requests()) == by_host_sampler(folder)
+        prompts, params = requests()
+        chosen = [n for n in range(len(prompts)) if not {"logit_bias", "min_tokens"} & EXTRAS[n // 2].keys()]
+        for _ in range(3):
+            found = answers(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
+            assert found == [by_host_sampler(folder)[n] for n in chosen]
+    assert len(late_draws) > 20
+
+
+def test_late_draws_of_preempted_requests_change_no_token(folder, late_draws):
+    prompts, params = requests()
+    chosen = [n for n in range(len(prompts)) if params[n].temperature and not params[n].penalises]
+    with open_llm(folder, num_kv_blocks=17, max_model_len=140, max_num_batched_tokens=80) as llm:
+        for _ in range(2):
+            answers(llm, prompts, params)
+            found = answers(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
+            assert found == [by_host_sampler(folder)[n] for n in chosen]
+        assert llm.stats().num_preemptions > 0
+    assert late_draws
+
+
+def test_a_step_that_fails_with_a_late_draw_in_flight_leaves_the_matchers_right(folder, late_draws):
+    prompts, params = requests()
+    chosen = [n for n in range(0, len(prompts), 2) if not {"logit_bias", "min_tokens"} & EXTRAS[n // 2].keys()]
+    prompts, params = [prompts[n] for n in chosen], [params[n] for n in chosen]
+    with open_llm(folder) as llm:
+        expected = answers(llm, prompts, params)
+        runner = llm._engine.model_runner
+        plan, made = runner.backend.plan, len(late_draws)
+
+        def fails_once(layout: Any) -> Any:
+            if len(late_draws) > made + 5:
+                runner.backend.plan = plan
+                raise RuntimeError("this step was to fail")
+            return plan(layout)
+
+        runner.backend.plan = fails_once
+        engine = llm._engine
+        engine.add(*engine.input_processor.process(prompts, params, request_ids=map(str, range(len(prompts)))))
+        failures, found = 0, {}
+        while engine.has_unfinished:
+            try:
+                engine.step()
+            except StepError:
+                failures += 1
+            found |= {int(o.request_id): o for o in engine.outputs if o.finished}
+            engine.outputs.clear()
+        engine.check_integrity()
+    assert failures == 1
+    outputs = [found[n].outputs for n in range(len(prompts))]
+    assert [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in each] for each in outputs] == expected

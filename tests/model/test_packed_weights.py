@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -181,3 +184,26 @@ def test_a_linear_layer_with_a_forward_of_its_own_keeps_it():
     assert not can_pack([model.second], torch.float32)
     pack_linear_layers(model, None, unshared={model.first}, packed=())
     assert model.second.forward is own and "forward" in vars(model.first)
+
+
+ALONE = """
+import ctypes
+import torch
+from nanovllm.kernels.cpp import load_kernels
+from nanovllm.kernels.packed_product import ProductStruct, pack
+
+kernels = load_kernels(torch.float32, 16, 1)
+for num_outputs, depth, num_threads in ((32 * 7, 40, 4), (32 * 70_000, 2, 1)):
+    weight, row = torch.randn(num_outputs, depth), torch.randn(1, depth)
+    packed, output = pack(weight), torch.full((1, num_outputs), torch.nan)
+    product = ProductStruct(packed.data_ptr(), None, num_outputs, depth)
+    kernels.linear(ctypes.byref(product), row.data_ptr(), output.data_ptr(), 1, num_threads)
+    torch.testing.assert_close(output, row @ weight.T)
+"""
+
+
+def test_panels_of_threads_that_never_come_are_computed_by_others():
+    """One thread computes the shares of four, and a share of more panels than its counter has bits for."""
+    environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

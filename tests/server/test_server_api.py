@@ -104,6 +104,36 @@ def test_a_stream_is_events_that_end_with_done(running):
     assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_events_of_text_alone_are_written_as_the_others_are(running, path):
+    """Only their text is encoded; with a usage in each event every one is encoded whole."""
+    given = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": [5, 6]}
+    body = given | {"model": MODEL, "max_tokens": 60, "n": 2, "seed": 3, "temperature": 1.5, "stream": True}
+    found = []
+    for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+        with running.http() as http:
+            lines = http.post(f"/v1/{path}", json=body | {"stream_options": options}).text.split("\n\n")
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        assert all(json.dumps(json.loads(event), separators=(",", ":")) == event for event in events)
+        texts = {0: "", 1: ""}
+        shapes, keys = set(), set()
+        for event in map(json.loads, events):
+            event |= {"id": None, "created": None, "usage": None}
+            for choice in event["choices"]:
+                holder = choice["delta"] if "chat" in path else choice
+                name = "content" if "chat" in path else "text"
+                if holder.get(name) or choice["finish_reason"]:
+                    keys.add(tuple(choice))
+                if holder.get(name):
+                    texts[choice["index"]] += holder[name]
+                    holder[name] = "text"
+            if all(choice["finish_reason"] is None for choice in event["choices"]):  # the last text may be empty
+                shapes.add(json.dumps(event))
+        assert len(keys) == 1, "as in the event of the end"
+        found.append((texts, shapes))
+    assert found[0] == found[1] and all(found[0][0].values())
+
+
 def test_continuous_usage_counts_up(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(

@@ -266,10 +266,10 @@ struct ByteRows {
   int64_t rows_of_group() const { return (num_rows + num_groups() - 1) / num_groups(); }
   RunOfGroup* group(int64_t row) const { return memory->runs() + row / rows_of_group() * (depth / kRunOfRows); }
 
-  // Divides the runs among the threads of the enclosing parallel region, with a barrier at the end.
+  // Divides the runs among the threads of the enclosing parallel region, without a barrier at the end.
   void fill(const Element* rows) const {
     const int64_t num_runs = depth / kRunOfRows, of_group = rows_of_group();
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t number = 0; number < num_groups() * num_runs; ++number) {
       const int64_t first = number / num_runs * of_group, run = number % num_runs;
       for (int64_t row = first; row < std::min(num_rows, first + of_group); ++row)

@@ -101,10 +101,10 @@ struct PlaneRows {
   // `row` is a multiple of rows_of_tile().
   int8_t* tile(int64_t row) const { return memory->bytes() + row * depth * 2; }
 
-  // Divides the rows among the threads of the enclosing parallel region, with a barrier at the end.
+  // Divides the rows among the threads of the enclosing parallel region, without a barrier at the end.
   void fill(const Element* rows) const {
     const int64_t of_tile = rows_of_tile(), plane = of_tile * kPlaneDepth;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < num_rows; ++row)
       split_row(rows + row * depth, depth, tile(row / of_tile * of_tile) + row % of_tile * kPlaneDepth, plane,
                 memory->scales()[row]);

@@ -18,10 +18,11 @@ struct Layer {
   int64_t num_heads, num_kv_heads;
 };
 
-void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to, int64_t num_rows) {
-#pragma omp for schedule(static)
+void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to, int64_t num_rows, Shares& shares) {
+#pragma omp for schedule(static) nowait
   for (int64_t row = 0; row < num_rows; ++row)
     normalize(norm, from + row * to.depth, to.depth, [&](int64_t at) { return to.place(row, at); });
+  shares.wait();
 }
 
 // Rows of products' inputs in scratch memory: whole tiles.
@@ -44,14 +45,17 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
   const int64_t hidden_size = layer->qkv.depth, qkv_size = layer->qkv.num_outputs;
   const ProductRows normed = rows_for(layer->qkv, scratch, num_rows);
   Element* qkv = scratch + padded_rows(num_rows) * hidden_size;
+  Shares& shares = own_shares();
+  shares.begin(num_threads, 1);
 #pragma omp parallel num_threads(num_threads)
   {
-    normalize_rows(layer->input_norm, hidden, normed, num_rows);
-    multiply(layer->qkv, normed, num_rows, num_threads, [=](int64_t row, int64_t output, Floats low, Floats high) {
+    normalize_rows(layer->input_norm, hidden, normed, num_rows, shares);
+    multiply(layer->qkv, normed, num_rows, shares.loop(0), [=](int64_t row, int64_t output, Floats low, Floats high) {
       store(qkv + row * qkv_size + output, low, high);
     });
     place_heads(&layer->query_norm, &layer->key_norm, layer->num_heads, layer->num_kv_heads, qkv, qkv_size, cosines,
                 sines, slots, key_cache, value_cache, queries, num_rows);
+    shares.wait();  // OpenMP's own barrier would spin for long
   }
 }
 
@@ -69,14 +73,16 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
       store(output + at, load(residual + at) + low, load(residual + at + kLanes) + high);
     };
   };
+  Shares& shares = own_shares();
+  shares.begin(num_threads, 3);
 #pragma omp parallel num_threads(num_threads)
   {
-    multiply(layer->attention_output, heads, num_rows, num_threads, add_to(hidden));
-    normalize_rows(layer->post_attention_norm, output, normed, num_rows);
-    multiply(layer->gate_up, normed, num_rows, num_threads, [=](int64_t row, int64_t first, Floats gate, Floats up) {
+    multiply(layer->attention_output, heads, num_rows, shares.loop(0), add_to(hidden));
+    normalize_rows(layer->post_attention_norm, output, normed, num_rows, shares);
+    multiply(layer->gate_up, normed, num_rows, shares.loop(1), [=](int64_t row, int64_t first, Floats gate, Floats up) {
       store(inner.place(row, first / 2), silu(gate) * up);
     });
-    multiply(layer->down, inner, num_rows, num_threads, add_to(output));
+    multiply(layer->down, inner, num_rows, shares.loop(2), add_to(output));
   }
 }
 
@@ -132,8 +138,10 @@ namespace {
 template <class Output>
 void multiply_alone(const Product& product, const Element* rows, Output* output, int64_t num_rows, int num_threads) {
   const ProductRows operand = plain_rows(product, rows, num_rows);
+  Shares& shares = own_shares();
+  shares.begin(num_threads, 1);
 #pragma omp parallel num_threads(num_threads)
-  multiply(product, operand, num_rows, num_threads,
+  multiply(product, operand, num_rows, shares.loop(0),
            [&](int64_t row, int64_t first, Floats low, Floats high) {
              store(output + row * product.num_outputs + first, low, high);
            });

@@ -16,6 +16,7 @@
 #include "decode_tiles.h"
 #include "decode_vectors.h"
 #include "rotary.h"
+#include "shares.h"
 
 namespace {
 
@@ -218,11 +219,12 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   }
   items.swap(by_heads);
   State* first_state = states.data();  // the calling thread's, for all threads
+  Shares& shares = own_shares();
   const Decodes decodes = {queries,     key_cache, value_cache,  tables, members,
                            table_width, page_size, num_kv_heads, scaling, traits};
 #pragma omp parallel num_threads(num_threads)
   {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (size_t number = 0; number < items.size(); ++number) {
       const Item& item = items[number];
       if (item.num_members > 1)
@@ -231,10 +233,12 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
         decodes.attend_alone(item, items[std::min(number + num_threads, items.size() - 1)],
                              first_state + item.first_state);
     }
-#pragma omp for schedule(static) collapse(2)
+    shares.wait();
+#pragma omp for schedule(static) collapse(2) nowait
     for (int64_t i = 0; i < num_sequences; ++i)
       for (int64_t head = 0; head < num_heads; ++head)
         merge(states_of[i], head, sinks, outputs + (i * num_heads + head) * kValueDim);
+    shares.wait();
   }
 }
 
@@ -262,9 +266,10 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
     return starts[a.chunk] + a.row > starts[b.chunk] + b.row;
   });
   const int64_t num_heads = num_kv_heads * kGroup;
+  Shares& shares = own_shares();
 #pragma omp parallel num_threads(num_threads)
   {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t number = 0; number < (int64_t)items.size() * num_kv_heads; ++number) {
       const Part& item = items[number / num_kv_heads];
       const int64_t kv_head = number % num_kv_heads, chunk = item.chunk;
@@ -289,5 +294,6 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
           store(outputs + index_of(m) * kValueDim + v * kLanes, load(row + v * kLanes));
       }
     }
+    shares.wait();
   }
 }

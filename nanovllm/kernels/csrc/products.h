@@ -13,6 +13,7 @@
 #include "byte_tiles.h"
 #include "row_products.h"
 #include "run_tiles.h"
+#include "shares.h"
 
 namespace {
 
@@ -159,7 +160,8 @@ inline Sums sums_of(const Product& product, int64_t number, Form form, const flo
 // row's 32 sums of a panel: take(row, first output, low half, high half), one block late: with tiles while the next
 // block is multiplied and the next panel prefetched.
 template <class Take>
-void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, int num_threads, const Take& take) {
+void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, const SharedLoop& loop,
+              const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
   const PlaneRows planes{rows.planes, num_rows, depth};
   const ByteRows bytes{rows.bytes, num_rows, depth};
@@ -167,8 +169,8 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
   const int64_t unit = has_planes ? planes.rows_of_tile() : has_bytes ? bytes.rows_of_group() : suits ? kTileRows : 1;
   const int64_t at_once = has_planes ? unit : has_bytes ? kRowsAtOnce / unit * unit : suits ? kRowsOfTiles : kRowsAtOnce;
   const int64_t num_units = (num_rows + unit - 1) / unit;
-  if (has_planes) planes.fill(rows.at);
-  if (has_bytes) bytes.fill(rows.at);
+  if (has_planes) planes.fill(rows.at), loop.wait();
+  if (has_bytes) bytes.fill(rows.at), loop.wait();
   IntegerRows* few_rows = nullptr;  // the rows for other quantised kinds, made on first use
   RunRows* run_rows = nullptr;
   Tiles tiles;
@@ -176,65 +178,63 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
   Sums sums;
   int turn = 0;  // of the two blocks of memory
   const int64_t rows_of_step = (kRowsOfTiles * kTileDepth + depth - 1) / depth;
-  const int64_t num_parts = parts_of(num_rows, num_panels, num_threads, at_once);
-#pragma omp for schedule(static) collapse(2) nowait
-  for (int64_t part = 0; part < num_parts; ++part) {
-    for (int64_t number = 0; number < num_panels; ++number) {
-      const int64_t begin = num_units * part / num_parts, count = num_units * (part + 1) / num_parts - begin;
-      const auto [offset, kind] = product.panel(number);
-      const char* packed = product.weight + offset;
-      const Form form = form_of(kind, rows, num_rows);
-      if (form == Form::kByFewRows && few_rows == nullptr)
-        (few_rows = &own_integer_rows())->fill(rows.at, (int)num_rows, depth);
-      if (form == Form::kByRuns && run_rows == nullptr)
-        (run_rows = &own_run_rows())->fill(rows.tiles(0), (int)num_rows, depth);
-      const bool widens = kind != kPlain && (form == Form::kByVectors || form == Form::kByTiles);
-      WidePanel wide(kind, packed, widens ? depth : 0);
-      const Element* panel = widens ? wide.elements() : (const Element*)packed;
-      wide.widen(form == Form::kByTiles ? kTileDepth : depth);
-      const float* row_scales = form == Form::kByPlanes ? planes.memory->scales()
-                                : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
-      const BytePanel byte_panel(kind, packed, form == Form::kByBytes ? depth : 0);
-      Sums own = sums_of(product, number, form, row_scales);
-      const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
-      // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves.
-      const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
-      const char* next = packed + depth * kPanel * element_bytes + (kind == kBytes ? kScaleBytes : 0);
-      constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles
-      const int64_t lines_of_step =
-          kind == kPlain || form == Form::kByPlanes ? (kLines + num_blocks - 1) / num_blocks : 0;
-      for (int64_t block = 0; block < num_blocks; ++block) {
-        own.row = (begin + count * block / num_blocks) * unit;
-        own.end = std::min(num_rows, (begin + count * (block + 1) / num_blocks) * unit);
-        float* to = memory[turn ^= 1];
-        own.at = to;
-        const int rows_of_block = (int)(own.end - own.row);
-        const auto meanwhile = [&] {
-          for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-          sums.hand_over(rows_of_step, take);
-          wide.widen(kTileDepth);  // for the next instructions
-        };
-        switch (form) {
-          case Form::kByFewRows: multiply_few(kind, packed, depth, few_rows->rows, (int)num_rows, to); break;
-          case Form::kByRuns: multiply_runs(kind, tiles, *run_rows, packed, to); break;
-          case Form::kByPlanes:
-            tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);
-            break;
-          case Form::kByBytes: bytes.multiply(byte_panel, own.row, own.end, to); break;
-          case Form::kByTiles:
-            tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
-            break;
-          default:
-            multiply_rows(rows_of_block, {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
-                          block == 0 && kind == kPlain ? (const Element*)next : nullptr, to);
-        }
-        sums.hand_over(kRowsOfTiles, take);
-        sums = own;
+  const int64_t num_parts = parts_of(num_rows, num_panels, loop.num_threads(), at_once);
+  loop.run(num_parts * num_panels, [&](int64_t task) {
+    const int64_t part = task / num_panels, number = task % num_panels;
+    const int64_t begin = num_units * part / num_parts, count = num_units * (part + 1) / num_parts - begin;
+    const auto [offset, kind] = product.panel(number);
+    const char* packed = product.weight + offset;
+    const Form form = form_of(kind, rows, num_rows);
+    if (form == Form::kByFewRows && few_rows == nullptr)
+      (few_rows = &own_integer_rows())->fill(rows.at, (int)num_rows, depth);
+    if (form == Form::kByRuns && run_rows == nullptr)
+      (run_rows = &own_run_rows())->fill(rows.tiles(0), (int)num_rows, depth);
+    const bool widens = kind != kPlain && (form == Form::kByVectors || form == Form::kByTiles);
+    WidePanel wide(kind, packed, widens ? depth : 0);
+    const Element* panel = widens ? wide.elements() : (const Element*)packed;
+    wide.widen(form == Form::kByTiles ? kTileDepth : depth);
+    const float* row_scales = form == Form::kByPlanes ? planes.memory->scales()
+                              : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
+    const BytePanel byte_panel(kind, packed, form == Form::kByBytes ? depth : 0);
+    Sums own = sums_of(product, number, form, row_scales);
+    const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
+    // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves.
+    const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
+    const char* next = packed + depth * kPanel * element_bytes + (kind == kBytes ? kScaleBytes : 0);
+    constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles
+    const int64_t lines_of_step =
+        kind == kPlain || form == Form::kByPlanes ? (kLines + num_blocks - 1) / num_blocks : 0;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      own.row = (begin + count * block / num_blocks) * unit;
+      own.end = std::min(num_rows, (begin + count * (block + 1) / num_blocks) * unit);
+      float* to = memory[turn ^= 1];
+      own.at = to;
+      const int rows_of_block = (int)(own.end - own.row);
+      const auto meanwhile = [&] {
+        for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+        sums.hand_over(rows_of_step, take);
+        wide.widen(kTileDepth);  // for the next instructions
+      };
+      switch (form) {
+        case Form::kByFewRows: multiply_few(kind, packed, depth, few_rows->rows, (int)num_rows, to); break;
+        case Form::kByRuns: multiply_runs(kind, tiles, *run_rows, packed, to); break;
+        case Form::kByPlanes:
+          tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);
+          break;
+        case Form::kByBytes: bytes.multiply(byte_panel, own.row, own.end, to); break;
+        case Form::kByTiles:
+          tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
+          break;
+        default:
+          multiply_rows(rows_of_block, {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
+                        block == 0 && kind == kPlain ? (const Element*)next : nullptr, to);
       }
+      sums.hand_over(kRowsOfTiles, take);
+      sums = own;
     }
-  }
+  });
   sums.hand_over(kRowsOfTiles, take);
-#pragma omp barrier
+  loop.wait();
 }
 
 }  // namespace

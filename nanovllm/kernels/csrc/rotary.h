@@ -23,13 +23,14 @@ void turn(const Norm& norm, const Element* from, const float* cosines, const flo
 
 }  // namespace
 
-// Divides rows [num_rows, qkv_size] of queries, keys and values among the threads of the enclosing parallel region.
+// Divides rows [num_rows, qkv_size] of queries, keys and values among the threads of the enclosing parallel region,
+// without a barrier at the end.
 // Queries go to `queries` [num_rows, num_heads, HEAD_DIM], keys and values to their slots [num_rows] of the caches
 // [slots, num_kv_heads, HEAD_DIM]. cosines, sines: [num_rows, HEAD_DIM].
 void place_heads(const Norm* query_norm, const Norm* key_norm, int64_t num_heads, int64_t num_kv_heads,
                  const Element* qkv, int64_t qkv_size, const Element* cosines, const Element* sines,
                  const int64_t* slots, Element* key_cache, Element* value_cache, Element* queries, int64_t num_rows) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t row = 0; row < num_rows; ++row) {
     alignas(64) float row_cosines[kDim], row_sines[kDim];
     for (int d = 0; d < kDim; d += kLanes) {

@@ -5,19 +5,23 @@
 //     warpgroup 1    rows 0 to 63     scores of tile i + 1 while tile i's values are added
 //     warpgroup 2    rows 64 to 127   its products wait while warpgroup 1 multiplies, and the other way round
 //
-// After FlashAttention-3 (Shah et al. 2024). Set by the caller: TYPE, HEAD_DIM (a multiple of 8 up to 256), HEADS,
-// KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW, SOFTCAP (0: none; a float), STAGES.
+// After FlashAttention-3 (Shah et al. 2024). Set by the caller: TYPE, HEAD_DIM and VALUE_DIM (multiples of 8 up to 256),
+// HEADS, KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW and CHUNK (0: none), SOFTCAP (0: none; a
+// float), STAGES.
 
 constexpr int GROUP_ROWS = 64, ROWS = 2 * GROUP_ROWS;    // queries of a warpgroup, and of an item
 constexpr float LOG2_E = 1.44269504f;
 constexpr int PANEL = 64;                                // columns whose rows are 128 bytes
-constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;   // the copy engine fills the last one up with zeros
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;   // of Q and K; the copy engine fills the last one up with zeros
+constexpr int VALUE_PANELS = (VALUE_DIM + PANEL - 1) / PANEL;
 constexpr int BOX = BLOCK_SIZE < KEYS ? BLOCK_SIZE : KEYS, BOXES = KEYS / BOX, BLOCK_BOXES = BLOCK_SIZE / BOX;
 constexpr unsigned ROW_BYTES = PANEL * 2;
 constexpr unsigned PANEL_BYTES = KEYS * ROW_BYTES, QUERY_PANEL_BYTES = ROWS * ROW_BYTES;
-constexpr unsigned TILE_BYTES = PANELS * PANEL_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
+constexpr unsigned KEY_TILE_BYTES = PANELS * PANEL_BYTES, VALUE_TILE_BYTES = VALUE_PANELS * PANEL_BYTES;
+constexpr unsigned QUERY_BYTES = PANELS * QUERY_PANEL_BYTES;
 constexpr unsigned PATTERN_BYTES = 8 * ROW_BYTES;        // of the swizzle
-constexpr int SUMS = KEYS / 2, OUTPUTS = PANELS * 32;    // accumulators of a thread
+constexpr bool HAS_FIRST = WINDOW > 0 || CHUNK > 0;        // rows see no keys before some place
+constexpr int SUMS = KEYS / 2, OUTPUTS = VALUE_PANELS * 32;    // accumulators of a thread
 
 // Of a tile's rows: the first in the batch, its position, their number (0: an unused tile).
 struct Tile {
@@ -52,17 +56,21 @@ DEVICE float quad_sum(float x) {
 }
 
 // The first key that a row sees.
-DEVICE int first_seen(int position) { return WINDOW ? max(0, position - WINDOW + 1) : 0; }
+DEVICE int first_seen(int position) {
+    const int in_window = WINDOW ? max(0, position - WINDOW + 1) : 0;
+    return max(in_window, CHUNK ? position - position % (CHUNK ? CHUNK : 1) : 0);
+}
 
 // ------------------------------------------------------------------------------------------------------- fetching
 
+template <int COUNT>
 DEVICE void fetch_tile(unsigned to, const TensorMap* map, unsigned barrier, int head, int tile,
                        const int (&blocks)[BOXES]) {
-    barrier_expect(barrier, TILE_BYTES);
+    barrier_expect(barrier, COUNT * PANEL_BYTES);
 #pragma unroll
     for (int b = 0; b < BOXES; ++b)
 #pragma unroll
-        for (int p = 0; p < PANELS; ++p)
+        for (int p = 0; p < COUNT; ++p)
             fetch(to + p * PANEL_BYTES + b * BOX * ROW_BYTES, map, barrier, p * PANEL, head,
                   blocks[b] * BLOCK_SIZE + tile % BLOCK_BOXES * BOX);
 }
@@ -147,11 +155,11 @@ DEVICE void narrow_weights(unsigned (&weights)[KEYS / 16][4], const float (&scor
         for (int i = 0; i < 4; ++i) weights[k][i] = narrow(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
 }
 
-DEVICE void mask(float (&scores)[SUMS], int first_key, int column, const int (&positions)[2]) {
+DEVICE void mask(float (&scores)[SUMS], int first_key, int column, const int (&positions)[2], const int (&firsts)[2]) {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        const int key = first_key + 8 * (i / 4) + column + (i & 1), position = positions[(i >> 1) & 1];
-        if (key > position || (WINDOW && key + WINDOW <= position)) scores[i] = -INFINITY;
+        const int key = first_key + 8 * (i / 4) + column + (i & 1), row = (i >> 1) & 1;
+        if (key > positions[row] || (HAS_FIRST && key < firsts[row])) scores[i] = -INFINITY;
     }
 }
 
@@ -179,7 +187,7 @@ struct Place {
 DEVICE Memory divide(unsigned char* memory, Barriers& barriers) {
     const unsigned queries = (shared_address(memory) + PATTERN_BYTES - 1) & ~(PATTERN_BYTES - 1);
     const unsigned keys = queries + QUERY_BYTES;
-    return {queries, keys, keys + STAGES * TILE_BYTES, shared_address(&barriers.query_full),
+    return {queries, keys, keys + STAGES * KEY_TILE_BYTES, shared_address(&barriers.query_full),
             shared_address(&barriers.query_empty), shared_address(barriers.key_full), shared_address(barriers.key_empty),
             shared_address(barriers.value_full), shared_address(barriers.value_empty)};
 }
@@ -209,12 +217,14 @@ DEVICE void fetch_item(const TensorMap* queries, const TensorMap* keys, const Te
     for (int p = 0; p < PANELS; ++p)
         fetch(memory.queries + p * QUERY_PANEL_BYTES, queries, memory.query_full, p * PANEL, head, tile.row);
     for (int i = 0; i < span.count; ++i, place.advance()) {
-        const int barrier = 8 * place.stage, at = place.stage * TILE_BYTES;
+        const int barrier = 8 * place.stage;
         load_blocks(next, table, span.last - i - 1, first_block, last_block);  // while it waits
         barrier_wait(memory.key_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.keys + at, keys, memory.key_full + barrier, kv_head, span.last - i, blocks);
+        fetch_tile<PANELS>(memory.keys + place.stage * KEY_TILE_BYTES, keys, memory.key_full + barrier, kv_head,
+                           span.last - i, blocks);
         barrier_wait(memory.value_empty + barrier, place.parity ^ 1);
-        fetch_tile(memory.values + at, values, memory.value_full + barrier, kv_head, span.last - i, blocks);
+        fetch_tile<VALUE_PANELS>(memory.values + place.stage * VALUE_TILE_BYTES, values, memory.value_full + barrier,
+                                 kv_head, span.last - i, blocks);
 #pragma unroll
         for (int b = 0; b < BOXES; ++b) blocks[b] = next[b];
     }
@@ -227,7 +237,8 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, column = lane % 4 * 2;
     const int own_row = group * GROUP_ROWS + warp * 16 + lane / 4;
     const int positions[2] = {tile.position + own_row, tile.position + own_row + 8};
-    const int last_position = tile.position + tile.num_rows - 1;
+    const int firsts[2] = {first_seen(positions[0]), first_seen(positions[1])};
+    const int last_first = first_seen(tile.position + tile.num_rows - 1);
     const unsigned own_queries = memory.queries + group * GROUP_ROWS * ROW_BYTES;
     const int own_turn = 1 + group, other_turn = 2 - group;
     const float scale = SOFTCAP ? SOFTCAP * LOG2_E : score_scale;
@@ -240,12 +251,12 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
 
     barrier_wait(memory.query_full, item_parity);
     barrier_wait(memory.key_full + 8 * place.stage, place.parity);
-    multiply_keys(scores, own_queries, memory.keys + place.stage * TILE_BYTES);
+    multiply_keys(scores, own_queries, memory.keys + place.stage * KEY_TILE_BYTES);
     products_wait<0>();
     pin(scores);
     if (lane == 0) barrier_arrive(memory.key_empty + 8 * place.stage);
     if (SOFTCAP) cap(scores, score_scale);
-    mask(scores, span.last * KEYS, column, positions);
+    mask(scores, span.last * KEYS, column, positions, firsts);
     weigh<0>(scores, rows[0], scale), weigh<2>(scores, rows[1], scale);
     narrow_weights(weights, scores);
 
@@ -254,18 +265,18 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
         place.advance();
         barrier_wait(memory.key_full + 8 * place.stage, place.parity);
         wait_for_turn(own_turn);
-        multiply_keys(scores, own_queries, memory.keys + place.stage * TILE_BYTES);
+        multiply_keys(scores, own_queries, memory.keys + place.stage * KEY_TILE_BYTES);
         barrier_wait(memory.value_full + 8 * before.stage, before.parity);
         pin(outputs);
-        multiply_values(outputs, weights, memory.values + before.stage * TILE_BYTES);
+        multiply_values(outputs, weights, memory.values + before.stage * VALUE_TILE_BYTES);
         give_turn(other_turn);
         products_wait<1>();
         pin(scores);
         if (lane == 0) barrier_arrive(memory.key_empty + 8 * place.stage);
         if (SOFTCAP) cap(scores, score_scale);
         const int first_key = (span.last - i) * KEYS;
-        if (first_key + KEYS - 1 > tile.position || (WINDOW && first_key + WINDOW <= last_position))
-            mask(scores, first_key, column, positions);
+        if (first_key + KEYS - 1 > tile.position || (HAS_FIRST && first_key < last_first))
+            mask(scores, first_key, column, positions, firsts);
         const float factors[2] = {weigh<0>(scores, rows[0], scale), weigh<2>(scores, rows[1], scale)};
         products_wait<0>();
         pin(outputs);
@@ -276,7 +287,7 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
     }
     if (lane == 0) barrier_arrive(memory.query_empty);
     barrier_wait(memory.value_full + 8 * place.stage, place.parity);
-    multiply_values(outputs, weights, memory.values + place.stage * TILE_BYTES);
+    multiply_values(outputs, weights, memory.values + place.stage * VALUE_TILE_BYTES);
     products_wait<0>();
     pin(outputs);
     if (lane == 0) barrier_arrive(memory.value_empty + 8 * place.stage);
@@ -290,16 +301,16 @@ DEVICE void attend(const Memory& memory, const Tile& tile, int group, float scor
         if (own_row + 8 * half < tile.num_rows) {
             unsigned short* to = output + (own_row + 8 * half) * output_stride + column;
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; ++i)
+            for (int i = 0; i < VALUE_DIM / 8; ++i)
                 *reinterpret_cast<unsigned*>(to + 8 * i) =
                     narrow(outputs[4 * i + 2 * half] * share, outputs[4 * i + 2 * half + 1] * share);
         }
     }
 }
 
-// queries [rows, HEADS, HEAD_DIM]; keys, values [slots, KV_HEADS, HEAD_DIM]; output [rows, HEADS, HEAD_DIM], whose rows
-// are output_stride elements apart; tiles [num_tiles], and the start of each one's block table; scale: of scores, times
-// log2(e); sinks [HEADS] or null.
+// queries [rows, HEADS, HEAD_DIM]; keys [slots, KV_HEADS, HEAD_DIM], values [slots, KV_HEADS, VALUE_DIM]; output [rows,
+// HEADS, VALUE_DIM], whose rows are output_stride elements apart; tiles [num_tiles], and the start of each one's block
+// table; scale: of scores, times log2(e); sinks [HEADS] or null.
 extern "C" __global__ void __launch_bounds__(384, 1)
     prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                      const __grid_constant__ TensorMap values, unsigned short* output, long long output_stride,
@@ -343,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const Tile tile = tiles[item / HEADS];
             const int head = item % HEADS;
             attend(memory, tile, group, scale, sinks ? sinks + head : nullptr,
-                   output + tile.row * output_stride + head * HEAD_DIM, output_stride, item_parity, place);
+                   output + tile.row * output_stride + head * VALUE_DIM, output_stride, item_parity, place);
             item_parity ^= 1;
         }
     }

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.model.fast.joined_sums import join_last_sum
+from nanovllm.model.fast.small_top_ks import choose_by_kernel
 from nanovllm.model.module_watch import modules_of
 from nanovllm.process.device import own_code
 
@@ -78,6 +79,7 @@ def _compile(module: GraphModule, inputs: Any, options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx  # seconds of imports
 
     join_last_sum(module)
+    choose_by_kernel(module)
     return compile_fx(module, inputs, config_patches=options)
 
 

@@ -211,7 +211,7 @@ def free_weights(linears: Iterable[AnyLinear], unshared: Collection[nn.Module]) 
     """Free weights of packed layers: quantised ones, and plain ones that no other module shares."""
     for linear in linears:
         if isinstance(linear, QuantisedLinear):  # a tied embedding keeps the blocks
-            linear.blocks = linear.blocks.new_empty(0, linear.blocks.shape[1])
+            linear.free()
         elif linear in unshared:
             linear.weight.data = linear.weight.data.new_empty(0)
 

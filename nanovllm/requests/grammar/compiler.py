@@ -80,6 +80,12 @@ class GrammarCompiler:
         if is_tried:
             num_bytes = max(0, resident_bytes() - before)
         self._cache.put(form, matcher, num_bytes + STATES_BYTES)
+
+        def compile_state() -> Any:
+            self._cache.add_bytes(form, num_bytes + STATES_BYTES)
+            return compile_form(form, vocabulary, is_forced).state
+
+        matcher.lexers.compile_state = compile_state
         return matcher
 
     @cached_property
@@ -150,8 +156,20 @@ class GrammarCache:
                 self._remove(form)
             self._entries[form] = found, num_bytes
             self._num_bytes += num_bytes
-            while self._num_bytes > MAX_CACHED_BYTES and len(self._entries) > 1:
-                self._remove(next(iter(self._entries)))
+            self._limit()
+
+    def add_bytes(self, form: StructuredOutput, num_bytes: int) -> None:
+        """Count another lexer of a form, unless it was removed meanwhile."""
+        with self._lock:
+            if form in self._entries:
+                found, before = self._entries[form]
+                self._entries[form] = found, before + num_bytes
+                self._num_bytes += num_bytes
+                self._limit()
+
+    def _limit(self) -> None:
+        while self._num_bytes > MAX_CACHED_BYTES and len(self._entries) > 1:
+            self._remove(next(iter(self._entries)))
 
     def _remove(self, form: StructuredOutput) -> None:
         self._num_bytes -= self._entries.pop(form)[1]

@@ -53,12 +53,15 @@ class ChatJob:
             self.body, output
         )
 
-    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | str | None:
         answer = self._turn.answer(choice, output)
         new = answer.read(completion)
         logprobs = self._logprobs(completion)
-        if not (new or completion.finish_reason or logprobs or self.body.return_token_ids):
+        has_more = completion.finish_reason or logprobs or self.body.return_token_ids
+        if not (new or has_more):
             return None
+        if new.content and not (has_more or new.reasoning or new.calls):
+            return new.content
         delta: dict[str, Any] = {"reasoning_content": new.reasoning} if new.reasoning else {}
         if new.content:
             delta["content"] = new.content
@@ -66,6 +69,10 @@ class ChatJob:
             first = answer.num_calls - len(new.calls)
             delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(new.calls, first)]
         return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, answer.num_calls > 0)
+
+    def text_delta(self, choice: int, text: str) -> dict[str, Any]:
+        end = {"finish_reason": None, "stop_reason": None}
+        return {"index": choice, "delta": {"content": text}, "logprobs": None} | end
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         new = self._turn.answer(choice, output).read(completion, is_whole=True)

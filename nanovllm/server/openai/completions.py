@@ -83,11 +83,16 @@ class CompletionJob:
         opening = self._choice(choice, self._echo(output), [], self._echoed_logprobs(choice, output), None)
         return opening | prompt_ids(self.body, output)
 
-    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | str | None:
         if not (completion.text or completion.finish_reason or completion.logprobs or self._shows_ids):
             return None
+        if completion.finish_reason is None and completion.logprobs is None and not self._shows_ids:
+            return completion.text
         logprobs = self._format_logprobs(choice, completion.token_ids, completion.logprobs)
         return self._choice(choice, completion.text, completion.token_ids, logprobs, completion)
+
+    def text_delta(self, choice: int, text: str) -> dict[str, Any]:
+        return self._choice(choice, text, [], None, None)
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         text, logprobs = completion.text, None

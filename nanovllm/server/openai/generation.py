@@ -6,6 +6,7 @@ Choice i * n + j of an answer is sample j of prompt i.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -38,6 +39,9 @@ from nanovllm.server.strict import Strict
 from nanovllm.streaming.streams import OutputStream
 
 logger = logging.getLogger("nanovllm")
+
+ANY_TEXT = "\0text\0"  # in no event: JSON escapes a null character
+quoted = json.encoder.encode_basestring_ascii  # as `compact`
 
 Body = TypeVar("Body", bound=Strict)
 
@@ -79,8 +83,11 @@ class ChoicesJob(Job, Protocol):
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         """Format the first chunk of a choice, before its text; None for no such chunk."""
 
-    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Format the delta of a choice; None if it is empty."""
+    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | str | None:
+        """Format the delta of a choice; its text if it is nothing else, None if it is empty."""
+
+    def text_delta(self, choice: int, text: str) -> dict[str, Any]:
+        """Format a delta that is nothing but text."""
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Format a choice of an answer that is not streamed."""
@@ -141,7 +148,8 @@ class Tally:
     def count(self, number: int, output: RequestOutput) -> None:
         """Add an output's tokens to the usage."""
         self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
-        self.num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+        for completion in output.outputs:
+            self.num_generated += len(completion.token_ids)
 
     def end(self, *, is_left: bool) -> None:
         self._watch.end(is_left=is_left)
@@ -263,6 +271,9 @@ def choices_of(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int,
     job.read(output)
     tally.count(number, output)
     num_samples = job.body.n or 1
+    if len(output.outputs) == 1:  # nearly every token passes here
+        completion = output.outputs[0]
+        return [(number * num_samples + completion.index, completion)]
     return [(number * num_samples + completion.index, completion) for completion in output.outputs]
 
 
@@ -290,6 +301,17 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
             shown = f',"usage":{compact(tally.usage(job.num_reasoning_tokens if is_last else None))}'
         return event(f"{head}{compact(choices)}{shown}}}")
 
+    frames: dict[int, tuple[bytes, bytes]] = {}  # of choices: the event of a text, without the text
+
+    def text_chunk(choice: int, text: str) -> bytes:
+        if each:
+            return chunk([job.text_delta(choice, text)])
+        if choice not in frames:
+            before, _, after = chunk([job.text_delta(choice, ANY_TEXT)]).partition(quoted(ANY_TEXT).encode())
+            frames[choice] = before, after
+        before, after = frames[choice]
+        return before + quoted(text).encode() + after
+
     opened: set[int] = set()
     ended: set[int] = set()  # ended choices, which stay in outputs until the whole prompt ends
     with state.admission.open_answer():
@@ -305,7 +327,10 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
                         opened.add(choice)
                         if (opening := job.opening(choice, output)) is not None:
                             yield chunk([opening])
-                    if (delta := job.delta(choice, output, completion)) is not None:
+                    delta = job.delta(choice, output, completion)
+                    if isinstance(delta, str):
+                        yield text_chunk(choice, delta)
+                    elif delta is not None:
                         yield chunk([delta])
         if with_usage:
             yield chunk([], is_last=True)

@@ -1,0 +1,50 @@
+"""A draw that waits for threads on the host, which fill masks while the next step is scheduled and packed.
+
+::
+
+    host     update 1   consume tokens   schedule 3   pack 3   draw 2   launch 3 (forward)   read 2   update 2 ...
+    threads                              [ masks of 2 .....]
+    device   [ forward 2 .........................................][draw 2][ forward 3 ..............
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.process.device import raise_device_error
+from nanovllm.sampling.logprobs import StepLogprobs
+
+
+class LateDraw:
+    """`PendingTokens` of a draw that is launched before the next step's inputs are sent, or when it is read.
+
+    Args:
+        draw: launches it, once; None if there is nothing to draw.
+        reported: as in `PendingTokens`.
+    """
+
+    def __init__(self, draw: Callable[[], Tensor] | None = None, reported: StepLogprobs | None = None) -> None:
+        self._draw, self._reported = draw, reported
+        self._pending: PendingTokens | None = None
+
+    def launch(self) -> None:
+        """Launch it, unless that is done."""
+        if self._draw is not None:
+            draw, self._draw = self._draw, None
+            self._pending = PendingTokens.send(draw(), self._reported)
+
+    def result(self) -> list[int]:
+        """As in `PendingTokens`."""
+        try:
+            self.launch()
+        except RuntimeError as error:
+            raise_device_error(error)
+        assert self._pending is not None
+        return self._pending.result()
+
+    @property
+    def report(self) -> StepLogprobs | None:
+        return self._reported if self._pending is None else self._pending.report

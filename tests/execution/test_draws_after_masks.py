@@ -1,0 +1,213 @@
+"""Draws that wait for threads on the host: launched once, before the next step or when they are read."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.core.errors import StepError
+from nanovllm.execution.late_draw import LateDraw
+from nanovllm.execution.mask_buffer import MaskBuffer
+from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.requests.grammar.mask_threads import MaskThreads
+from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.structured import begin_masks, num_mask_words, token_masks
+from tests.support.structured import EOS, FORMS, form, open_llm
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_tokenizer
+
+
+def counted(calls: list[str], name: str = "draw") -> torch.Tensor:
+    calls.append(name)
+    return torch.tensor([len(calls), 7])
+
+
+def test_a_draw_is_launched_once_whoever_asks_first():
+    for asks in (["launch", "launch", "result"], ["result", "launch", "result"]):
+        calls: list[str] = []
+        drawn = LateDraw(lambda calls=calls: counted(calls))
+        found = [getattr(drawn, name)() for name in asks]
+        assert calls == ["draw"] and found[-1] == [1, 7]
+
+
+def test_the_handle_of_a_step_is_the_late_draw_itself():
+    report = StepLogprobs()
+    drawn = LateDraw(lambda: torch.tensor([3]), report)
+    assert PendingTokens.send(drawn, report) is drawn
+    assert drawn.report is report and drawn.result() == [3] and drawn.report is report
+
+
+def test_nothing_to_draw_launches_nothing():
+    LateDraw().launch()
+
+
+def test_a_draw_that_fails_raises_where_it_is_launched_and_is_not_tried_again():
+    calls: list[str] = []
+
+    def fails() -> torch.Tensor:
+        counted(calls)
+        raise RuntimeError("out of memory")
+
+    drawn = LateDraw(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drawn.launch()
+    drawn.launch()
+    assert calls == ["draw"]
+
+
+# ------------------------------------------------------------------------------------------------ within the engine
+
+PROMPTS = random_prompts(8, low=20, high=90, seed=8)
+CROWDED = {"num_kv_blocks": 21, "max_model_len": 160, "max_num_batched_tokens": 80}
+
+
+class LateExecutor:
+    """A CPU's executor whose draws with masks are late, while threads move the matchers, as a GPU's are."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = llm._engine.model_runner
+        self._launch = self._runner._launch
+        self._threads = MaskThreads(2)
+        self.late_draw = LateDraw()
+        self.num_late = self.num_failures = 0
+        self._runner._launch = self.launch
+
+    def launch(self, batch: Any, layout: Any, plan: Any, report: Any) -> Any:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("this step was to fail")
+        self.late_draw.launch()
+        draw = self._launch(batch, layout, plan, report)
+        positions = layout.sampled_positions.tolist()
+        rows = [row for row, sequence in enumerate(batch.sampling) if sequence.matcher is not None]
+
+        def begin_draw() -> Any:
+            if not rows:
+                return draw()
+            own = [batch.sampling[row] for row in rows]
+            masks = np.zeros((len(rows), num_mask_words(own)), np.int32)
+            begun = begin_masks(own, [positions[row] for row in rows], masks, self._threads)
+            if begun.wait is None:
+                return draw()
+            self.num_late += 1
+            self.late_draw = LateDraw(lambda: (begun.finish({}), draw())[1], report)
+            return self.late_draw
+
+        return begin_draw
+
+
+def params_of(number: int) -> SamplingParams:
+    own = form(list(FORMS)[number % 4])
+    return SamplingParams(temperature=0.9, seed=number, max_tokens=40, structured_output=own, n=1 + number % 2)
+
+
+def answers(llm: LLM, *, fails_after: int | None = None, late: LateExecutor | None = None) -> list[Any]:
+    """Completions of all requests; those of an engine whose step after so many late draws fails once."""
+    engine, found, failures = llm._engine, {}, 0
+    params = [params_of(number) for number in range(len(PROMPTS))]
+    engine.add(*engine.input_processor.process(PROMPTS, params, request_ids=map(str, range(len(PROMPTS)))))
+    while engine.has_unfinished:
+        if late is not None and late.num_late == fails_after and not failures:
+            late.num_failures = 1
+        try:
+            engine.step()
+        except StepError:
+            failures += 1
+        found |= {int(output.request_id): output for output in engine.outputs if output.finished}
+        engine.outputs.clear()
+    engine.check_integrity()
+    assert failures == (fails_after is not None)
+    each = [found[number].outputs for number in range(len(PROMPTS))]
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in outputs] for outputs in each]
+
+
+@functools.cache
+def expected() -> list[Any]:
+    with open_llm(overlap=False) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(autouse=True)
+def threads_take_all(monkeypatch):
+    """From two samples on, and however long a mask takes on a machine with other work."""
+    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.ROWS_A_LEXER", 1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", [{}, CROWDED], ids=["roomy", "crowded"])
+def test_late_draws_change_no_token(overlap, options):
+    with open_llm(overlap=overlap, **options) as llm:
+        late = LateExecutor(llm)
+        assert answers(llm) == expected()
+        assert late.num_late > 10 and bool(options) == (llm.stats().num_preemptions > 0)
+
+
+@pytest.mark.parametrize("fails_after", [1, 4, 9])
+def test_a_failed_step_with_a_late_draw_in_flight_changes_no_token(fails_after):
+    with open_llm(overlap=True) as llm:
+        late = LateExecutor(llm)
+        assert answers(llm, fails_after=fails_after, late=late) == expected()
+        assert answers(llm) == expected(), "once more, with the same lexers"
+
+
+def test_an_abort_with_a_late_draw_in_flight_leaves_the_others_as_they_are():
+    with open_llm(overlap=True) as llm:
+        LateExecutor(llm)
+        doomed = llm.stream(PROMPTS[3], params_of(0))
+        next(doomed)
+        doomed.close()
+        assert answers(llm) == expected()
+
+
+# ---------------------------------------------------------------------------------------------------- the GPU's buffer
+
+
+class NoEvent:
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def test_masks_of_each_step_are_sent_whole_with_the_rows_that_have_none(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    buffer = MaskBuffer(8, torch.device("cpu"), lambda rows, words: (rows, words))
+    grammars = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+    compiled = grammars.matcher(form("regex"))
+    requests = [SimpleNamespace(matcher=None), *(sample(compiled) for _ in range(3)), SimpleNamespace(matcher=None)]
+    beside = [sample(compiled) for _ in range(3)]
+    chance = np.random.default_rng(0)
+    for step in range(6):
+        positions = [len(getattr(request, "token_ids", ())) for request in requests]
+        if step % 3 != 1:  # a step of a captured head; others begin when they send
+            assert buffer.begin(requests, positions)
+        errors: dict[Any, str] = {}
+        buffer.upload(requests, positions, errors)
+        rows, words = buffer.views(5)
+        assert not errors and rows.tolist() == [-1, 0, 1, 2, -1]
+        right = token_masks(beside, positions[1:4], {})
+        assert (words[:3].numpy() == right).all()
+        for own, other, mask in zip(requests[1:4], beside, right, strict=True):
+            tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            token_id = int(chance.choice(tokens[tokens != EOS])) if len(tokens) > 1 else int(tokens[0])
+            own.token_ids.append(token_id)
+            other.token_ids.append(token_id)
+    assert buffer.begin(requests, positions)
+    buffer.wait()  # of a step that was undone
+
+
+def sample(compiled: Any) -> Any:
+    return SimpleNamespace(
+        matcher=compiled.copy(), token_ids=[5, 6], num_prompt_tokens=2, is_finished=False, request_id="r"
+    )
