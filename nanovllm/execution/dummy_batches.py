@@ -77,13 +77,13 @@ def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Cal
 
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:
-    """Start positions for steps of up to three decodes: early, in a second block and at the end."""
+    """Start positions for steps of up to six decodes: early, in a second block and at the end."""
     last, block_size = config.max_model_len - 2, config.block_size
     places = [(0, 1), (3, 1), (block_size + 2, 7), (last, -1)]  # the first one's position, the next one's distance
     return [
         [min(last, max(0, first + step * number)) for number in range(count)]
         for first, step in places
-        for count in (1, 2, 3)
+        for count in (1, 3, 6)
         if count <= config.max_num_seqs and count + 2 < config.num_kv_blocks
     ]
 

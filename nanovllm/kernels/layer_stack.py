@@ -1,11 +1,13 @@
 """All Llama-style decoder layers in one launch for few decodes: `layer_stack_cuda/`.
 
 A step of few rows runs some 300 kernels of 2-3 µs, a third of it for reading weights. Here one thread block
-stays on each multiprocessor for all layers. Its warps own rows of every weight and prefetch them into shared memory as
-far as that has room, even while the blocks wait; a grid barrier separates the parts of a layer, since each part's input
-comes from all blocks::
+stays on each multiprocessor for all layers and owns rows of every weight. A separate warp prefetches them into shared
+memory, also while the block waits for inputs from the others. Blocks exchange words that carry their layer's number, so
+a part of a layer starts when its inputs are there, without barriers::
 
-    input norm, q k v | q and k norm, rotary, KV write, attention | merge, o, sum | norm, gate up | down, sum |
+    input norm, q k v | q and k norm, rotary, KV write, attention | merge | o, sum | norm, gate up | down, sum |
+
+The products are by matrix instructions with a weight's rows as their first operand: 1 to 8 decodes cost the same.
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ from torch import Tensor
 
 from nanovllm.kernels import nvrtc
 
-NUM_ROWS = (4,)  # supported numbers of rows, padding included
+NUM_ROWS = (4, 8)  # supported numbers of rows, padding included
+TUNING = {
+    "SPLIT": 128,  # tokens of a split of a decode's context
+    "ALONE": 256,  # tokens of a context that is not split
+    "FLIGHT": 2,  # slots of weights in flight at once; more delay reads between blocks
+    "EVICT_FIRST": 0,  # whether weights leave the L2 cache before anything else
+    "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
+}
 _WARPS = 8
 _MAX_SPLITS = 32  # of a decode's context
-_SPLIT_TOKENS = 64  # fewest tokens of a split
-_MAX_SLOTS = 6  # pieces of 1024 elements per warp; more leave too little L1 cache for K and V
+_MAX_SLOT_BYTES = 176_000  # more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
 _OWN_BYTES = 4096  # of shared memory
-# Largest weights of a layer. Measured at 31 MB; for much larger ones separate kernels are faster than the 2.9 TB/s (one
-# row) to 1.4 TB/s (four rows) of these products.
+# Largest weights of a layer. A gain at 31 MB; separate kernels read larger ones as fast or faster, see
+# docs/results/gpu_notes.md.
 _MAX_LAYER_BYTES = 48 * 2**20
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
@@ -53,21 +61,31 @@ class StackSizes(NamedTuple):
         return next((size for size in _PIECES if all(depth % size == 0 for depth in rows)), 0)
 
     @property
+    def qkv(self) -> int:
+        """Outputs of the first product."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of a layer's weights."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return 2 * self.hidden * (heads + 3 * self.inner)
 
-    def shared_bytes(self, num_rows: int, slots: int) -> int:
-        deepest = max(self.hidden, self.inner, self.num_heads * self.head_dim)
-        groups = self.num_heads // self.num_kv_heads
-        attention = groups * _WARPS * (self.head_dim + 2) * 4
-        return _WARPS * slots * (2 * self.piece + 16) + num_rows * deepest * 2 + attention
+    def num_blocks(self, available: int) -> int:
+        """Blocks of a launch on `available` multiprocessors: each owns two rows or more of every weight."""
+        return min(available, self.hidden // 2, self.inner // 2, self.qkv // 2)
 
-    def slots(self, num_rows: int, available: int) -> int:
-        """Pieces per warp that fit into `available` bytes of shared memory, besides the kernel's variables."""
-        most = _MAX_SLOTS * _PIECES[0] // self.piece
-        return next((n for n in range(most, 0, -1) if self.shared_bytes(num_rows, n) <= available - _OWN_BYTES), 0)
+    def shared_bytes(self, num_blocks: int, slots: int) -> int:
+        rows = ((self.hidden, 16), (self.qkv, 16), (self.inner, 8))  # of a weight, and of a tile
+        tiles = max(-(-2 * -(-count // 2 // num_blocks) // size) for count, size in rows)
+        groups = self.num_heads // self.num_kv_heads
+        part = max(min(tiles, 4) * _WARPS * 128, groups * _WARPS * (self.head_dim + 2))
+        return slots * (8 * (2 * self.piece + 64) + 16) + 2 * 4 * part
+
+    def slots(self, num_blocks: int, available: int) -> int:
+        """Slots of 8 pieces that fit into `available` bytes of shared memory, besides the kernel's variables."""
+        most = _MAX_SLOT_BYTES // (16 * self.piece)
+        return next((n for n in range(most, 0, -1) if self.shared_bytes(num_blocks, n) <= available - _OWN_BYTES), 0)
 
 
 class LayerWeights(NamedTuple):
@@ -108,10 +126,11 @@ class _StepStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in (
             "layers", "input", "cosines", "sines", "output", "positions", "slots", "tables", "table_starts", "counts",
-            "qkv", "hidden", "middle", "inner", "partial", "sums", "counter",
+            "qkv", "attended", "middle", "inner", "hidden", "partial", "counter",
         )),
         ("scaling", c_float),
         ("num_layers", c_int),
+        ("num_rows", c_int),
     ]  # fmt: skip
 
 
@@ -145,11 +164,12 @@ def why_not(sizes: StackSizes, dtype: torch.dtype, device: torch.device) -> str 
     if sizes.num_heads > _MAX_GROUPS * sizes.num_kv_heads:
         return f"more than {_MAX_GROUPS} query heads share a KV head"
     properties: Any = torch.cuda.get_device_properties(device)
-    if sizes.hidden > 32 // NUM_ROWS[-1] * _WARPS * properties.multi_processor_count:
-        return f"{sizes.hidden} hidden states are too many for {properties.multi_processor_count} multiprocessors"
+    num_blocks = sizes.num_blocks(properties.multi_processor_count)
+    if sizes.hidden > 64 * num_blocks:
+        return f"{sizes.hidden} hidden states are too many for {num_blocks} multiprocessors"
     available = properties.shared_memory_per_block_optin
-    if sizes.slots(NUM_ROWS[-1], available) * sizes.piece < 4096:
-        return f"shared memory of {available} bytes does not hold their inputs beside weights"
+    if sizes.slots(num_blocks, available) < 4:
+        return f"shared memory of {available} bytes does not hold enough of their weights"
     return None
 
 
@@ -164,33 +184,31 @@ class LayerStack:
     def __init__(self, layers: Sequence[LayerWeights], sizes: StackSizes, scaling: float, device: torch.device) -> None:
         self._layers = layers  # keeps the targets of the pointers alive
         self._sizes, self._scaling, self._device = sizes, scaling, device
-        self._properties: Any = torch.cuda.get_device_properties(device)
         structs = (_LayerStruct * len(layers))(*map(_struct, layers))
-        rows, heads = NUM_ROWS[-1], sizes.num_heads
-        splits = rows * heads * max(1, min(_MAX_SPLITS, self._properties.multi_processor_count // sizes.num_kv_heads))
-
-        def space(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        self._num_blocks = _num_blocks(sizes, device)
+        rows, query = NUM_ROWS[-1], sizes.num_heads * sizes.head_dim
+        splits = max(1, min(_MAX_SPLITS, self._num_blocks // sizes.num_kv_heads))
+        counts = sizes.qkv, query, sizes.hidden, sizes.inner, sizes.hidden
+        partial = splits * sizes.num_heads * (sizes.head_dim + 2)
         with torch.inference_mode(False), torch.cuda.device(device):
             self._table = torch.frombuffer(bytearray(structs), dtype=torch.int64).to(device)
-            qkv = (heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-            self._spaces = [space(rows, size) for size in (qkv, sizes.hidden, sizes.hidden, sizes.inner)]
-            self._spaces += [space(splits, size, dtype=torch.float32) for size in (sizes.head_dim, 2)]
-            self._spaces.append(space(4, dtype=torch.int32))
-            self._functions = {num_rows: self._function(num_rows) for num_rows in NUM_ROWS}
+            self._spaces = [
+                torch.zeros(rows, count, dtype=torch.int64, device=device)
+                for count in (*(count // 2 for count in counts), partial, 1)
+            ]
+            self._function = self._load()
 
-    def _function(self, num_rows: int) -> nvrtc.CudaFunction:
+    def _load(self) -> nvrtc.CudaFunction:
         sizes, first = self._sizes, self._layers[0]
         has_norms, has_biases = first.q_norm is not None, first.q_bias is not None
-        code = machine_code(sizes, num_rows, self._device, has_norms=has_norms, has_biases=has_biases)
-        shared_bytes = sizes.shared_bytes(num_rows, _slots(sizes, num_rows, self._device))
+        code = machine_code(sizes, self._device, has_norms=has_norms, has_biases=has_biases)
+        shared_bytes = sizes.shared_bytes(self._num_blocks, _slots(sizes, self._device))
         return nvrtc.CudaFunction(code, "layer_stack", num_threads=32 * (_WARPS + 1), shared_bytes=shared_bytes)
 
     def run(
         self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: DecodeRows, *, first: int = 0, count: int = 0
     ) -> Tensor:
-        """The layers' output [num_rows, hidden]; writes the rows' K and V.
+        """The layers' output [num_rows, hidden], 0 for padding; writes the rows' K and V.
 
         Args:
             hidden: [num_rows, hidden], num_rows one of NUM_ROWS.
@@ -198,14 +216,14 @@ class LayerStack:
             first, count: range of layers to run; all by default.
         """
         given = [part.contiguous() for part in (hidden, cosines, sines)]
-        output = torch.zeros_like(given[0])  # some padding rows are not computed
+        output = torch.empty_like(given[0])
         step = _StepStruct(
             self._table.data_ptr() + first * ctypes.sizeof(_LayerStruct),
             *(part.data_ptr() for part in (*given, output, *rows, *self._spaces)),
-            self._scaling, count or len(self._layers),
+            self._scaling, count or len(self._layers), len(hidden),
         )  # fmt: skip
         with torch.cuda.device(self._device):
-            self._functions[len(hidden)].launch_at_once(self._properties.multi_processor_count, step)
+            self._function.launch_at_once(self._num_blocks, step)
         return output
 
 
@@ -214,19 +232,24 @@ def source_text() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.glob("[0-9]*")))
 
 
-def _slots(sizes: StackSizes, num_rows: int, device: torch.device) -> int:
+def _num_blocks(sizes: StackSizes, device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
-    return sizes.slots(num_rows, properties.shared_memory_per_block_optin)
+    return sizes.num_blocks(properties.multi_processor_count)
+
+
+def _slots(sizes: StackSizes, device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return sizes.slots(_num_blocks(sizes, device), properties.shared_memory_per_block_optin)
 
 
 @cache
-def machine_code(sizes: StackSizes, num_rows: int, device: torch.device, *, has_norms: bool, has_biases: bool) -> bytes:
-    """Machine code of the kernel for steps of `num_rows`; compilation takes four seconds."""
+def machine_code(sizes: StackSizes, device: torch.device, *, has_norms: bool, has_biases: bool) -> bytes:
+    """Machine code of the kernel, cached on disk; compilation takes four seconds."""
     major, minor = torch.cuda.get_device_capability(device)
     definitions = {
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.num_heads, "KV_HEADS": sizes.num_kv_heads,
-        "HEAD_DIM": sizes.head_dim, "BLOCK_SIZE": sizes.block_size, "PIECE": sizes.piece, "ROWS": num_rows,
-        "SLOTS": _slots(sizes, num_rows, device), "HAS_NORMS": int(has_norms), "HAS_BIAS": int(has_biases),
-        "SPLIT": _SPLIT_TOKENS,
+        "HEAD_DIM": sizes.head_dim, "BLOCK_SIZE": sizes.block_size, "PIECE": sizes.piece, "ROWS": NUM_ROWS[-1],
+        "SLOTS": _slots(sizes, device), "GRID": _num_blocks(sizes, device),
+        "HAS_NORMS": int(has_norms), "HAS_BIAS": int(has_biases), **TUNING,
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), f"sm_{major}{minor}", definitions)

@@ -53,7 +53,7 @@ ENGINE_LIMITS = ENGINE.resolve_limits("cpu", 40_960)
 MIB, GIB = 2**20, 2**30
 MINIMUM = {name.partition(">=")[0]: name.partition(">=")[2].partition(",")[0] for name in PROJECT["dependencies"]}
 COMPLETION_TOKENS = CompletionRequest.model_fields["max_tokens"].default
-WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight"}
 
 
 def percent(share: float) -> str:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.layer_stack import LayerStack, StackSizes, why_not
+from nanovllm.kernels import layer_stack
+from nanovllm.kernels.layer_stack import NUM_ROWS, DecodeRows, LayerStack, StackSizes, why_not
 from nanovllm.model.binding import ModelBinding
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
@@ -17,7 +18,12 @@ QWEN3, LLAMA = StackSizes(1024, 3072, 16, 8, 128, 64), StackSizes(512, 1280, 8, 
 WIDE, ALONE = StackSizes(2560, 4096, 8, 8, 256, 32), StackSizes(256, 512, 4, 1, 64, 16)
 NUM_BLOCKS = 200
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_model_len": 300}
-STEPS = [[1], [700], [64, 65], [3, 500, 17], [900, 1, 63, 128], [5] * 4, [40, 700] * 2]
+STEPS = [[1], [700], [64, 65], [3, 500, 17], [900, 1, 63, 128], [5] * 4, [40, 700] * 2, [256, 257, 1, 2, 600], [9] * 8]
+
+
+@pytest.fixture(autouse=True)
+def traps_instead_of_hanging(monkeypatch):
+    monkeypatch.setitem(layer_stack.TUNING, "PATIENCE", 10**7)
 
 
 def distance(own: torch.Tensor, right: torch.Tensor) -> float:
@@ -33,8 +39,9 @@ def test_layers_give_what_their_reference_does(sizes, contexts):
     options = {"has_norms": sizes is not LLAMA, "has_biases": sizes is LLAMA}
     layers = random_layers(3, sizes, NUM_BLOCKS * sizes.block_size, device=device, **options)
     copies = [layer._replace(keys=layer.keys.clone(), values=layer.values.clone()) for layer in layers]
-    rows = random_rows(contexts, 4, sizes, NUM_BLOCKS, device)
-    hidden = torch.randn(4, sizes.hidden, device=device).bfloat16()
+    num_rows = next(size for size in NUM_ROWS if size >= len(contexts))
+    rows = random_rows(contexts, num_rows, sizes, NUM_BLOCKS, device)
+    hidden = torch.randn(num_rows, sizes.hidden, device=device).bfloat16()
     given = (hidden, *angles(rows, sizes.head_dim), rows)
     stack, count = LayerStack(layers, sizes, 0.1, device), len(contexts)
     for first in range(3):
@@ -74,6 +81,26 @@ def test_a_captured_launch_reads_the_step_that_is_there_when_it_is_replayed():
         graph.replay()
         count = int((step.block_counts > 0).sum())
         assert torch.equal(output[:count], stack.run(hidden, *turns, step)[:count])
+
+
+@pytest.mark.parametrize("sizes", [QWEN3, LLAMA], ids=str)
+def test_a_row_has_the_same_bits_beside_any_others(sizes):
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layers = random_layers(3, sizes, NUM_BLOCKS * sizes.block_size, device=device)
+    stack = LayerStack(layers, sizes, 0.1, device)
+    contexts = [300, 700, 5, 128, 1, 257, 513, 64]
+    rows = random_rows(contexts, 8, sizes, NUM_BLOCKS, device)
+    hidden, turns = torch.randn(8, sizes.hidden, device=device).bfloat16(), angles(rows, sizes.head_dim)
+    together = stack.run(hidden, *turns, rows)
+    for first, count, num_rows in ((0, 1, 4), (1, 1, 8), (2, 3, 4), (3, 5, 8)):
+        chosen = torch.arange(first, first + num_rows, device=device).clamp(max=7)
+        fewer = DecodeRows(rows.positions[chosen], rows.slot_mapping[chosen], rows.tables, *(
+            part[chosen] for part in (rows.table_starts, rows.block_counts)
+        ))  # fmt: skip
+        fewer.block_counts[count:] = 0
+        alone = stack.run(hidden[chosen], *(part[chosen] for part in turns), fewer)
+        assert torch.equal(alone[:count], together[first : first + count])
 
 
 def error_of(folder: Any, exact: Any) -> tuple[float, bool]:

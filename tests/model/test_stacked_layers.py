@@ -300,8 +300,9 @@ def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
     assert sizes.piece == 1024 and sizes._replace(inner=2560).piece == 512 and sizes._replace(hidden=576).piece == 0
     assert sizes.num_bytes == 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)
     available = 232_448  # bytes of an H200's multiprocessor
-    for num_rows in layer_stack.NUM_ROWS:
-        for served in (sizes, sizes._replace(inner=2560), sizes._replace(hidden=2048, inner=8192)):
-            slots = served.slots(num_rows, available)
-            assert slots * served.piece >= 4096 and served.shared_bytes(num_rows, slots) <= available
-    assert sizes.slots(4, 32_768) * sizes.piece < 4096
+    for served in (sizes, sizes._replace(inner=2560), sizes._replace(hidden=2048, inner=8192)):
+        num_blocks = served.num_blocks(132)
+        slots = served.slots(num_blocks, available)
+        assert slots >= 4 and served.shared_bytes(num_blocks, slots) <= available
+    assert sizes.num_blocks(132) == 132 and sizes._replace(hidden=256).num_blocks(132) == 128
+    assert sizes.slots(132, 49_152) < 4

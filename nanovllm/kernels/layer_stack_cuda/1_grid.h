@@ -1,18 +1,23 @@
-// Shared by the kernel's parts: sizes, addresses of a layer and a step, bfloat16, the grid barrier.
+// Shared by the kernel's parts: sizes, addresses of a layer and a step, bfloat16, words with epochs.
 //
-// Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, HAS_NORMS, HAS_BIAS,
-// SPLIT (tokens of a context's split, at least).
+// Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, GRID (blocks of the
+// launch), HAS_NORMS, HAS_BIAS, SPLIT (tokens of a context's split), ALONE (tokens of a context without splits), FLIGHT
+// (slots of weights on their way at once), EVICT_FIRST (whether weights leave the L2 cache before anything else), PATIENCE
+// (reads before a wait traps; 0: for ever).
 
 typedef unsigned short bf16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+__device__ constexpr int at_least(int one, int other) { return one > other ? one : other; }
+__device__ constexpr int at_most(int one, int other) { return one < other ? one : other; }
+__device__ constexpr int up(int count, int by) { return (count + by - 1) / by; }
+
 constexpr int WARPS = 8, THREADS = 32 * WARPS, LANE_DIMS = 8;  // computing warps; one more warp fetches weights
 constexpr int QUERY = HEADS * HEAD_DIM, KV = KV_HEADS * HEAD_DIM, QKV = QUERY + 2 * KV, GROUPS = HEADS / KV_HEADS;
 constexpr int TOKEN_LANES = HEAD_DIM / LANE_DIMS, TOKENS = 32 / TOKEN_LANES;  // of a warp at once
-constexpr int DEEPEST = INNER > QUERY ? (INNER > HIDDEN ? INNER : HIDDEN) : (QUERY > HIDDEN ? QUERY : HIDDEN);
-constexpr int AHEAD = 4;  // tokens per load of a group of lanes
-constexpr int MAX_SPLITS = 32;
+constexpr int LOADS = 4;  // tokens per load of a group of lanes
+constexpr int MAX_SPLITS = at_least(1, at_most(32, GRID / KV_HEADS));
 constexpr float LOWEST = -1e30f;  // a score before any
 
 struct Layer {
@@ -29,11 +34,11 @@ struct Step {
     bf16 *output;
     const u64 *positions, *slots;               // [rows]
     const int *tables, *table_starts, *counts;  // counts: blocks of each row, 0 for padding
-    bf16 *qkv, *hidden, *middle, *inner;        // [rows, ...]
-    float *partial, *sums;                      // [rows, HEADS, splits, HEAD_DIM], [rows, HEADS, splits, 2]
-    u32 *counter;                               // arrivals, exits
+    u64 *qkv, *attended, *middle, *inner, *hidden;  // words: [ROWS, ... / 2]
+    u64 *partial;                               // floats with epochs: [ROWS, KV_HEADS, MAX_SPLITS, GROUPS, HEAD_DIM + 2]
+    u32 *counter;                               // the last launch's last epoch, exits
     float scaling;
-    int num_layers;
+    int num_layers, num_rows;
 };
 
 __device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -44,11 +49,12 @@ __device__ inline u32 narrow2(float first, float second) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
 }
-__device__ inline bf16 narrow(float value) { return bf16(narrow2(value, 0.f)); }
-__device__ inline float rounded(float value) { return low(narrow2(value, 0.f)); }
-__device__ inline uint4 load_fresh(const void *from) {  // data written by other blocks: from the L2 cache
-    return __ldcg(reinterpret_cast<const uint4 *>(from));
+__device__ inline u32 multiply2(u32 pair, u32 other) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(other));
+    return product;
 }
+__device__ inline float rounded(float value) { return low(narrow2(value, 0.f)); }
 __device__ inline void widen(uint4 packed, float *values) {
     values[0] = low(packed.x), values[1] = high(packed.x), values[2] = low(packed.y), values[3] = high(packed.y);
     values[4] = low(packed.z), values[5] = high(packed.z), values[6] = low(packed.w), values[7] = high(packed.w);
@@ -66,24 +72,48 @@ __device__ inline float sum_lanes(float value, int lanes) {
 
 __device__ inline void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-struct Barrier {
-    u32 *counter;
-    u32 target;
-    __device__ void arrive() {
-        sync_block();
-        target += gridDim.x;
-        if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-    }
-    __device__ void wait() {
-        if (threadIdx.x == 0) {
-            u32 arrived;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-            while (arrived < target);
-        }
-        sync_block();
-    }
-    __device__ void leave() {  // the last one out resets both counters for the next launch
-        sync_block();
-        if (threadIdx.x == 0 && atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = 0, counter[1] = 0;
+struct Patience {
+    u32 tries = 0;
+    __device__ void lose() {
+        if constexpr (PATIENCE > 0)
+            if (++tries > PATIENCE) __trap();
     }
 };
+
+// Blocks pass one another words: two bfloat16, or a float, with the epoch (one per layer, counted over launches) in
+// which they were written. Whoever needs a word reads until it has its epoch. Nothing else orders the blocks: that costs
+// one trip through the L2 cache, where a barrier over the grid and reading behind it cost three.
+//
+// A word is not overwritten too early: its next epoch comes a layer later, for which each block waited for words that
+// every block writes (GRID is so small that all own some) after it had read its own.
+__device__ inline void write_word(u64 *to, u32 value, u32 epoch) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(u64(epoch) << 32 | value) : "memory");
+}
+__device__ inline void read_words(const u64 *from, u64 *words) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+}
+__device__ inline bool is_of(u64 word, u32 epoch) { return u32(word >> 32) == epoch; }
+
+// Where an input of a product has its word of two elements: of 16 words the four lanes of a matrix instruction take four
+// each, in two loads of 64 contiguous bytes.
+__device__ inline int spot(int word) { return word & ~15 | (word & 2) << 2 | (word & 12) >> 1 | word & 1; }
+
+// Vectors of 8 elements, four words each, from where `place(number)` says; the third and fourth are NEXT words further.
+template <int NEXT, int COUNT, typename Place> __device__ inline void await(u32 epoch, Place place, uint4 *packed) {
+    u64 words[COUNT][4];
+    Patience patience;
+    bool is_there;
+    do {
+#pragma unroll
+        for (int at = 0; at < COUNT; ++at) read_words(place(at), words[at]), read_words(place(at) + NEXT, words[at] + 2);
+        is_there = true;
+#pragma unroll
+        for (int at = 0; at < COUNT; ++at)
+#pragma unroll
+            for (int word = 0; word < 4; ++word) is_there &= is_of(words[at][word], epoch);
+        patience.lose();
+    } while (!is_there);
+#pragma unroll
+    for (int at = 0; at < COUNT; ++at)
+        packed[at] = make_uint4(u32(words[at][0]), u32(words[at][1]), u32(words[at][2]), u32(words[at][3]));
+}

@@ -1,139 +1,281 @@
-// Prefetch of weights into shared memory, and products with them.
+// Prefetch of weights into shared memory, and products with them by matrix instructions.
 
-// A warp's rows of all products of all layers, in order, PIECE elements at a time. A separate warp lets the copy engine
-// prefetch them as far as shared memory has room, even while the blocks wait.
-struct Rows {
-    int first, stride;  // the numbers of a warp's rows of each weight
-    __device__ Rows(int warp) : first(warp * gridDim.x + blockIdx.x), stride(WARPS * gridDim.x) {}
-    __device__ int count(int rows) const { return rows > first ? (rows - first + stride - 1) / stride : 0; }
+// A block's contiguous rows of a weight, in pairs. `MOST` blocks have no more.
+template <int TOTAL> struct Share {
+    static constexpr int MOST = 2 * up(TOTAL / 2, GRID), HALVES = up(MOST, 8);
+    __device__ static int first() { return 2 * int(long(TOTAL / 2) * blockIdx.x / GRID); }
+    __device__ static int count() { return 2 * int(long(TOTAL / 2) * (blockIdx.x + 1) / GRID) - first(); }
 };
 
-struct Slots {  // of a warp: pieces of weights, each with two barriers (full, empty)
-    u32 pieces, full, empty;
-    __device__ Slots(const uint4 *memory, const u64 *barriers, int warp) {
-        pieces = u32(__cvta_generic_to_shared(memory)) + warp * SLOTS * 2 * PIECE;
-        full = u32(__cvta_generic_to_shared(barriers)) + warp * SLOTS * 16, empty = full + SLOTS * 8;
+// Shared memory has a ring of slots, each for 8 rows of a weight (a half of a matrix instruction's 16), PIECE elements
+// of each. A separate warp lets the copy engine fill them as far as there is room, even while the block waits.
+constexpr int ROW_BYTES = 2 * PIECE + 64;  // rows begin 16 banks apart
+constexpr int SLOT_BYTES = 8 * ROW_BYTES;
+constexpr int SLICE = PIECE / WARPS, STEPS = SLICE / 32;  // of a warp: of a piece's depth; 32 elements a step
+
+// The order in which a layer's products take slots: for each piece of the depth, all halves of rows.
+constexpr int QKV_HALVES = Share<QKV>::HALVES, HIDDEN_HALVES = Share<HIDDEN>::HALVES, INNER_TILES = Share<INNER>::HALVES;
+constexpr int QKV_END = QKV_HALVES * (HIDDEN / PIECE), O_END = QKV_END + HIDDEN_HALVES * (QUERY / PIECE);
+constexpr int GATE_END = O_END + 2 * INNER_TILES * (HIDDEN / PIECE), LAYER_END = GATE_END + HIDDEN_HALVES * (INNER / PIECE);
+
+struct Source {  // of a slot: one lane's row, and how many rows are there
+    const bf16 *row;
+    int count;
+    __device__ void set(const bf16 *weight, int first, int end, int depth, int piece, int line, int start = 0) {
+        count = at_least(0, at_most(8, end - first));
+        row = weight + u64(first + line - start) * depth + piece * PIECE;
     }
-    __device__ void prepare() const {
-        for (int slot = 0; slot < 2 * SLOTS; ++slot)
-            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(full + 8 * slot) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __device__ Source(const Layer &layer, int at, int line) {
+        if (at < QKV_END) {
+            int first = Share<QKV>::first() + at % QKV_HALVES * 8, own = first + line;
+            bool is_q = own < QUERY, is_k = !is_q && own < QUERY + KV;
+            set(is_q ? layer.q : is_k ? layer.k : layer.v, first, Share<QKV>::first() + Share<QKV>::count(), HIDDEN,
+                at / QKV_HALVES, line, is_q ? 0 : is_k ? QUERY : QUERY + KV);
+        } else if (at < O_END || at >= GATE_END) {
+            bool is_down = at >= GATE_END;
+            at -= is_down ? GATE_END : QKV_END;
+            set(is_down ? layer.down : layer.o, Share<HIDDEN>::first() + at % HIDDEN_HALVES * 8,
+                Share<HIDDEN>::first() + Share<HIDDEN>::count(), is_down ? INNER : QUERY, at / HIDDEN_HALVES, line);
+        } else {
+            at -= O_END;
+            int half = at % (2 * INNER_TILES);
+            set(half % 2 ? layer.up : layer.gate, Share<INNER>::first() + half / 2 * 8,
+                Share<INNER>::first() + Share<INNER>::count(), HIDDEN, at / (2 * INNER_TILES), line);
+        }
     }
 };
 
 __device__ inline void wait_for(u32 barrier, u32 parity) {
     u32 done;
-    do asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                    : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    while (!done);
+    Patience patience;
+    do {
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        patience.lose();
+    } while (!done);
 }
 
-struct Feed {  // one lane, which fetches for one warp
-    Slots slots;
-    u32 slot, round;
-    __device__ void fetch(const bf16 *row, int depth) {
-        for (int at = 0; at < depth; at += PIECE) {
-            u32 full = slots.full + 8 * slot;
-            if (round > 0) wait_for(slots.empty + 8 * slot, round - 1 & 1);
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full), "r"(2 * PIECE) : "memory");
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(slots.pieces + slot * 2 * PIECE), "l"(row + at), "r"(2 * PIECE), "r"(full) : "memory");
-            if (++slot == SLOTS) slot = 0, ++round;
+struct Ring {
+    u32 pieces, full, empty, slot, round;
+    __device__ Ring(const void *memory, const u64 *barriers)
+        : pieces(u32(__cvta_generic_to_shared(memory))), full(u32(__cvta_generic_to_shared(barriers))),
+          empty(full + 8 * SLOTS), slot(0), round(0) {}
+    __device__ void prepare() const {
+        for (int at = 0; at < SLOTS; ++at) {
+            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(full + 8 * at) : "memory");
+            asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(empty + 8 * at), "n"(WARPS) : "memory");
         }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-};
-
-__device__ inline void fetch_weights(const Layer *layers, int num_layers, Rows rows, Slots slots) {
-    Feed feed{slots, 0, 0};
-    int qkv = rows.count(QKV), hidden = rows.count(HIDDEN), inner = rows.count(INNER);
-    for (int at = 0; at < num_layers; ++at) {
-        const Layer layer = layers[at];
-        for (int unit = 0; unit < qkv; ++unit) {
-            u64 row = rows.first + unit * rows.stride;
-            feed.fetch(row < QUERY ? layer.q + row * HIDDEN
-                       : row < QUERY + KV ? layer.k + (row - QUERY) * HIDDEN : layer.v + (row - QUERY - KV) * HIDDEN,
-                       HIDDEN);
-        }
-        for (int unit = 0; unit < hidden; ++unit) feed.fetch(layer.o + u64(rows.first + unit * rows.stride) * QUERY, QUERY);
-        for (int unit = 0; unit < inner; ++unit) {
-            u64 row = u64(rows.first + unit * rows.stride) * HIDDEN;
-            feed.fetch(layer.gate + row, HIDDEN);
-            feed.fetch(layer.up + row, HIDDEN);
-        }
-        for (int unit = 0; unit < hidden; ++unit) feed.fetch(layer.down + u64(rows.first + unit * rows.stride) * INNER, INNER);
-    }
-}
-
-struct Weights {  // of a warp, in fetch order
-    Slots slots;
-    const uint4 *memory;
-    u32 slot, round;
-    __device__ const uint4 *next() {
-        wait_for(slots.full + 8 * slot, round & 1);
-        return memory + slot * (PIECE / 8);
-    }
-    __device__ void release() {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(slots.empty + 8 * slot) : "memory");
+    __device__ void advance() {
         if (++slot == SLOTS) slot = 0, ++round;
     }
+    // EVICT_FIRST: weights are read once a step, and the L2 cache keeps words, K and V, and norms instead.
+    __device__ static void copy(u32 to, const bf16 *from, u32 full) {
+        u64 policy;
+        if (EVICT_FIRST) {
+            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                         ::"r"(to), "l"(from), "r"(2 * PIECE), "r"(full), "l"(policy) : "memory");
+        } else
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                         ::"r"(to), "l"(from), "r"(2 * PIECE), "r"(full) : "memory");
+    }
+    // By a whole warp: each of its first 8 lanes fetches a row of the next slot.
+    __device__ void fill(const Source &source, int line) {
+        u32 own = full + 8 * slot;
+        if (round > 0 || slot >= FLIGHT) {  // more on their way would only delay what other warps read
+            u32 before = slot >= FLIGHT ? slot - FLIGHT : slot + SLOTS - FLIGHT;
+            wait_for(full + 8 * before, slot >= FLIGHT ? round & 1 : round - 1 & 1);
+        }
+        if (round > 0) wait_for(empty + 8 * slot, round - 1 & 1);
+        if (line == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own), "r"(source.count * 2 * PIECE) : "memory");
+        __syncwarp();
+        if (line < source.count)
+            copy(pieces + slot * SLOT_BYTES + line * ROW_BYTES, source.row, own);
+        advance();
+    }
+    // By all computing warps: a lane's part of the next slots, 8 elements of every 32 of row lane / 4.
+    template <int COUNT> __device__ void take(uint4 (*parts)[STEPS]) {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        u32 own = lane / 4 * ROW_BYTES + (warp * SLICE + lane % 4 * 8) * 2, taken[COUNT];
+#pragma unroll
+        for (int of = 0; of < COUNT; ++of) {
+            wait_for(full + 8 * slot, round & 1);
+#pragma unroll
+            for (int at = 0; at < STEPS; ++at) {
+                uint4 &part = parts[of][at];
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
+                             : "r"(pieces + slot * SLOT_BYTES + own + at * 64));
+            }
+            taken[of] = empty + 8 * slot;
+            advance();
+        }
+        __syncwarp();
+#pragma unroll
+        for (int of = 0; of < COUNT; ++of)
+            if (lane == of) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(taken[of]) : "memory");
+    }
 };
 
-__device__ inline void add_products(uint4 weights, const float *inputs, float &sum) {
-    sum = fmaf(low(weights.x), inputs[0], sum), sum = fmaf(high(weights.x), inputs[1], sum);
-    sum = fmaf(low(weights.y), inputs[2], sum), sum = fmaf(high(weights.y), inputs[3], sum);
-    sum = fmaf(low(weights.z), inputs[4], sum), sum = fmaf(high(weights.z), inputs[5], sum);
-    sum = fmaf(low(weights.w), inputs[6], sum), sum = fmaf(high(weights.w), inputs[7], sum);
+__device__ inline void prefetch(const void *from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Multiplies each of the warp's next units (rows of a weight) with R rows in shared memory. All lanes call
-// `take(unit, sums)`.
-template <int R, int DEPTH, typename Take>
-__device__ inline void multiply(Weights &weights, const uint4 *inputs, int num_units, Take take) {
-    constexpr int VECTORS = PIECE / 256;
-    constexpr bool KEEPS = DEPTH == PIECE;  // the inputs in registers: of one row as float32
+// Fills the ring. One block brings the next layer's norms into the L2 cache.
+__device__ inline void fetch_weights(const Layer *layers, int num_layers, Ring ring) {
     int lane = threadIdx.x % 32;
-    float kept[KEEPS && R == 1 ? VECTORS * 8 : 1];
-    uint4 packed[KEEPS && R > 1 ? R * VECTORS : 1];
-    if constexpr (KEEPS) {
+    for (int at = 0; at < num_layers; ++at) {
+        if (at + 1 < num_layers && blockIdx.x == at % GRID) {
+            const Layer &next = layers[at + 1];
+            if (lane == 0) prefetch(next.input_norm, 2 * HIDDEN);
+            if (lane == 1) prefetch(next.post_norm, 2 * HIDDEN);
+            if (HAS_NORMS && lane == 2) prefetch(next.q_norm, 2 * HEAD_DIM);
+            if (HAS_NORMS && lane == 3) prefetch(next.k_norm, 2 * HEAD_DIM);
+        }
+        for (int slot = 0; slot < LAYER_END; ++slot) ring.fill(Source(layers[at], slot, lane % 8), lane);
+    }
+}
+
+__device__ inline void add_product(float *sums, u32 weight0, u32 weight1, u32 weight2, u32 weight3, u32 input0, u32 input1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(weight0), "r"(weight1), "r"(weight2), "r"(weight3), "r"(input0), "r"(input1));
+}
+
+constexpr int MOST_AWAITED = 12;  // vectors of a lane
+
+// Inputs of a product as matrix instructions take them: of row lane / 4 the elements that `place` says. A warp has its
+// slice of each piece; which elements a lane has may be chosen, as long as it is the same for weights.
+template <int DEPTH> struct Inputs {
+    static constexpr int PIECES = DEPTH / PIECE, COUNT = PIECES * STEPS;
+    uint4 packed[COUNT];
+    __device__ static int place(int at) {
+        return at / STEPS * PIECE + threadIdx.x / 32 * SLICE + at % STEPS * 32 + threadIdx.x % 4 * 8;
+    }
+    __device__ static int row() { return threadIdx.x % 32 / 4; }
+    __device__ void load(const bf16 *rows, int num_rows) {
 #pragma unroll
-        for (int at = 0; at < R * VECTORS; ++at) {
-            uint4 some = inputs[at / VECTORS * (DEPTH / 8) + at % VECTORS * 32 + lane];
-            if constexpr (R == 1)
-                widen(some, kept + 8 * at);
-            else
-                packed[at] = some;
+        for (int at = 0; at < COUNT; ++at)
+            packed[at] = row() < num_rows ? *reinterpret_cast<const uint4 *>(rows + row() * DEPTH + place(at))
+                                          : make_uint4(0, 0, 0, 0);
+    }
+    // From words [rows, ROW / 2] of all blocks, pieces from `first` on.
+    template <int ROW> __device__ void wait(const u64 *words, u32 epoch, int num_rows, int first) {
+        if (row() < num_rows) {
+            const u64 *from = words + u64(row()) * (ROW / 2) + first * PIECE / 2;
+            await_some<0>(epoch, from, packed);
+        } else
+#pragma unroll
+            for (int at = 0; at < COUNT; ++at) packed[at] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+    }
+    // As many at once as registers have room for.
+    template <int FIRST> __device__ static void await_some(u32 epoch, const u64 *from, uint4 *packed) {
+        constexpr int SOME = COUNT - FIRST <= MOST_AWAITED ? COUNT - FIRST : 8;
+        auto spot_of = [&](int at) { return from + (place(FIRST + at) - threadIdx.x % 4 * 8) / 2 + threadIdx.x % 4 * 2; };
+        await<8, SOME>(epoch, spot_of, packed + FIRST);
+        if constexpr (FIRST + SOME < COUNT) await_some<FIRST + SOME>(epoch, from, packed);
+    }
+    // RMS norm. squares: [WARPS, 8], shared. `scale` has the norm's weight where there are registers for it.
+    static constexpr bool KEEPS_SCALE = COUNT <= 8;
+    __device__ void normalise(const uint4 *scale, const bf16 *weight, double epsilon, float *squares) {
+        float sum = 0.f;
+#pragma unroll
+        for (int at = 0; at < COUNT; ++at) {
+            float values[8];
+            widen(packed[at], values);
+#pragma unroll
+            for (int dim = 0; dim < 8; ++dim) sum = fmaf(values[dim], values[dim], sum);
+        }
+        sum = sum_lanes(sum, 4);
+        if (threadIdx.x % 4 == 0) squares[threadIdx.x / 4] = sum;
+        sync_block();
+        float total = 0.f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) total += squares[warp * 8 + row()];
+        float factor = rsqrtf(total / HIDDEN + float(epsilon));
+#pragma unroll
+        for (int at = 0; at < COUNT; ++at) {
+            uint4 weights = KEEPS_SCALE ? scale[at] : *reinterpret_cast<const uint4 *>(weight + place(at));
+            auto scaled = [&](u32 pair, u32 by) { return multiply2(narrow2(low(pair) * factor, high(pair) * factor), by); };
+            packed[at] = make_uint4(scaled(packed[at].x, weights.x), scaled(packed[at].y, weights.y),
+                                    scaled(packed[at].z, weights.z), scaled(packed[at].w, weights.w));
         }
     }
-    for (int unit = 0; unit < num_units; ++unit) {
-        float sums[R][2] = {};
+    __device__ static void load_scale(const bf16 *weight, uint4 *scale) {
+        if (!KEEPS_SCALE) return;
 #pragma unroll
-        for (int piece = 0; piece < DEPTH / PIECE; ++piece) {
-            const uint4 *from = weights.next();
-            uint4 some[VECTORS];
+        for (int at = 0; at < COUNT; ++at) scale[at] = *reinterpret_cast<const uint4 *>(weight + place(at));
+    }
+};
+
+// Of 16 rows of a weight and 8 rows of inputs, a warp's slice of the depth; two chains where there are few.
+template <int HALVES> struct Sums {
+    static constexpr int TILES = up(HALVES, 2), CHAINS = TILES <= 4 ? 2 : 1;
+    float of[TILES][CHAINS][4] = {};
+    // Some pieces of the inputs times the block's rows.
+    template <int PIECES> __device__ void multiply(Ring &ring, const uint4 *inputs) {
 #pragma unroll
-            for (int at = 0; at < VECTORS; ++at) some[at] = from[at * 32 + lane];
-            weights.release();
+        for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-            for (int at = 0; at < VECTORS; ++at) {
+            for (int tile = 0; tile < TILES; ++tile) {
+                uint4 halves[2][STEPS] = {};
+                2 * tile + 1 < HALVES ? ring.template take<2>(halves) : ring.template take<1>(halves);
 #pragma unroll
-                for (int row = 0; row < R; ++row) {
-                    if constexpr (KEEPS && R == 1)
-                        add_products(some[at], kept + 8 * at, sums[row][at % 2]);
-                    else {
-                        float values[8];
-                        widen(KEEPS ? packed[row * VECTORS + at]
-                                    : inputs[row * (DEPTH / 8) + (piece * VECTORS + at) * 32 + lane], values);
-                        add_products(some[at], values, sums[row][at % 2]);
-                    }
+                for (int at = 0; at < STEPS; ++at) {
+                    uint4 input = inputs[piece * STEPS + at], one = halves[0][at], other = halves[1][at];
+                    add_product(of[tile][0], one.x, other.x, one.y, other.y, input.x, input.y);
+                    add_product(of[tile][CHAINS - 1], one.z, other.z, one.w, other.w, input.z, input.w);
                 }
             }
-        }
-        float totals[R];
+    }
+};
+
+// Where warps add up their slices: [2, TOGETHER tiles, WARPS, 16, 8]. Two parts in turn, so that one is written while
+// slow warps read the other.
+constexpr int MOST_TILES = at_least(INNER_TILES, up(at_least(QKV_HALVES, HIDDEN_HALVES), 2));
+constexpr int TOGETHER = at_most(MOST_TILES, THREADS / 64), WIDTH = HEAD_DIM + 2;
+constexpr int PART = at_least(TOGETHER * WARPS * 128, GROUPS * WARPS * WIDTH);  // attention uses it, too
+struct Parts {
+    float *memory;
+    int part;
+    __device__ float *next() { return memory + (part ^= 1) * PART; }
+    __device__ float *spare() const { return memory + (part ^ 1) * PART; }
+};
+
+struct Totals {  // over warps, of a tile and row
+    const float *from;
+    __device__ float operator()(int line) const {
+        float sum = 0.f;
 #pragma unroll
-        for (int row = 0; row < R; ++row) totals[row] = sum_lanes(sums[row][0] + sums[row][1], 32);
-        take(unit, totals);
+        for (int warp = 0; warp < WARPS; ++warp) sum += from[warp * 128 + line * 8];
+        return sum;
+    }
+};
+
+// Calls `take(tile, pair, row, totals)` in a thread for each of 8 pairs of a tile's lines and of 8 rows.
+template <int HALVES, typename Take> __device__ inline void add_up(Parts &parts, const Sums<HALVES> &sums, Take take) {
+    constexpr int TILES = Sums<HALVES>::TILES, CHAINS = Sums<HALVES>::CHAINS;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int first = 0; first < TILES; first += TOGETHER) {
+        float *memory = parts.next();
+#pragma unroll
+        for (int tile = first; tile < first + TOGETHER && tile < TILES; ++tile) {
+            const float *one = sums.of[tile][0], *other = sums.of[tile][CHAINS - 1];
+            float *to = memory + ((tile - first) * WARPS + warp) * 128 + lane * 2;
+            float both[4];
+#pragma unroll
+            for (int at = 0; at < 4; ++at) both[at] = CHAINS > 1 ? one[at] + other[at] : one[at];
+            *reinterpret_cast<float2 *>(to) = make_float2(both[0], both[1]);
+            *reinterpret_cast<float2 *>(to + 64) = make_float2(both[2], both[3]);
+        }
+        sync_block();
+        int tile = first + threadIdx.x / 64, row = threadIdx.x % 8;
+        if (tile < TILES && tile < first + TOGETHER)
+            take(tile, threadIdx.x / 8 % 8, row, Totals{memory + (tile - first) * WARPS * 128 + row});
     }
 }

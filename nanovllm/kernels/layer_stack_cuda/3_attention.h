@@ -1,9 +1,13 @@
 // A step's attention over the paged caches, in splits of contexts, merged in order.
 
-struct Tokens {  // of the step's rows, in shared memory: a barrier over the grid empties the L1 cache
-    int positions[ROWS], table_starts[ROWS];
+struct Tokens {  // of the step's rows, in shared memory
+    int positions[ROWS], table_starts[ROWS], splits[ROWS];
     u64 slots[ROWS];
+    int num_rows;  // before the padding
 };
+
+// Splits of a row's context: of its length alone, so that a row's bits do not depend on the others.
+__device__ inline int splits_of(int past) { return past <= ALONE ? 1 : at_most(MAX_SPLITS, up(past, SPLIT)); }
 
 struct Head {  // a lane's inputs for norm and rotary embedding of its 8 dimensions of a head
     float cosines[8], sines[8];
@@ -48,19 +52,23 @@ struct Softmax {
     }
 };
 
+__device__ inline u32 pair_up(float value) {  // with the next lane's
+    return narrow2(value, __shfl_down_sync(~0u, value, 1));
+}
+
 // Attention of one row, for the query heads of one KV head, to a split of its context. The last split adds the row's
-// token and writes it to the caches. The first K and V are loaded before the barrier, since earlier steps wrote them.
+// token and writes it to the caches. The first K and V are loaded before q is there, since earlier steps wrote them.
 __device__ inline void attend(const Step &step, const Tokens &tokens, const Layer &layer, int row, int head, int split,
-                              int splits, Barrier *barrier, float *shared) {
+                              u32 epoch, float *shared) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dims = lane % TOKEN_LANES * LANE_DIMS;
     int group = warp * TOKENS + lane / TOKEN_LANES;
-    int past = tokens.positions[row];
+    int past = tokens.positions[row], splits = tokens.splits[row];
     int start = int(long(past) * split / splits), end = int(long(past) * (split + 1) / splits);
     const int *table = step.tables + tokens.table_starts[row];
-    uint4 keys[AHEAD], values[AHEAD];
+    uint4 keys[LOADS], values[LOADS];
     auto load = [&](int first) {
 #pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
+        for (int at = 0; at < LOADS; ++at) {
             int token = first + at * WARPS * TOKENS;
             if (token < end) {
                 u64 slot = u64(table[token / BLOCK_SIZE]) * BLOCK_SIZE + token % BLOCK_SIZE;
@@ -80,18 +88,13 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
         widen(*reinterpret_cast<const uint4 *>(layer.q_norm + dims), query_scale);
         widen(*reinterpret_cast<const uint4 *>(layer.k_norm + dims), key_scale);
     }
-    if (barrier) barrier->wait();
 
-    const bf16 *qkv = step.qkv + row * QKV;
+    const u64 *qkv = step.qkv + row * (QKV / 2);
     bool adds_own = split == splits - 1 && warp == 0;
-    uint4 packed[GROUPS], own_key, own_value;
-#pragma unroll
-    for (int of = 0; of < GROUPS; ++of)
-        packed[of] = load_fresh(qkv + (head * GROUPS + of) * HEAD_DIM + dims);
-    if (adds_own) {
-        own_key = load_fresh(qkv + QUERY + head * HEAD_DIM + dims);
-        own_value = load_fresh(qkv + QUERY + KV + head * HEAD_DIM + dims);
-    }
+    uint4 packed[GROUPS], own[2];
+    await<2, GROUPS>(epoch, [&](int of) { return qkv + ((head * GROUPS + of) * HEAD_DIM + dims) / 2; }, packed);
+    if (adds_own) await<2, 2>(epoch, [&](int of) { return qkv + (QUERY + of * KV + head * HEAD_DIM + dims) / 2; }, own);
+    __syncwarp();
     float query[GROUPS][8];
     Softmax states[GROUPS];
 #pragma unroll
@@ -113,30 +116,30 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
     };
     if (adds_own) {
         float key[8], value[8];
-        widen(own_key, key), widen(own_value, value);
+        widen(own[0], key), widen(own[1], value);
         turned.turn(key, key_scale, float(layer.k_epsilon));
         if (lane < TOKEN_LANES) {
             u64 to = tokens.slots[row] * KV + head * HEAD_DIM + dims;
             *reinterpret_cast<uint4 *>(layer.keys + to) = narrow8(key);
-            *reinterpret_cast<uint4 *>(layer.values + to) = own_value;
+            *reinterpret_cast<uint4 *>(layer.values + to) = own[1];
         }
 #pragma unroll
         for (int of = 0; of < GROUPS; ++of) {
-            float own = score(of, key, lane < TOKEN_LANES);
-            states[of].raise(fmaxf(states[of].top, own)), states[of].add(own, value);
+            float scored = score(of, key, lane < TOKEN_LANES);
+            states[of].raise(fmaxf(states[of].top, scored)), states[of].add(scored, value);
         }
     }
-    for (int first = start + warp * TOKENS; first < end; first += AHEAD * WARPS * TOKENS) {
+    for (int first = start + warp * TOKENS; first < end; first += LOADS * WARPS * TOKENS) {
         int own = first + lane / TOKEN_LANES;
-        uint4 held_keys[AHEAD], held_values[AHEAD];
+        uint4 held_keys[LOADS], held_values[LOADS];
 #pragma unroll
-        for (int at = 0; at < AHEAD; ++at) held_keys[at] = keys[at], held_values[at] = values[at];
-        if (first + AHEAD * WARPS * TOKENS < end) load(own + AHEAD * WARPS * TOKENS);
-        float scores[GROUPS][AHEAD], tops[GROUPS];
+        for (int at = 0; at < LOADS; ++at) held_keys[at] = keys[at], held_values[at] = values[at];
+        if (first + LOADS * WARPS * TOKENS < end) load(own + LOADS * WARPS * TOKENS);
+        float scores[GROUPS][LOADS], tops[GROUPS];
 #pragma unroll
         for (int of = 0; of < GROUPS; ++of) tops[of] = states[of].top;
 #pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
+        for (int at = 0; at < LOADS; ++at) {
             float key[8];
             widen(held_keys[at], key);
 #pragma unroll
@@ -148,7 +151,7 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
 #pragma unroll
         for (int of = 0; of < GROUPS; ++of) states[of].raise(tops[of]);
 #pragma unroll
-        for (int at = 0; at < AHEAD; ++at) {
+        for (int at = 0; at < LOADS; ++at) {
             float value[8];
             widen(held_values[at], value);
 #pragma unroll
@@ -157,7 +160,6 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
     }
 
     // The groups of lanes of a warp, then the warps.
-    constexpr int WIDTH = HEAD_DIM + 2;
 #pragma unroll
     for (int of = 0; of < GROUPS; ++of) {
 #pragma unroll
@@ -175,6 +177,8 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
         if (lane == 0) to[HEAD_DIM] = states[of].top, to[HEAD_DIM + 1] = states[of].total;
     }
     sync_block();
+    u64 *partial = step.partial + u64((row * KV_HEADS + head) * MAX_SPLITS + split) * GROUPS * WIDTH;
+    u64 *attended = step.attended + (row * QUERY + head * GROUPS * HEAD_DIM) / 2;
     for (int at = threadIdx.x; at < GROUPS * HEAD_DIM; at += THREADS) {
         const float *from = shared + at / HEAD_DIM * WARPS * WIDTH;
         float top = LOWEST, total = 0.f, output = 0.f;
@@ -185,37 +189,68 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
             float weight = exp2f(from[of * WIDTH + HEAD_DIM] - top);
             total += weight * from[of * WIDTH + HEAD_DIM + 1], output += weight * from[of * WIDTH + at % HEAD_DIM];
         }
-        u64 place = u64(row * HEADS + head * GROUPS + at / HEAD_DIM) * splits + split;
-        step.partial[place * HEAD_DIM + at % HEAD_DIM] = output;
-        if (at % HEAD_DIM == 0) step.sums[2 * place] = top, step.sums[2 * place + 1] = total;
+        if (splits > 1) {
+            u64 *to = partial + at / HEAD_DIM * WIDTH;
+            write_word(to + at % HEAD_DIM, __float_as_uint(output), epoch);
+            if (at % HEAD_DIM < 2) write_word(to + HEAD_DIM + at % HEAD_DIM, __float_as_uint(at % HEAD_DIM ? total : top), epoch);
+        } else {
+            u32 pair = pair_up(output / total);
+            if (at % 2 == 0) write_word(attended + spot(at / 2), pair, epoch);
+        }
     }
     sync_block();
 }
 
-// Merges the splits of all heads of R rows into shared memory.
-template <int R> __device__ inline void merge_splits(const Step &step, int splits, uint4 *to) {
-    for (int at = threadIdx.x; at < R * QUERY / 8; at += THREADS) {
-        u64 place = u64(at / (HEAD_DIM / 8)) * splits;
-        const float *sums = step.sums + 2 * place, *partial = step.partial + place * HEAD_DIM + at % (HEAD_DIM / 8) * 8;
-        Softmax state = {LOWEST, 0.f, {}};
-        for (int first = 0; first < splits; first += AHEAD) {
-            uint4 parts[AHEAD][2];
-            float2 own[AHEAD];
+// Merges the splits of a row's query heads of one KV head, a thread for each dimension.
+__device__ inline void merge_splits(const Step &step, int row, int head, int splits, u32 epoch) {
+    constexpr int TOGETHER = 4;  // splits per load
+    u64 *attended = step.attended + (row * QUERY + head * GROUPS * HEAD_DIM) / 2;
+    for (int at = threadIdx.x; at < GROUPS * HEAD_DIM; at += THREADS) {
+        const u64 *from = step.partial + (u64(row * KV_HEADS + head) * MAX_SPLITS * GROUPS + at / HEAD_DIM) * WIDTH;
+        float top = LOWEST, total = 0.f, output = 0.f;
+        for (int first = 0; first < splits; first += TOGETHER) {
+            u64 sums[TOGETHER][2], own[TOGETHER][2];
+            bool is_there;
+            Patience patience;
+            do {
 #pragma unroll
-            for (int split = 0; split < AHEAD; ++split) {
-                int of = min(first + split, splits - 1);
-                own[split] = __ldcg(reinterpret_cast<const float2 *>(sums + 2 * of));
-                parts[split][0] = load_fresh(partial + of * HEAD_DIM), parts[split][1] = load_fresh(partial + of * HEAD_DIM + 4);
-            }
+                for (int split = 0; split < TOGETHER; ++split) {
+                    const u64 *part = from + at_most(first + split, splits - 1) * GROUPS * WIDTH;
+                    read_words(part + HEAD_DIM, sums[split]), read_words(part + at % HEAD_DIM / 2 * 2, own[split]);
+                }
+                is_there = true;
 #pragma unroll
-            for (int split = 0; split < AHEAD; ++split)
-                if (first + split < splits)
-                    state.merge(own[split].x, own[split].y, reinterpret_cast<const float *>(parts[split]));
+                for (int split = 0; split < TOGETHER; ++split)
+#pragma unroll
+                    for (int of = 0; of < 2; ++of) is_there &= is_of(sums[split][of], epoch) && is_of(own[split][of], epoch);
+                patience.lose();
+            } while (!is_there);
+#pragma unroll
+            for (int split = 0; split < TOGETHER; ++split)
+                if (first + split < splits) {
+                    float other = __uint_as_float(u32(sums[split][0])), higher = fmaxf(top, other);
+                    float decay = exp2f(top - higher), scale = exp2f(other - higher);
+                    total = decay * total + scale * __uint_as_float(u32(sums[split][1]));
+                    output = decay * output + scale * __uint_as_float(u32(at % 2 ? own[split][1] : own[split][0]));
+                    top = higher;
+                }
         }
-        float factor = state.total > 0.f ? 1.f / state.total : 0.f;
-#pragma unroll
-        for (int dim = 0; dim < 8; ++dim) state.output[dim] *= factor;
-        to[at] = narrow8(state.output);
+        __syncwarp();
+        u32 pair = pair_up(output / total);
+        if (at % 2 == 0) write_word(attended + spot(at / 2), pair, epoch);
     }
-    sync_block();
+}
+
+// All of a layer's attention: first the splits, which wait for q, k and v alone, then the merges, which wait for splits.
+__device__ inline void attend_all(const Step &step, const Tokens &tokens, const Layer &layer, u32 epoch, float *shared) {
+    int before = 0;
+    for (int row = 0; row < tokens.num_rows; ++row) {
+        int units = tokens.splits[row] * KV_HEADS, first = (blockIdx.x + GRID - before % GRID) % GRID;
+        for (int unit = first; unit < units; unit += GRID)
+            attend(step, tokens, layer, row, unit % KV_HEADS, unit / KV_HEADS, epoch, shared);
+        before += units;
+    }
+    for (int at = GRID - 1 - blockIdx.x; at < tokens.num_rows * KV_HEADS; at += GRID)
+        if (int row = at / KV_HEADS, splits = tokens.splits[row]; splits > 1)
+            merge_splits(step, row, at % KV_HEADS, splits, epoch);
 }

@@ -1,175 +1,148 @@
-// All layers, part by part: see layer_stack.py. The grid has one block per multiprocessor.
-
-// RMS norm of rows [R, HIDDEN], a warp each. The norm's weight is loaded before the barrier.
-struct Normed {
-    uint4 scale[HIDDEN / 256];
-    __device__ void prepare(const bf16 *weight) {
-        if (threadIdx.x / 32 < ROWS)
-#pragma unroll
-            for (int at = 0; at < HIDDEN / 256; ++at)
-                scale[at] = reinterpret_cast<const uint4 *>(weight)[at * 32 + threadIdx.x % 32];
-    }
-    template <int R> __device__ void fill(const bf16 *rows, double epsilon, uint4 *to) {
-        int row = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if (row < R) {
-            uint4 packed[HIDDEN / 256];
-            float sum = 0.f;
-#pragma unroll
-            for (int at = 0; at < HIDDEN / 256; ++at)
-                packed[at] = load_fresh(rows + row * HIDDEN + (at * 32 + lane) * 8);
-#pragma unroll
-            for (int at = 0; at < HIDDEN / 256; ++at) {
-                float values[8];
-                widen(packed[at], values);
-#pragma unroll
-                for (int dim = 0; dim < 8; ++dim) sum = fmaf(values[dim], values[dim], sum);
-            }
-            float factor = rsqrtf(sum_lanes(sum, 32) / HIDDEN + float(epsilon));
-#pragma unroll
-            for (int at = 0; at < HIDDEN / 256; ++at) {
-                float values[8], weights[8];
-                widen(packed[at], values), widen(scale[at], weights);
-#pragma unroll
-                for (int dim = 0; dim < 8; ++dim) values[dim] = rounded(values[dim] * factor) * weights[dim];
-                to[row * (HIDDEN / 8) + at * 32 + lane] = narrow8(values);
-            }
-        }
-        sync_block();
-    }
-};
+// All layers, part by part: see layer_stack.py. The grid has at most one block per multiprocessor.
 
 struct Block {  // shared by a block's warps
     Layer layers[2];  // in turn
     Tokens tokens;
+    float squares[WARPS * 8];
+    u32 last_epoch;
     __device__ void load(const Step &step, int at) {
         if (at < step.num_layers && threadIdx.x < sizeof(Layer) / 8)
             reinterpret_cast<u64 *>(layers + at % 2)[threadIdx.x] = reinterpret_cast<const u64 *>(step.layers + at)[threadIdx.x];
     }
     __device__ void start(const Step &step) {
         int row = threadIdx.x;
-        if (row < ROWS) {
+        if (row < step.num_rows) {
             tokens.positions[row] = int(step.positions[row]), tokens.slots[row] = step.slots[row];
-            tokens.table_starts[row] = step.table_starts[row];
+            tokens.table_starts[row] = step.table_starts[row], tokens.splits[row] = splits_of(tokens.positions[row]);
+        }
+        if (row == 0) {
+            int decodes = 0;
+            for (int at = 0; at < step.num_rows; ++at) decodes += step.counts[at] > 0;
+            tokens.num_rows = decodes, last_epoch = step.counter[0];
         }
         load(step, 0);
     }
 };
 
-// R rows of HIDDEN or INNER elements, written by all blocks.
-template <int R, int WIDTH> __device__ inline void copy_rows(const bf16 *from, uint4 *to) {
-    constexpr int COUNT = (R * WIDTH / 8 + THREADS - 1) / THREADS;
-    uint4 held[COUNT];
-#pragma unroll
-    for (int at = 0; at < COUNT; ++at)
-        if (int place = at * THREADS + threadIdx.x; place < R * WIDTH / 8) held[at] = load_fresh(from + place * 8);
-#pragma unroll
-    for (int at = 0; at < COUNT; ++at)
-        if (int place = at * THREADS + threadIdx.x; place < R * WIDTH / 8) to[place] = held[at];
-    sync_block();
+// Product with a weight whose inputs are words of all blocks, some pieces at a time, as registers have room.
+template <int DEPTH>
+__device__ inline void multiply_words(Ring &ring, Sums<HIDDEN_HALVES> &sums, const u64 *words, u32 epoch, int num_rows) {
+    constexpr int PIECES = DEPTH / PIECE, SOME = at_most(PIECES, at_least(1, MOST_AWAITED / STEPS)), REST = PIECES % SOME;
+#pragma unroll 1
+    for (int first = 0; first < PIECES - REST; first += SOME) {
+        Inputs<SOME * PIECE> inputs;
+        inputs.template wait<DEPTH>(words, epoch, num_rows, first);
+        sums.template multiply<SOME>(ring, inputs.packed);
+    }
+    if constexpr (REST > 0) {
+        Inputs<REST * PIECE> inputs;
+        inputs.template wait<DEPTH>(words, epoch, num_rows, PIECES - REST);
+        sums.template multiply<REST>(ring, inputs.packed);
+    }
 }
 
-template <int R>
-__device__ inline void run(const Step &step, Block &block, Rows rows, Weights weights, uint4 *inputs, float *shared) {
-    Barrier barrier{step.counter, 0};
-    int lane = threadIdx.x % 32, longest = 0;
-    for (int row = 0; row < R; ++row) longest = max(longest, block.tokens.positions[row] + 1);
-    int most = max(1, min(MAX_SPLITS, int(gridDim.x) / (R * KV_HEADS)));
-    int splits = max(1, min(most, (longest + SPLIT - 1) / SPLIT)), num_units = R * KV_HEADS * splits;
-    int num_qkv = rows.count(QKV), num_hidden = rows.count(HIDDEN), num_inner = rows.count(INNER);
-    Normed norm;
-    norm.prepare(block.layers[0].input_norm);
+__device__ inline void run(const Step &step, Block &block, Ring ring, Parts parts) {
+    const Tokens &tokens = block.tokens;
+    int num_rows = tokens.num_rows;
+    u32 epoch = block.last_epoch;
+    auto place_of = [](int tile, int pair) { return Share<HIDDEN>::first() + tile * 16 + pair * 2; };
+    u32 residual = 0;  // of this thread's two hidden states
+    {
+        int tile = threadIdx.x / 64, pair = threadIdx.x / 8 % 8, row = threadIdx.x % 8;
+        if (row < num_rows && tile * 16 + pair * 2 < Share<HIDDEN>::count())
+            residual = *reinterpret_cast<const u32 *>(step.input + row * HIDDEN + place_of(tile, pair));
+    }
     for (int at = 0; at < step.num_layers; ++at) {
         const Layer &layer = block.layers[at % 2];
-        const bf16 *hidden = at == 0 ? step.input : step.hidden;
-        bf16 *output = at == step.num_layers - 1 ? step.output : step.hidden;
-        if (at > 0) barrier.wait();
-        norm.fill<R>(hidden, layer.input_epsilon, inputs);
-        multiply<R, HIDDEN>(weights, inputs, num_qkv, [&](int unit, const float *sums) {
-            int place = rows.first + unit * rows.stride;
-            const bf16 *biases = place < QUERY ? layer.q_bias : place < QUERY + KV ? layer.k_bias - QUERY
-                                                                                   : layer.v_bias - QUERY - KV;
-            float bias = HAS_BIAS ? wide(biases[place]) : 0.f;
-#pragma unroll
-            for (int row = 0; row < R; ++row)
-                if (lane == row) step.qkv[row * QKV + place] = narrow(sums[row] + bias);
-        });
-        barrier.arrive();
+        bool is_last = at == step.num_layers - 1;
+        ++epoch;
+        {
+            Inputs<HIDDEN> inputs;
+            uint4 scale[inputs.COUNT];
+            inputs.load_scale(layer.input_norm, scale);
+            if (at == 0)
+                inputs.load(step.input, num_rows);
+            else
+                inputs.template wait<HIDDEN>(step.hidden, epoch - 1, num_rows, 0);
+            inputs.normalise(scale, layer.input_norm, layer.input_epsilon, block.squares);
+            Sums<QKV_HALVES> sums;
+            sums.template multiply<inputs.PIECES>(ring, inputs.packed);
+            add_up(parts, sums, [&](int tile, int pair, int row, Totals totals) {
+                int own = tile * 16 + pair * 2, place = Share<QKV>::first() + own;
+                if (row >= num_rows || own >= Share<QKV>::count()) return;
+                float first = totals(2 * pair), second = totals(2 * pair + 1);
+                if (HAS_BIAS) {
+                    const bf16 *biases = place < QUERY ? layer.q_bias : place < QUERY + KV ? layer.k_bias - QUERY
+                                                                                           : layer.v_bias - QUERY - KV;
+                    first += wide(biases[place]), second += wide(biases[place + 1]);
+                }
+                write_word(step.qkv + (row * QKV + place) / 2, narrow2(first, second), epoch);
+            });
+        }
+        attend_all(step, tokens, layer, epoch, parts.spare());
 
-        norm.prepare(layer.post_norm);
-        bool has_waited = false;
-        for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x, has_waited = true)
-            attend(step, block.tokens, layer, unit / KV_HEADS % R, unit % KV_HEADS, unit / KV_HEADS / R, splits,
-                      has_waited ? nullptr : &barrier, shared);
-        if (!has_waited) barrier.wait();
-        barrier.arrive();
-
-        float before = 0.f;  // summand of the product, of unit lane / R and row lane % R
-        auto load_residual = [&](const bf16 *from) {
-            int place = rows.first + lane / R * rows.stride;
-            if (place < HIDDEN) before = wide(__ldcg(from + lane % R * HIDDEN + place));
+        auto add_to_residual = [&](int tile, int pair, int row, Totals totals, u64 *words, bool is_output) {
+            if (row >= step.num_rows || tile * 16 + pair * 2 >= Share<HIDDEN>::count()) return;
+            if (row >= num_rows && !is_output) return;
+            float first = rounded(totals(2 * pair)) + low(residual), second = rounded(totals(2 * pair + 1)) + high(residual);
+            residual = row < num_rows ? narrow2(first, second) : 0;
+            int place = row * HIDDEN + place_of(tile, pair);
+            if (is_output)
+                *reinterpret_cast<u32 *>(step.output + place) = residual;
+            else
+                write_word(words + spot(place / 2), residual, epoch);
         };
-        load_residual(hidden);
         block.load(step, at + 1);
-        barrier.wait();
-        merge_splits<R>(step, splits, inputs);
-        auto add_to = [&](bf16 *to) {
-            return [=, &before](int unit, const float *sums) {
+        {
+            Sums<HIDDEN_HALVES> sums;
+            multiply_words<QUERY>(ring, sums, step.attended, epoch, num_rows);
+            add_up(parts, sums, [&](int tile, int pair, int row, Totals totals) {
+                add_to_residual(tile, pair, row, totals, step.middle, false);
+            });
+        }
+        {
+            Inputs<HIDDEN> inputs;
+            uint4 scale[inputs.COUNT];
+            inputs.load_scale(layer.post_norm, scale);
+            inputs.template wait<HIDDEN>(step.middle, epoch, num_rows, 0);
+            inputs.normalise(scale, layer.post_norm, layer.post_epsilon, block.squares);
+            Sums<2 * INNER_TILES> sums;
+            sums.template multiply<inputs.PIECES>(ring, inputs.packed);
+            add_up(parts, sums, [&](int tile, int pair, int row, Totals totals) {
+                int own = tile * 8 + pair * 2;
+                if (pair >= 4 || row >= num_rows || own >= Share<INNER>::count()) return;
+                float values[2];
 #pragma unroll
-                for (int row = 0; row < R; ++row)
-                    if (lane == unit * R + row)
-                        to[row * HIDDEN + rows.first + unit * rows.stride] = narrow(rounded(sums[row]) + before);
-            };
-        };
-        multiply<R, QUERY>(weights, inputs, num_hidden, add_to(step.middle));
-        barrier.arrive();
-        barrier.wait();
-
-        norm.fill<R>(step.middle, layer.post_epsilon, inputs);
-        if (at + 1 < step.num_layers) norm.prepare(block.layers[(at + 1) % 2].input_norm);
-        float gates[R];
-        multiply<R, HIDDEN>(weights, inputs, 2 * num_inner, [&](int unit, const float *sums) {
-#pragma unroll
-            for (int row = 0; row < R; ++row) {
-                if (unit % 2 == 0) {
-                    float gate = rounded(sums[row]);
-                    gates[row] = gate / (1.f + __expf(-gate));
-                } else if (lane == row)
-                    step.inner[row * INNER + rows.first + unit / 2 * rows.stride] =
-                        narrow(gates[row] * rounded(sums[row]));
-            }
-        });
-        barrier.arrive();
-        load_residual(step.middle);
-        barrier.wait();
-        copy_rows<R, INNER>(step.inner, inputs);
-        multiply<R, INNER>(weights, inputs, num_hidden, add_to(output));
-        if (at + 1 < step.num_layers) barrier.arrive();
+                for (int of = 0; of < 2; ++of) {
+                    float gate = rounded(totals(2 * pair + of));
+                    values[of] = gate / (1.f + __expf(-gate)) * rounded(totals(8 + 2 * pair + of));
+                }
+                write_word(step.inner + spot((row * INNER + Share<INNER>::first() + own) / 2), narrow2(values[0], values[1]), epoch);
+            });
+        }
+        {
+            Sums<HIDDEN_HALVES> sums;
+            multiply_words<INNER>(ring, sums, step.inner, epoch, num_rows);
+            add_up(parts, sums, [&](int tile, int pair, int row, Totals totals) {
+                add_to_residual(tile, pair, row, totals, step.hidden, is_last);
+            });
+        }
     }
-    barrier.leave();
+    // The last one out says to the next launch which epoch was the last.
+    sync_block();
+    if (threadIdx.x == 0 && atomicAdd(step.counter + 1, 1) == GRID - 1) step.counter[0] = epoch, step.counter[1] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) layer_stack(Step step) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Block block;
-    uint4 *pieces = reinterpret_cast<uint4 *>(memory), *inputs = pieces + WARPS * SLOTS * (PIECE / 8);
-    float *shared = reinterpret_cast<float *>(inputs + ROWS * DEEPEST / 8);
-    u64 *barriers = reinterpret_cast<u64 *>(shared + GROUPS * WARPS * (HEAD_DIM + 2));
-    int warp = threadIdx.x / 32;
-    if (threadIdx.x < WARPS) Slots(pieces, barriers, threadIdx.x).prepare();
+    float *parts = reinterpret_cast<float *>(memory + SLOTS * SLOT_BYTES);
+    Ring ring(memory, reinterpret_cast<u64 *>(parts + 2 * PART));
+    if (threadIdx.x == 0) ring.prepare();
     block.start(step);
     __syncthreads();
-    if (warp == WARPS) {
-        int of = threadIdx.x % 32;
-        if (of < WARPS) fetch_weights(step.layers, step.num_layers, Rows(of), Slots(pieces, barriers, of));
-        return;
-    }
-    Weights weights{Slots(pieces, barriers, warp), pieces + warp * SLOTS * (PIECE / 8), 0, 0};
-    int decodes = 0;  // before the padding
-    for (int row = 0; row < ROWS; ++row) decodes += step.counts[row] > 0;
-    if constexpr (ROWS > 4) return run<ROWS>(step, block, Rows(warp), weights, inputs, shared);
-    if constexpr (ROWS == 4)
-        if (decodes > 2) return run<4>(step, block, Rows(warp), weights, inputs, shared);
-    if constexpr (ROWS >= 2)
-        if (decodes == 2) return run<2>(step, block, Rows(warp), weights, inputs, shared);
-    run<1>(step, block, Rows(warp), weights, inputs, shared);
+    if (threadIdx.x >= THREADS)
+        fetch_weights(step.layers, step.num_layers, ring);
+    else
+        run(step, block, ring, Parts{parts, 0});
 }

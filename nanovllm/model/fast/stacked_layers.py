@@ -218,11 +218,11 @@ def compile_calls_of(
         return []
     has_biases, has_norms = any(bias is not None for bias in _biases(block)), "q" in block.norms
 
-    def call(num_rows: int) -> None:
+    def call() -> None:
         with suppress(find_kernel("nvrtc", "CudaError")):  # type: ignore[arg-type]
-            compile_code(sizes, num_rows, device, has_norms=has_norms, has_biases=has_biases)
+            compile_code(sizes, device, has_norms=has_norms, has_biases=has_biases)
 
-    return [partial(call, num_rows) for num_rows in find_kernel("layer_stack", "NUM_ROWS") or ()]
+    return [call]
 
 
 def _sizes(block: Parts, layer: AttentionLayer, block_size: int) -> Any:
