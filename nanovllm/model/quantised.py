@@ -321,7 +321,7 @@ class QuantisedLinear(_Quantised):
         return products if self.bias is None else products + self.bias
 
     def free(self) -> None:
-        """Let the weight go, once others compute the layer."""
+        """Free the weight, once packed products compute the layer."""
         self.blocks = self.blocks.new_empty(0, self.blocks.shape[1])
         self._kept.drop()
 
