@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.process.gc_control import collector_paused
+from nanovllm.process.waiting_threads import limit_spins
 
 __version__ = "0.2.0"
+limit_spins()
 
 # Loaded on first use, so that `nanovllm.scheduler` and the command line's help do not wait for torch.
 _HOMES = {
