@@ -27,7 +27,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.machines.fresh_process import Compilations, environment, since_start
+from fresh_process import Compilations, environment, since_start
 
 NUM_LATER = 10
 PROMPT_TOKENS = 48
@@ -144,7 +144,8 @@ class Client:
 
 
 async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from bench.machines.random_models import NoText
+    from random_models import NoText
+
     from nanovllm import AsyncLLM
 
     own = {} if arguments.with_text else {"tokenizer": NoText(), "dtype": "bfloat16"}
@@ -213,7 +214,8 @@ def main() -> None:
 
 def run_all(arguments: argparse.Namespace) -> None:
     """A process for each state of the caches; `warm` are those that the process before filled."""
-    from bench.machines.random_models import checkpoint
+    from random_models import checkpoint
+
     from nanovllm.model.default_model import ensure_default_model
 
     model = arguments.model or (checkpoint(arguments.shape) if arguments.shape else ensure_default_model())

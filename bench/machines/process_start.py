@@ -23,6 +23,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fresh_process import since_start  # beside this file
+
 ARGUMENTS = ["generate", "The capital of France is", "--max-tokens", "1"]
 IMPORTS = ("nanovllm.cli.generate", "nanovllm.llm", "nanovllm.build")
 PHASES = (
@@ -84,12 +86,6 @@ def compare(trees: list[Path], num_runs: int, model: list[str]) -> None:
         first, end, processor, memory = (statistics.median(values) for values in zip(*measured, strict=True))
         least = min(run.first for run in measured)
         print(f"{tree!s:>34}  {first:9.2f} s  {least:.2f} s  {end:.2f} s  {processor:7.2f} s  {memory:.0f} MB")
-
-
-def since_start() -> float:
-    """Seconds since the process started, in steps of the clock's tick of 10 ms."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def show_phases(tree: Path, model: list[str]) -> None:

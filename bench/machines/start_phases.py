@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from bench.machines.fresh_process import Compilations, Phases, StackSampler, environment, since_start
+from fresh_process import Compilations, Phases, StackSampler, environment, since_start
 
 IMPORTS = ("numpy", "torch", "transformers", "nanovllm.llm", "nanovllm.build")
 COMPILERS = ("triton", "torch._dynamo", "torch._inductor.compile_fx")  # else imported by compile_ahead, in a thread
@@ -84,7 +84,8 @@ def show_start(arguments: argparse.Namespace) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> Any:
-    from bench.machines.random_models import NoText
+    from random_models import NoText
+
     from nanovllm import LLM
 
     tokenizer = None if arguments.with_text else NoText()
@@ -112,7 +113,7 @@ def main() -> None:
     if arguments.here:
         show_start(arguments)
         return
-    from bench.machines.random_models import checkpoint
+    from random_models import checkpoint
 
     folder = arguments.model or checkpoint(arguments.shape)
     given = ["--model", str(folder), "--shape", "" if arguments.model else arguments.shape]
