@@ -40,7 +40,10 @@ class KeptWeight:
         self._set(found)
 
     def drop(self) -> None:
-        self._set([])
+        if self._parts:
+            self._set([])
+
+    __del__ = drop  # a model that is dropped makes room for the next
 
     def _set(self, parts: list[Tensor]) -> None:
         global _total

@@ -9,6 +9,7 @@ from gguf.quants import dequantize
 from torch import nn
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model import kept_weights
 from nanovllm.model.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
 
@@ -79,3 +80,27 @@ def _linear(weight):
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight
     return linear
+
+
+def test_the_first_passes_dequantise_a_weight_once(monkeypatch):
+    linear, before = QuantisedLinear.from_linear(nn.Linear(64, 32), "int4"), kept_weights._total
+    states, calls = torch.randn(3, 64), []
+    dequantise = linear.dequantise
+    monkeypatch.setattr(linear, "dequantise", lambda rows: calls.append(rows) or dequantise(rows))
+    outputs = [linear(states) for _ in range(kept_weights.PASSES)]
+    assert len(calls) == 1
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert torch.equal(linear(states), outputs[0])
+    assert len(calls) == 2  # freed
+    assert kept_weights._total == before
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_weight_that_is_freed_makes_room_for_others(frees):
+    linear, before = QuantisedLinear.from_linear(nn.Linear(64, 32), "int4"), kept_weights._total
+    linear(torch.randn(3, 64))
+    assert kept_weights._total == before + 64 * 32 * 4
+    if frees:
+        linear.free()
+    del linear
+    assert kept_weights._total == before
