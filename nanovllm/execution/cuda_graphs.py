@@ -33,7 +33,6 @@ from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast.compiled_layers import FEW_ROWS
 from nanovllm.process.device import own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -54,7 +53,6 @@ class GraphExecutor:
 
     further_inputs: tuple[StepFeature, ...] = ()  # of a packed step
     captures_chunks = True
-    tries_each_shape = False  # code may be tuned for each
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         use_write_kernel()
@@ -87,7 +85,7 @@ class GraphExecutor:
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._pool = GraphPool(binding.device)
-        self._forwards = ForwardGraphs(self._buckets, few_rows=FEW_ROWS, may_wait=config.tensor_parallel_size == 1)
+        self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
         self._seen: Counter[HeadShape] = Counter()  # steps of heads with rare options, not yet captured
@@ -241,8 +239,7 @@ class GraphExecutor:
             self._pool.synchronize()
             self._forwards.make_room()
         self._inputs.zero_()  # a step of padding alone
-        needs_trial = self.tries_each_shape or self.backend.compiles_each_size or self._forwards.needs_trial(shape)
-        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape), needs_trial=needs_trial))
+        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape)))
         logger.debug("captured %s", shape)
 
     def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:

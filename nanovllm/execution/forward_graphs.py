@@ -24,7 +24,6 @@ class ForwardGraphs:
     MAX_GRAPHS does not recapture them in turn for ever. Graphs from start-up stay, since they hold all other shapes.
 
     Args:
-        few_rows: steps of up to so many rows run other compiled code than those of more.
         may_wait: whether a step may wait for a capture: not one that several ranks take together.
 
     Attributes:
@@ -34,8 +33,8 @@ class ForwardGraphs:
         usual: shapes to capture after the missed ones.
     """
 
-    def __init__(self, buckets: Buckets, *, few_rows: int = 0, may_wait: bool = True) -> None:
-        self._buckets, self._few_rows, self._may_wait = buckets, few_rows, may_wait
+    def __init__(self, buckets: Buckets, *, may_wait: bool = True) -> None:
+        self._buckets, self._may_wait = buckets, may_wait
         self._kept = {*buckets.common(), *buckets.coarse()}
         self.missed: Counter[GraphShape] = Counter()
         self.bare: Counter[GraphShape] = Counter()
@@ -66,14 +65,6 @@ class ForwardGraphs:
             self.graphs.move_to_end(shape)
             self._last_steps[shape] = self._num_steps
         return shape
-
-    def needs_trial(self, shape: GraphShape) -> bool:
-        """Whether a capture may have to compile: no graph runs the same code, or ranks have to connect."""
-        kind = self._kind(shape)
-        return not self._may_wait or all(self._kind(other) != kind for other in self.graphs)
-
-    def _kind(self, shape: GraphShape) -> tuple[bool, ...]:
-        return shape.num_rows <= self._few_rows, shape.num_decodes > 0, shape.num_tiles > 0, shape.is_wide
 
     def add(self, shape: GraphShape, graph: Any) -> None:
         self.graphs[shape] = graph

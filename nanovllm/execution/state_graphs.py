@@ -30,7 +30,6 @@ class StateGraphExecutor(GraphExecutor):
 
     further_inputs = (StateInputs(),)
     captures_chunks = False
-    tries_each_shape = True
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         assert binding.mixers is not None

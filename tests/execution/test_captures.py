@@ -16,7 +16,6 @@ from nanovllm.execution import cuda_graphs, forward_graphs
 from nanovllm.execution.buckets import Buckets, GraphShape
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs
-from nanovllm.model.fast.compiled_layers import FEW_ROWS
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=50)
 POOLS = CachePools((CacheGroup((0,), 1),), (50,))
@@ -56,13 +55,12 @@ class Pool:
     """Counts captures, and raises `error` instead of the one with the number `raises_at`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.num_captures, self.num_trials = 0, 0
+        self.num_captures = 0
         self.raises_at: int | None = None
         self.error: BaseException = KeyboardInterrupt()
 
-    def capture(self, run: Any, *, frees_trial: bool = False, needs_trial: bool = True) -> object:
+    def capture(self, run: Any, *, frees_trial: bool = False) -> object:
         self.num_captures += 1
-        self.num_trials += needs_trial
         if self.num_captures == self.raises_at:
             raise self.error
         return object()
@@ -92,22 +90,6 @@ def make(monkeypatch):
 
 def captured(executor: Any) -> tuple[set[Any], set[Any]]:
     return set(executor._forwards.graphs), set(executor._heads)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_only_the_first_graph_of_each_kind_has_a_trial_run(make, monkeypatch, ranks):
-    """Several ranks may connect to one another in any of them."""
-    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, tensor_parallel_size=ranks))
-    executor = make()
-    executor.warm_up()
-    kinds = {(s.num_rows <= FEW_ROWS, s.num_decodes > 0, s.num_tiles > 0) for s in executor._forwards.graphs}
-    num_heads, num_forwards = len(executor._heads), len(executor._forwards.graphs)
-    assert num_forwards > len(kinds) >= 3
-    assert executor._pool.num_trials == num_heads + (len(kinds) if ranks == 1 else num_forwards)
-    executor.model_changed(in_place=False)  # other code
-    executor._pool.num_trials = 0
-    executor._captured_shape(GraphShape(4, 4, 0))
-    assert executor._pool.num_trials == num_heads + (len(kinds) if ranks == 1 else num_forwards)
 
 
 @pytest.mark.parametrize("comes_next", ["a step", "idle time", "another interrupt"])
