@@ -3,7 +3,7 @@
 export PYTHONPATH=.
 python bench/machines/layer_stack.py --check
 python bench/machines/layer_stack.py --shape 0.6b                                     by rows and context
-python bench/machines/layer_stack.py --shape 0.6b --vary FLIGHT=4 EVICT_FIRST=1,SPLIT=64  each beside the defaults
+python bench/machines/layer_stack.py --shape 0.6b --vary FLIGHT=4 FLIGHT=4,SPLIT=64  each beside the defaults
 
 A variant sets constants of `layer_stack.TUNING`, or SLOT_BYTES, the limit of shared memory for weights.
 """

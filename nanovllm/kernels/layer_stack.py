@@ -29,7 +29,6 @@ TUNING = {
     "SPLIT": 128,  # tokens of a split of a decode's context
     "ALONE": 256,  # tokens of a context that is not split
     "FLIGHT": 2,  # slots of weights in flight at once; more delay reads between blocks
-    "EVICT_FIRST": 0,  # whether weights leave the L2 cache before anything else
     "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
 }
 _WARPS = 8

@@ -2,8 +2,7 @@
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, GRID (blocks of the
 // launch), HAS_NORMS, HAS_BIAS, SPLIT (tokens of a context's split), ALONE (tokens of a context without splits), FLIGHT
-// (slots of weights on their way at once), EVICT_FIRST (whether weights leave the L2 cache before anything else), PATIENCE
-// (reads before a wait traps; 0: for ever).
+// (slots of weights on their way at once), PATIENCE (reads before a wait traps; 0: for ever).
 
 typedef unsigned short bf16;
 typedef unsigned int u32;

@@ -71,17 +71,6 @@ struct Ring {
     __device__ void advance() {
         if (++slot == SLOTS) slot = 0, ++round;
     }
-    // EVICT_FIRST: weights are read once a step, and the L2 cache keeps words, K and V, and norms instead.
-    __device__ static void copy(u32 to, const bf16 *from, u32 full) {
-        u64 policy;
-        if (EVICT_FIRST) {
-            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                         ::"r"(to), "l"(from), "r"(2 * PIECE), "r"(full), "l"(policy) : "memory");
-        } else
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(to), "l"(from), "r"(2 * PIECE), "r"(full) : "memory");
-    }
     // By a whole warp: each of its first 8 lanes fetches a row of the next slot.
     __device__ void fill(const Source &source, int line) {
         u32 own = full + 8 * slot;
@@ -94,7 +83,9 @@ struct Ring {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own), "r"(source.count * 2 * PIECE) : "memory");
         __syncwarp();
         if (line < source.count)
-            copy(pieces + slot * SLOT_BYTES + line * ROW_BYTES, source.row, own);
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                         ::"r"(pieces + slot * SLOT_BYTES + line * ROW_BYTES), "l"(source.row), "r"(2 * PIECE), "r"(own)
+                         : "memory");
         advance();
     }
     // By all computing warps: a lane's part of the next slots, 8 elements of every 32 of row lane / 4.
