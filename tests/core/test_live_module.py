@@ -150,7 +150,7 @@ def test_closing_leaves_nothing_behind():
     generate(llm)
     llm.close()
     assert_untouched(model, before)
-    assert not operator._steps
+    assert not operator.steps_in_force
 
 
 def test_closing_frees_the_caches():
@@ -191,7 +191,7 @@ def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error):
     with pytest.raises((StepError, KeyboardInterrupt)):
         generate(llm, random_prompts(2, seed=9))
     assert_untouched(model, before)
-    assert not operator._steps
+    assert not operator.steps_in_force
     assert generate(llm) == expected
     llm.close()
     assert_untouched(model, before)
