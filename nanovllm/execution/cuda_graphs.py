@@ -156,7 +156,7 @@ class GraphExecutor:
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
         buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
-        self._extras.late_draw.launch()  # it reads the inputs of the step before
+        self._extras.launch_late_draw()  # it reads the inputs of the step before
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
         for group, of_group in enumerate((layout, *layout.others)):
             if len(of_group.blocks_to_clear):
@@ -232,7 +232,7 @@ class GraphExecutor:
         return shape
 
     def _capture_forward(self, shape: GraphShape) -> None:
-        self._extras.late_draw.launch()
+        self._extras.launch_late_draw()
         if not self._forwards.graphs:
             self._addresses = self._binding.weight_addresses()
         if self._forwards.is_full:

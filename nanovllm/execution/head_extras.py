@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any
@@ -34,7 +35,8 @@ class HeadExtras:
         self._masks = build_mask_buffer(max_samples, device)
         self._penalties: Tensor | None = None  # `PENALTY_INPUTS`, packed for the head's number of samples
         self._words: Tensor | None = None  # of `Measured`
-        self.late_draw = LateDraw()  # of the step launched last
+        # Of the step launched last: a step that is undone drops it.
+        self._late_draw: Callable[[], LateDraw | None] = lambda: None
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
         """The head's work for these rows besides the draw; None if they need the host's sampler."""
@@ -66,12 +68,18 @@ class HeadExtras:
         # Penalties are sent by `upload`, from tokens that the host knows by then.
         if not head.has_masks or self._masks is None or head.penalises or not self._masks.begin(sequences, positions):
             return draw()
-        self.late_draw = LateDraw(draw, report)
-        return self.late_draw
+        late_draw = LateDraw(draw, report, on_drop=self._masks.wait)  # another step may use the matchers then
+        self._late_draw = weakref.ref(late_draw)
+        return late_draw
+
+    def launch_late_draw(self) -> None:
+        """Launch the draw of the step before, if it is late and the step was not undone."""
+        if (late_draw := self._late_draw()) is not None:
+            late_draw.launch()
 
     def drop_late_draw(self) -> None:
         """Forget a draw that is not launched yet, of a step that was undone."""
-        self.late_draw = LateDraw()
+        self._late_draw = lambda: None
         if self._masks is not None:
             self._masks.wait()
 

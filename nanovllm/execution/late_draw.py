@@ -24,17 +24,34 @@ class LateDraw:
     Args:
         draw: launches it, once; None if there is nothing to draw.
         reported: as in `PendingTokens`.
+        on_drop: called if it is dropped without a launch, as by a step that is undone.
     """
 
-    def __init__(self, draw: Callable[[], Tensor] | None = None, reported: StepLogprobs | None = None) -> None:
-        self._draw, self._reported = draw, reported
+    def __init__(
+        self,
+        draw: Callable[[], Tensor] | None = None,
+        reported: StepLogprobs | None = None,
+        on_drop: Callable[[], None] | None = None,
+    ) -> None:
+        self._draw, self._reported, self._on_drop = draw, reported, on_drop
         self._pending: PendingTokens | None = None
+        self._error: BaseException | None = None
+
+    def __del__(self) -> None:
+        if self._draw is not None and self._on_drop is not None:
+            self._on_drop()
 
     def launch(self) -> None:
-        """Launch it, unless that is done."""
+        """Launch it, unless that is done; raises its error again."""
+        if self._error is not None:
+            raise self._error
         if self._draw is not None:
             draw, self._draw = self._draw, None
-            self._pending = PendingTokens.send(draw(), self._reported)
+            try:
+                self._pending = PendingTokens.send(draw(), self._reported)
+            except BaseException as error:
+                self._error = error
+                raise
 
     def result(self) -> list[int]:
         """As in `PendingTokens`."""

@@ -70,9 +70,9 @@ class MaskBuffer:
 
     def wait(self) -> None:
         """Wait for the threads of a step that will not be drawn."""
-        if self._begun is not None:
-            self._begun.finish({})
-            self._begun = None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.finish({})
 
     def _allocate(self, num_words: int) -> None:
         from nanovllm.requests.grammar.mask_threads import MaskThreads

@@ -7,7 +7,7 @@ for any device: it dequantises, then computes as the plain layers do. CPU kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -314,9 +314,10 @@ class QuantisedLinear(_Quantised):
     def forward(self, states: Tensor) -> Tensor:
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
         starts = range(0, self.out_features, step)
-        weights = (self.dequantise(slice(at, at + step)).to(states.dtype) for at in starts)
-        kept = self._kept.over(weights, states, self.out_features * self.in_features)
-        parts = [F.linear(states, weight) for weight in kept]
+        weights: Iterable[Tensor] = (self.dequantise(slice(at, at + step)).to(states.dtype) for at in starts)
+        if not torch.compiler.is_compiling():  # compiled code would be compiled anew for each number of passes
+            weights = self._kept.over(weights, states, self.out_features * self.in_features)
+        parts = [F.linear(states, weight) for weight in weights]
         products = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return products if self.bias is None else products + self.bias
 

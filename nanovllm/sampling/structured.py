@@ -69,11 +69,16 @@ def begin_masks(
     wait: Callable[[], dict[int, GrammarError]] | None = None
     if threads is not None:
         rows, wait = threads.begin(rows, address, len(masks))
-    for row, matcher, token_ids, num_prompt_tokens, position in rows:
-        try:
-            matcher.follow(token_ids[num_prompt_tokens + matcher.num_tokens : position], address + row * num_bytes)
-        except GrammarError as error:
-            failed[row] = error
+    try:
+        for row, matcher, token_ids, num_prompt_tokens, position in rows:
+            try:
+                matcher.follow(token_ids[num_prompt_tokens + matcher.num_tokens : position], address + row * num_bytes)
+            except GrammarError as error:
+                failed[row] = error
+    except BaseException:
+        if wait is not None:
+            wait()  # no other call may use the matchers before
+        raise
     return BegunMasks(sequences, masks, failed, wait)
 
 

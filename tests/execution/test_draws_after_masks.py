@@ -48,18 +48,28 @@ def test_nothing_to_draw_launches_nothing():
     LateDraw().launch()
 
 
-def test_a_draw_that_fails_raises_where_it_is_launched_and_is_not_tried_again():
+def test_a_draw_that_fails_raises_its_error_again_and_is_not_tried_again():
     calls: list[str] = []
 
-    def fails() -> torch.Tensor:
-        counted(calls)
-        raise RuntimeError("out of memory")
+    def fail() -> torch.Tensor:
+        calls.append("draw")
+        raise ValueError("no draw")
 
-    drawn = LateDraw(fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        drawn.launch()
-    drawn.launch()
+    drawn = LateDraw(fail)
+    for ask in (drawn.launch, drawn.launch, drawn.result):
+        with pytest.raises(ValueError, match="no draw"):
+            ask()
     assert calls == ["draw"]
+
+
+def test_a_draw_that_is_dropped_before_its_launch_says_so():
+    dropped: list[int] = []
+    for number in range(2):
+        drawn = LateDraw(lambda: torch.tensor([3]), on_drop=functools.partial(dropped.append, number))
+        if number:
+            drawn.launch()
+        del drawn
+    assert dropped == [0]
 
 
 # ------------------------------------------------------------------------------------------------ within the engine

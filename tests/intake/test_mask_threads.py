@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from nanovllm import StructuredOutput
 from nanovllm.requests.grammar import mask_threads
 from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskThreads
+from nanovllm.requests.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskCaller, MaskThreads
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS
 from nanovllm.sampling.structured import begin_masks
 from tests.support.structured import EOS, FORMS, allowed, form
@@ -209,3 +210,36 @@ def test_a_form_without_room_for_another_lexer_goes_on_with_those_it_has():
         if thread.name == "nanovllm-lexers":
             thread.join(30.0)
     assert len(lexers.states) == 1 and lexers.compile_state is None
+
+
+class _SlowExecutor:
+    """llguidance's threads, which take a while, and sometimes panic."""
+
+    def __init__(self) -> None:
+        self.num_filled = 0
+
+    def unsafe_compute_mask_ptr(self, number: int, seconds: float) -> None:
+        time.sleep(seconds)
+        if number < 0:
+            raise RuntimeError("a panic")
+        self.num_filled += 1
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_call_that_nobody_waited_for_is_over_before_the_next_begins(pause):
+    """As after an interrupt of the wait."""
+    caller, executor = MaskCaller(), _SlowExecutor()
+    caller.begin(executor, 0, 0.05)  # lost
+    time.sleep(pause)
+    for number in range(1, 4):
+        wait = caller.begin(executor, number, 0.02)
+        assert executor.num_filled == number  # the earlier ones
+        assert wait() >= 0.02
+        assert executor.num_filled == number + 1
+
+
+def test_a_panic_reaches_who_waits_and_the_next_call_works():
+    caller, executor = MaskCaller(), _SlowExecutor()
+    with pytest.raises(RuntimeError, match="a panic"):
+        caller.begin(executor, -1, 0.0)()
+    assert caller.begin(executor, 0, 0.0)() >= 0.0

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
@@ -104,3 +105,18 @@ def test_a_weight_that_is_freed_makes_room_for_others(frees):
         linear.free()
     del linear
     assert kept_weights._total == before
+
+
+def test_layers_that_are_compiled_keep_no_weights_and_one_version_serves_all_passes():
+    counter = torch._dynamo.testing.CompileCounter()
+    layers = [
+        nn.Sequential(QuantisedLinear("int8", quantise(torch.randn(64, 64), "int8"), None, dtype=torch.float32))
+        for _ in range(2)
+    ]
+    compute = torch.compile(lambda layer, states: layer(states), backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for number in range(kept_weights.PASSES + 3):
+            states = torch.randn(2 + number, 64)
+            for layer in layers:
+                torch.testing.assert_close(compute(layer, states), layer(states))
+    assert counter.frame_count <= len(layers)

@@ -159,6 +159,7 @@ def _consume(rows: list[MaskRow]) -> tuple[list[MaskRow], list[tuple[int, Matche
         else:
             try:
                 matcher.check()
+                failed[place] = GrammarError(f"{matcher.name}: token {token_ids[position - 1]} is not allowed")
             except GrammarError as error:
                 failed[place] = error
     return left, filled, failed
@@ -174,11 +175,17 @@ class MaskCaller:
         self._executor: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._outcome: float | BaseException = 0.0
+        self._num_begun = self._num_done = 0
         Thread(target=self._run, name="nanovllm-masks", daemon=True).start()
 
     def begin(self, executor: Any, *arguments: Any) -> Callable[[], float]:
         """Start to fill masks; returns a function to be called once, which waits and returns the seconds they took."""
+        while self._num_done < self._num_begun:  # the wait for an earlier call was interrupted
+            self._is_done.acquire(timeout=0.01)
+        for lock in (self._is_done, self._has_begun):
+            lock.acquire(blocking=False)
         self._executor, self._arguments = executor, arguments
+        self._num_begun += 1
         self._asked.release()
         self._has_begun.acquire()  # the thread now keeps Python's lock until its call releases that
         return self._wait
@@ -200,4 +207,6 @@ class MaskCaller:
             except BaseException as error:  # a panic of llguidance too
                 self._outcome = error
             self._executor, self._arguments = None, ()
-            self._is_done.release()
+            self._num_done += 1
+            if self._is_done.locked():
+                self._is_done.release()
