@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.rehearsal import rehearse
 from nanovllm.model import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
@@ -292,6 +293,8 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
         runner, (prompts, params) = llm._engine.model_runner, mixed_company(5)
         executor = runner._executor
         llm.generate(prompts, params, use_tqdm=False)
+        while rehearse(runner, runner._num_rehearsed):  # as idle time does first
+            runner._num_rehearsed += 1
         missed = set(executor._forwards.missed) - set(executor._forwards.graphs)
         for _ in {*missed, *(set(executor._seen) - set(executor._heads))}:  # heads of rare options come first
             assert runner.capture_ahead()

@@ -237,13 +237,12 @@ def late_draws(monkeypatch):
     """Masks go to threads from two samples on; the list grows by each late draw."""
     from nanovllm.execution import head_extras
 
-    made: list[Any] = []
+    made: list[int] = []  # not the draws: those of undone steps must go
 
     class Noted(head_extras.LateDraw):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            if arguments:
-                made.append(self)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(id(self))
 
     monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.ROWS_A_LEXER", 1)
     monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.perf_counter", lambda: 0.0)  # no mask is slow
