@@ -20,6 +20,7 @@ from nanovllm.core.errors import EngineClosedError, ForkedChildError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
+from nanovllm.execution.early_start import begin_gpu
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
@@ -50,6 +51,7 @@ def open_engine(
     """The engine or pool for a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Imports are local: a front starts its replicas before it loads modules that only engines need.
     if options.get("data_parallel_size", 1) == 1:
+        begin_gpu(model, options)
         with collector_paused():  # transformers is imported here
             from nanovllm.build import build_engine
 

@@ -21,11 +21,12 @@ from nanovllm.core.batch_layout import build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import runs_as_decodes
+from nanovllm.execution.compared_steps import run_few_decodes, run_some_rows
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
-from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, run_few_decodes, warm_up_spans
+from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.execution.rehearsal import rehearse
+from nanovllm.execution.rehearsal import rehearse, rehearse_at_start
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.embeddings import EmbeddedRows
@@ -79,14 +80,16 @@ class ModelRunner:
         self.backend = self._executor.backend
         self._launch: Callable[..., Callable[[], Tensor]] = self._executor.launch
         if choice.compiles and not choice.kernels:
-            logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
-            binding.compile_layers()
             if isinstance(self._executor, GraphExecutor):
-                binding.stack_layers(
-                    config.block_size, partial(run_few_decodes, binding, config, self._executor.run_layers)
-                )
+                run_layers = self._executor.run_layers
+                if not binding.use_kernel_layers(partial(run_some_rows, binding, config, run_layers)):
+                    binding.compile_layers()
+                binding.stack_layers(config.block_size, partial(run_few_decodes, binding, config, run_layers))
                 self._executor.warm_up()
+                if not binding.is_live:
+                    rehearse_at_start(self, self._executor.capture_seen_head)
             else:
+                binding.compile_layers()
                 self._execute_dummies(warm_up_spans(config))
         elif self.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
             run_batches = [partial(self._execute_dummies, spans) for spans in comparison_spans(config)]

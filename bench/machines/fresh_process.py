@@ -146,6 +146,59 @@ class StackSampler:
         sys.stdout.flush()
 
 
+class Timeline:
+    """Samples the stacks of all threads: what each did in each half second, weighted by the time between samples."""
+
+    def __init__(self, interval: float = 0.02, bucket: float = 0.5) -> None:
+        self._interval, self._bucket = interval, bucket
+        self._main: dict[int, Counter[str]] = {}  # seconds by bucket
+        self._others: dict[int, Counter[str]] = {}
+        self._ends = threading.Event()
+        self._ident = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="timeline")
+        self._thread.start()
+
+    def _run(self) -> None:
+        last, own = since_start(), threading.get_ident()
+        while not self._ends.wait(self._interval):
+            now = since_start()
+            number = int(now / self._bucket)
+            for ident, frame in list(sys._current_frames().items()):
+                if ident == own:
+                    continue
+                label = _label(frame)
+                to = self._main if ident == self._ident else self._others
+                if ident == self._ident or "_worker" not in label:  # idle threads of a pool
+                    to.setdefault(number, Counter())[label] += now - last  # type: ignore[assignment]
+            last = now
+
+    def show(self, most: int = 3) -> None:
+        """Print each half second: the longest of the main thread, then those of the others."""
+        self._ends.set()
+        self._thread.join()
+        for number in sorted(self._main):
+            parts = [f"{seconds:.2f} {label}" for label, seconds in self._main[number].most_common(most)]
+            print(f"{number * self._bucket:6.1f}  {' | '.join(parts)}")
+            others = self._others.get(number, Counter()).most_common(most)
+            if others:
+                print(f"          others: {' | '.join(f'{seconds:.2f} {label}' for label, seconds in others)}")
+        sys.stdout.flush()
+
+
+def _label(frame: Any) -> str:
+    """The innermost function of this project, and the package and function that it is in."""
+    leaf, project = "", ""
+    while frame is not None and not project:
+        code = frame.f_code
+        parts = Path(code.co_filename).parts
+        name = f"{'/'.join(parts[-2:])}:{code.co_name}"
+        leaf = leaf or name
+        if "nanovllm" in parts[:-1] and "site-packages" not in parts:
+            project = name
+        frame = frame.f_back
+    return leaf if project == leaf else f"{project} > {leaf}"
+
+
 class Compilations:
     """Triton kernels compiled or loaded from the cache, and functions compiled by torch.compile, in order."""
 
@@ -185,4 +238,14 @@ class Compilations:
         for begin, end in compiled:
             if end - begin >= 0.05:
                 print(f"    {begin:7.3f} {end:7.3f} {end - begin:6.2f} s")
+        sys.stdout.flush()
+
+    @staticmethod
+    def show_parts(least: float = 0.1) -> None:
+        """Print the parts of torch.compile's time, nested ones too."""
+        from torch._dynamo.utils import compilation_time_metrics
+
+        for name, seconds in sorted(compilation_time_metrics.items(), key=lambda item: -sum(item[1])):
+            if sum(seconds) >= least:
+                print(f"    {sum(seconds):6.2f} s in {len(seconds):4} calls  {name}")
         sys.stdout.flush()

@@ -222,6 +222,13 @@ class Buckets:
 
         return [shape for shape in self.usual() if is_coarse(shape)]
 
+    def at_start(self, *, compiles_each_size: bool) -> list[GraphShape | HeadShape]:
+        """Shapes to capture before the first step, the largest first; few if each number of decodes is compiled."""
+        shapes: dict[GraphShape | HeadShape, None] = dict.fromkeys(self.common())
+        if not compiles_each_size:
+            shapes |= dict.fromkeys(self.coarse())
+        return [*(shapes | dict.fromkeys(self.heads()))]
+
     def usual(self) -> list[GraphShape]:
         """Shapes worth capturing while idle: any number of decodes, alone and together with chunks of a few prompts."""
         sizes = self._sizes

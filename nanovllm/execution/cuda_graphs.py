@@ -33,7 +33,7 @@ from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
-from nanovllm.process.device import own_code, to_device
+from nanovllm.process.device import find_kernel, own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
@@ -64,7 +64,8 @@ class GraphExecutor:
             binding.layers, binding.device, config, pools, max_decodes=self._buckets.max_decodes,
             max_tiles=self._buckets.max_tiles,
         )  # fmt: skip
-        self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
+        kernel = find_kernel("layer_parts", "with_sampled") if binding.device.type == "cuda" else None
+        self._with_sampled = kernel or torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
         rows = RowInputs(kind_groups(binding.layers, pools))
         features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
@@ -269,16 +270,9 @@ class GraphExecutor:
             self._forward(shape)
 
     def _start_up(self) -> list[GraphShape | HeadShape]:
-        """Shapes to capture before the first step, the largest first.
-
-        Only a few if each number of decodes needs a compilation, or for a live module, since its graphs may not last.
-        """
-        shapes: dict[GraphShape | HeadShape, None] = dict.fromkeys(self._buckets.common())
-        if not self._binding.is_live:
-            if not self.backend.compiles_each_size:
-                shapes |= dict.fromkeys(self._buckets.coarse())
-            shapes |= dict.fromkeys(self._buckets.heads())
-        return list(shapes)
+        if self._binding.is_live:  # its graphs may not last
+            return [*self._buckets.common()]
+        return self._buckets.at_start(compiles_each_size=self.backend.compiles_each_size)
 
     def _capture_lacking(self) -> None:
         """Capture the shapes still missing from start-up; after an interrupt, the next call captures the rest."""
@@ -303,12 +297,16 @@ class GraphExecutor:
         if self._lacking:
             self._capture_lacking()
             return True
-        if (head := next((head for head in self._seen if head not in self._heads), None)) is not None:
-            self._captured_head(head)
+        if self.capture_seen_head():
             return True
         if (shape := self._forwards.next_ahead()) is not None:
             self._capture_forward(shape)
         return shape is not None
+
+    def capture_seen_head(self) -> bool:
+        """Capture a head with rare options that a step had; False if none is left."""
+        head = next((head for head in self._seen if head not in self._heads), None)
+        return head is not None and self._captured_head(head) is not None
 
     def model_changed(self, *, in_place: bool) -> None:
         """Drop graphs that no longer fit the model: they read weights by address.

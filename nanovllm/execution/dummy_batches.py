@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-
-import torch
+from collections.abc import Iterable
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -65,38 +61,3 @@ def _at_both_ends(config: EngineConfig, near: tuple[int, int], num_far: int) -> 
     slots = [(first + row) % config.block_size for first, count in spans for row in range(count)]
     is_one = len(spans) <= config.max_num_seqs and len(slots) <= config.max_num_batched_tokens
     return [spans] if is_one and len(set(slots)) == len(slots) else [[span] for span in spans]
-
-
-def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], None]) -> None:
-    """Some steps of few decodes without graphs, for a numerical check: each place and each number of decodes once."""
-    batches = few_decodes(config)
-    with values_in_block_one(binding, config.block_size):
-        for starts in (*batches[: -1 : len(batches) // 4 + 1], *batches[-1:]):
-            batch = dummy_batch(binding, config, [(start, 1) for start in starts], apart=True)
-            run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
-
-
-def few_decodes(config: EngineConfig) -> list[list[int]]:
-    """Start positions for steps of up to six decodes: early, in a second block and at the end."""
-    last, block_size = config.max_model_len - 2, config.block_size
-    places = [(0, 1), (3, 1), (block_size + 2, 7), (last, -1)]  # the first one's position, the next one's distance
-    return [
-        [min(last, max(0, first + step * number)) for number in range(count)]
-        for first, step in places
-        for count in (1, 3, 6)
-        if count <= config.max_num_seqs and count + 2 < config.num_kv_blocks
-    ]
-
-
-@contextmanager
-def values_in_block_one(binding: ModelBinding, block_size: int) -> Iterator[None]:
-    """Non-zero K and V in block 1 for a while: zeros would hide errors of attention."""
-    blocks = [part[block_size : 2 * block_size] for cache in binding.caches.of_layers for part in cache]
-    for block in blocks:
-        size = block.numel()
-        block.copy_(torch.linspace(0.0, size * 0.7, size, device=block.device).sin_().view(block.shape))
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block.zero_()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.model.fast.kernel_layers import first_layer_alone
 from nanovllm.process.device import DEVICE_LOCK
 from nanovllm.process.interrupts import interrupts_let_through
 
@@ -31,7 +32,8 @@ class GraphPool:
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
-                    run()
+                    with first_layer_alone():
+                        run()
                     torch.cuda.synchronize(self._device)
                     if self._is_empty or frees_trial:
                         torch.cuda.empty_cache()  # the trial's memory is the graphs' from now on

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import psutil
 import torch
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.gpu_memory import measure_peaks, workspace_bytes
+from nanovllm.execution.gpu_memory import free_earlier_engines, measure_peaks, workspace_bytes
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import DEVICE_LOCK, raise_device_error
 
@@ -29,7 +27,7 @@ def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: Attent
         return available // (config.data_parallel_size * config.tensor_parallel_size)
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return 0
-    gc.collect()  # an earlier engine may be part of a cycle
+    free_earlier_engines(binding)
     try:
         with DEVICE_LOCK:
             peaks = measure_peaks(binding, config, choice)

@@ -7,6 +7,7 @@ has no graph, idle time captures it next. All rows are in the null block.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"logits_processors": (lambda token_ids, logits: logits,)},
     {"prompt_logprobs": 0}, {"prompt_logprobs": 5},
 )  # fmt: skip
+_PENALTIES = {"repetition_penalty", "frequency_penalty"}
 _PROMPT_TOKENS = 3
 DEVICES = {"cuda"}
 
@@ -66,6 +68,20 @@ def rehearse(runner: Any, number: int) -> bool:
     except Exception:
         logger.info("a rehearsal failed: %s", batch.sampling[0].params, exc_info=True)
     return True
+
+
+def rehearse_at_start(runner: Any, capture_head: Callable[[], bool]) -> None:
+    """Rehearse a prompt and a decode with each option of the draw, and capture its head, before the first request."""
+    for number, options in enumerate(_OPTIONS):
+        if "logprobs" in options or options.keys() & _PENALTIES:
+            for form in (0, 1):
+                if not rehearse(runner, 3 * number + form):
+                    return
+    try:
+        while capture_head():
+            pass
+    except Exception:  # of a device, it comes again
+        logger.info("a head with rare options was not captured", exc_info=True)
 
 
 def rehearsal_batch(binding: ModelBinding, config: EngineConfig, number: int) -> ScheduledBatch | None:

@@ -12,6 +12,8 @@ row is exact to 2^-26, apart from rounding of the exponential function. A mass e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -299,6 +301,14 @@ def filter_floors(logits: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
 
     Returns two [num_rows] float32: 0 and -inf for rows without filters. No synchronisation, no data-dependent shapes.
     """
+    launches, floors = floor_launches(logits, inputs)
+    for launch in launches:
+        launch()
+    return floors
+
+
+def floor_launches(logits: Tensor, inputs: Any) -> tuple[list[Callable[[], Any]], tuple[Tensor, Tensor]]:
+    """The launches of `filter_floors`, in order, and its results; threads may compile their kernels together."""
     num_rows, vocab_size = logits.shape
     num_parts, capacity = -(-vocab_size // PART.value), -(-vocab_size // _GATHERED_SHARE)
     stats = logits.new_empty(num_rows, num_parts, 4, dtype=torch.float32)
@@ -310,18 +320,23 @@ def filter_floors(logits: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
     stride, shift, width = logits.stride(0), _SHIFTS[logits.dtype], 1 << (num_parts - 1).bit_length()
     k, p, inverse = inputs.top_k, inputs.top_p, inputs.inverse_temperatures
     parts = num_rows, min(num_parts, -(-_PROGRAMS // num_rows))
-    measure_parts[parts](
-        logits, k, p, inputs.min_p, inputs.is_cold, stats, counters, stride, vocab_size, num_parts, num_warps=_WARPS
-    )  # fmt: skip
-    sum_above[parts](
-        logits, k, p, inverse, stats, sums, pivots, stride, vocab_size, num_parts, shift, width, num_warps=_WARPS
-    )  # fmt: skip
-    gather[parts](
-        logits, k, p, inverse, stats, sums, pivots, counters, candidates, stride, vocab_size, num_parts, capacity,
-        shift, width, num_warps=_WARPS,
-    )  # fmt: skip
-    find_floors[num_rows,](
-        logits, k, p, inputs.min_p, inputs.is_cold, inverse, stats, sums, pivots, counters, candidates, offsets, floors,
-        stride, vocab_size, capacity, num_parts, shift, width, _SEARCH_BLOCK, num_warps=_SEARCH_WARPS,
-    )  # fmt: skip
-    return offsets, floors
+    some, each = (logits, k, p), {"num_warps": _WARPS}
+    launches: list[Callable[[], Any]] = [
+        partial(
+            measure_parts[parts], *some, inputs.min_p, inputs.is_cold, stats, counters, stride, vocab_size, num_parts,
+            **each,
+        ),
+        partial(
+            sum_above[parts], *some, inverse, stats, sums, pivots, stride, vocab_size, num_parts, shift, width, **each
+        ),
+        partial(
+            gather[parts], *some, inverse, stats, sums, pivots, counters, candidates, stride, vocab_size, num_parts,
+            capacity, shift, width, **each,
+        ),
+        partial(
+            find_floors[num_rows,], *some, inputs.min_p, inputs.is_cold, inverse, stats, sums, pivots, counters,
+            candidates, offsets, floors, stride, vocab_size, capacity, num_parts, shift, width, _SEARCH_BLOCK,
+            num_warps=_SEARCH_WARPS,
+        ),
+    ]  # fmt: skip
+    return launches, (offsets, floors)

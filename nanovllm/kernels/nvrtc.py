@@ -7,10 +7,12 @@ import ctypes.util
 import hashlib
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from nanovllm.core.paths import cache_root
 
 _MAX_SHARED_BYTES = 8  # number of a function attribute
+_locks: defaultdict[str, Lock] = defaultdict(Lock)  # by file of the cache
 
 
 class CudaError(RuntimeError):
@@ -63,14 +66,15 @@ def compile_source(source: str, architecture: str, definitions: Mapping[str, Any
     options += [f"-D{name}={value}" for name, value in definitions.items()]
     identity = "\0".join([source, *options, *map(str, _version(library))])
     path = cache_root() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
-    with suppress(OSError):
-        return path.read_bytes()
-    code = _compile(library, source, options)
-    with suppress(OSError):  # without a cache folder it is compiled at each start
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+    with _locks[path.name]:  # a thread at start may be at it
+        with suppress(OSError):
+            return path.read_bytes()
+        code = _compile(library, source, options)
+        with suppress(OSError):  # without a cache folder it is compiled at each start
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)
     return code
 
 

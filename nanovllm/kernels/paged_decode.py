@@ -115,6 +115,7 @@ class PagedDecode:
             self._pieces = torch.zeros(1 + num_pieces, entry, dtype=torch.int32, device=device)
             self._splits = torch.zeros(max_decodes, 2, dtype=torch.int32, device=device)
             self._tables = self._members = self._pieces  # placeholders until the first step
+            self._wide_pieces: Tensor | None = None
             self._nothing_shared = (
                 torch.zeros(max_decodes, dtype=torch.int32, device=device),
                 torch.zeros(1, dtype=torch.int32, device=device),

@@ -28,10 +28,11 @@ from nanovllm.core.errors import NotFusedError
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.fast import packed_linears
 from nanovllm.model.fast.compiled_layers import compile_calls, decoder_layers
+from nanovllm.model.fast.kernel_layers import uncompiled_calls
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
-from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_calls
+from nanovllm.model.fast.stacked_layers import stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
@@ -116,10 +117,7 @@ class ModelBinding:
         self.watch = ModuleWatch(model, self._lock) if is_live else None
 
     def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
-        """Let the model return only this rank's logits, if they equal the slice of the whole ones.
-
-        They differ if the model's operations on logits are not elementwise: then the head gathers them.
-        """
+        """Let the model return only this rank's logits, if they equal the slice of the whole ones (elementwise)."""
         split = ForwardPasses(self.model, self._patches, head.width)
         with self._probing(StateProbe()):
             if split.computes_parts(self._passes, head, ranks, self.device):
@@ -172,8 +170,7 @@ class ModelBinding:
             logger.info("attention modules run as they are: %s", error)
         if self.ranks is not None and not self.ranks.agree(bool(fused)):
             return
-        for parent in list(self.model.modules()):
-            children = parent._modules
+        for children in [parent._modules for parent in self.model.modules()]:
             self._rotary += [(children, name, fused[child]) for name, child in children.items() if child in fused]
 
     def weight_addresses(self) -> list[int]:
@@ -185,7 +182,8 @@ class ModelBinding:
         return self.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(self.model))
 
     def compile_layers(self) -> None:
-        """Compile the decoder layers, and on a GPU the small modules around them."""
+        """Compile the decoder layers, and on a GPU the small modules around them, at their first calls."""
+        logger.warning("compiling the layers of %s: some seconds", type(self.model).__name__)
         if not self.is_live:  # quantised weights are an engine's own
             packed_linears.warn_of_dequantising(self.model)
         layers = self.mixers.without(self.layer_modules) if self.mixers else self.layer_modules
@@ -197,28 +195,37 @@ class ModelBinding:
         is_alone = self.ranks is None and not self.mixers  # a stack has no all-reduce, and attention alone
         return self._passes_keywords and not self.is_live and is_alone
 
+    def use_kernel_layers(self, run_rows: Callable[[], Any]) -> bool:
+        """Run the layers by our kernels instead of compiled, if `run_rows` shows the same results; whether they do."""
+        if self._rotary and self.may_stack_layers:
+            find = partial(uncompiled_calls, self.model, self.layer_modules, self.layers, self._rotary)
+            self._replace_calls("layers are compiled", find, run_rows)
+        return self._layered_calls is not None
+
     def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
         """Run all layers in one launch in steps of few decodes, if `run_decodes` shows the same results."""
-        if not self.may_stack_layers:
-            return
-        layered = calls = self._compiled_calls
+        if self.may_stack_layers:
+            find = partial(stacked_calls, self.layer_modules, self.layers, self.caches.of_layers, block_size)
+            self._replace_calls("steps of few decodes run layer by layer", find, run_decodes)
+
+    def _replace_calls(self, otherwise: str, find: Callable[..., Any], run_batches: Callable[[], Any]) -> None:
+        """Use the calls that `find` returns; its `compare` runs the batches with `comparing_calls`."""
+        before = calls = self._compiled_calls
         self.uninstall()  # restores the modules for their inspection
 
-        def compare(stacked: StackedLayers) -> None:
-            self._compiled_calls = stacked.comparing_calls()
+        def compare(form: Any) -> None:
+            self._compiled_calls = form.comparing_calls()
             self._install(RECORDING_NAME)  # stays installed for the batches
-            with stacked.equations.watching():
-                run_decodes()
+            with form.equations.watching():
+                run_batches()
 
         try:
-            calls = stacked_calls(
-                self.layer_modules, self.layers, self.caches.of_layers, layered, block_size, compare=compare
-            )
+            calls = find(before, compare=compare)
         except NotFusedError as error:
-            logger.info("steps of few decodes run layer by layer: %s", error)
+            logger.info("%s: %s", otherwise, error)
         finally:
             self.uninstall()
-            self._compiled_calls, self._layered_calls = calls, None if calls is layered else layered
+            self._compiled_calls, self._layered_calls = calls, None if calls is before else before
 
     def unstack_layers(self) -> None:
         """Run layer by layer from now on: a stack reads weights by their old addresses."""

@@ -238,3 +238,28 @@ assert all(found == made for found, made in results) and len(results[0][0][froze
         subprocess.run([sys.executable, "-c", each], env=environment, timeout=120, check=True)
         kept.append({file: file.stat().st_mtime_ns for file in (tmp_path / "imports").iterdir()})
     assert len(kept[0]) == 2 and kept[0] == kept[1]  # the second process wrote nothing
+
+
+PACKAGES = """
+import json, sys
+from importlib import metadata
+from nanovllm.process import import_index
+make, calls = metadata.packages_distributions, []
+metadata.packages_distributions = lambda: calls.append(1) or make()
+import_index.keep_import_index()
+print(json.dumps([metadata.packages_distributions() == make(), len(calls)]))
+"""
+
+
+def test_the_index_of_installed_packages_is_kept_until_one_is_installed(library):
+    package = library.parent / "some_package-1.0.dist-info"
+    assert json.loads(output(library, PACKAGES)) == [True, 1]
+    assert json.loads(output(library, PACKAGES)) == [True, 0]
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0\n")
+    (package / "top_level.txt").write_text("some_module\n")
+    assert json.loads(output(library, PACKAGES)) == [True, 1]
+    assert json.loads(output(library, PACKAGES)) == [True, 0]
+    (package / "top_level.txt").write_text("another_module\n")
+    os.utime(package, ns=(1, 1))  # an installation replaces the folder
+    assert json.loads(output(library, PACKAGES)) == [True, 1]

@@ -13,7 +13,7 @@ from nanovllm.attention.step_tables import TableInputs
 from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution import cuda_graphs, forward_graphs
-from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs
 
@@ -126,6 +126,17 @@ def test_a_capture_that_fails_does_not_fail_every_later_step(make):
     while executor.capture_ahead():
         pass
     assert set(Buckets(CONFIG).usual()) <= set(executor._forwards.graphs)
+
+
+def test_heads_with_rare_options_are_captured_once_a_step_had_them(make):
+    executor = make()
+    executor.warm_up()
+    rare = HeadShape(4, True, penalises=True)
+    assert not executor.capture_seen_head()
+    assert executor._head_graph(rare) is None  # the step runs without a graph
+    assert executor.capture_seen_head() and rare in executor._heads
+    assert not executor.capture_seen_head()
+    assert executor._head_graph(rare) is executor._heads[rare]
 
 
 def test_a_live_module_gets_no_graphs_while_it_is_its_owners(make):

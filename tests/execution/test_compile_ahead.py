@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
-from nanovllm.execution.compile_ahead import call_together
+from nanovllm.execution.option_kernels import call_together
 from nanovllm.model.fast import merged_linears
 from nanovllm.model.fast.merged_linears import kernel_calls, merging
 from tests.support.tiny_models import tiny_model

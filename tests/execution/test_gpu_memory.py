@@ -63,11 +63,24 @@ def test_logits_with_penalties_have_memory_within_the_graphs_and_beside_them(bin
 def test_the_cache_takes_what_all_of_a_steps_memory_leaves(binding, monkeypatch):
     monkeypatch.setattr(memory, "measure_peaks", lambda *_: StepPeaks(GIB, 2 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(memory, "free_earlier_engines", lambda _: None)
     binding.device = torch.device("cuda")
     config = replace(CONFIG, num_kv_blocks=None, kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
     found = memory.memory_for_cache(binding, config, SimpleNamespace(uses_graphs=True))
     taken = 2 * GIB + workspace_bytes(binding, config, StepPeaks(GIB, 2 * GIB)) + memory.GPU_RESERVE_BYTES
     assert 0.95 < found / (0.9 * 80 * GIB - 20 * GIB - taken) <= 1.0
+
+
+@pytest.mark.parametrize("num_more", [0, GIB])
+def test_garbage_is_collected_where_a_device_holds_more_than_the_model(monkeypatch, num_more):
+    linear, collected = nn.Linear(1024, 1024), []
+    linear.again = nn.Linear(1, 1)
+    linear.again.weight = linear.weight  # counted once
+    own = sum(parameter.nbytes for parameter in linear.parameters())
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: own + num_more)
+    monkeypatch.setattr(gpu_memory.gc, "collect", lambda: collected.append(True))
+    gpu_memory.free_earlier_engines(SimpleNamespace(model=linear, device=torch.device("cuda")))  # type: ignore[arg-type]
+    assert bool(collected) == bool(num_more)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from nanovllm.execution.option_kernels import call_apart
 from nanovllm.kernels import nvrtc
 
 
@@ -89,3 +91,28 @@ def test_a_text_that_does_not_compile_leaves_nothing_behind(compiler, tmp_path):
     compiler.fails = False
     assert nvrtc.compile_source("void", "sm_90", {}).startswith(b"void")
     assert compiler.num_compiled == 2
+
+
+def test_a_text_that_a_thread_compiles_is_waited_for(compiler):
+    begun, may_end = Event(), Event()
+    compile_program = compiler.nvrtcCompileProgram
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        assert may_end.wait(20)
+        result: int = compile_program(*arguments)
+        return result
+
+    compiler.nvrtcCompileProgram = slow
+    codes: list[bytes] = []
+
+    def compile_text() -> None:
+        codes.append(nvrtc.compile_source("void f();", "sm_90", {}))
+
+    call_apart([compile_text])
+    assert begun.wait(20)
+    waiting = Thread(target=compile_text)
+    waiting.start()
+    may_end.set()
+    waiting.join(20)
+    assert codes == [b"void f(); --gpu-architecture=sm_90 --std=c++17"] * 2 and compiler.num_compiled == 1

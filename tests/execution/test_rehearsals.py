@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.core.errors import DeviceError
 from nanovllm.core.sampling_params import _STAGES
 from nanovllm.execution import rehearsal
-from nanovllm.execution.rehearsal import rehearsal_batch
+from nanovllm.execution.rehearsal import rehearsal_batch, rehearse_at_start
 from tests.support.layer_kinds import model
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -51,6 +51,29 @@ def rehearse(llm: LLM) -> int:
 def tokens(llm: LLM, **options: Any) -> list[list[int]]:
     params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(folder, monkeypatch, caplog):
+    with open_llm(folder) as llm:
+        runner: Any = llm._engine.model_runner  # type: ignore[union-attr]
+        before = tokens(llm, temperature=0.0)
+        given, execute, heads = [], runner.execute, [1, 2]
+
+        def noting(batch: Any) -> Any:
+            given.append(batch)
+            return execute(batch)
+
+        monkeypatch.setattr(runner, "execute", noting)
+        with caplog.at_level("INFO", "nanovllm"):
+            rehearse_at_start(runner, lambda: bool(heads) and bool(heads.pop()))
+        params = [batch.sampling[0].params for batch in given]
+        assert "rehearsal" not in caplog.text and not heads
+        assert [[entry.num_new_tokens for entry in batch.entries] for batch in given] == [[3], [1]] * (len(given) // 2)
+        assert {each.logprobs for each in params if not each.penalises} >= {0, 5, 20}
+        assert any(each.penalises and each.logprobs is None for each in params)
+        assert all(each.penalises or each.logprobs is not None for each in params)
+        monkeypatch.undo()
+        assert tokens(llm, temperature=0.0) == before
 
 
 WAYS: dict[str, dict[str, Any]] = {

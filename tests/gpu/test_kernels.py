@@ -15,6 +15,7 @@ from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
 from nanovllm.core.batch import NON_FINITE, Copy
 from nanovllm.core.batch_layout import build_layout
+from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.process.device import find_kernel
@@ -135,6 +136,47 @@ def test_turned_queries_and_stored_states_equal_those_of_float64(num_rows, sizes
     for ours, theirs in ((query, right), (stored[:, 1:], expected[:, 1:])):  # what padding leaves is never read
         assert (ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm()
     assert query.shape == (num_rows, num_heads, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (4, 576), (37, 1024), (3000, 4096)])
+def test_norms_sums_and_gates_between_products_are_those_of_pytorch(num_rows, size, dtype):
+    torch.manual_seed(0)
+    first, second = (3 * torch.randn(1, num_rows, size, device="cuda").to(dtype) for _ in range(2))
+    weight, product = torch.randn(size, device="cuda").to(dtype), torch.randn(1, num_rows, 2 * size, device="cuda")
+    product = (4 * product).to(dtype)
+    total, normed = layer_part("add_and_norm")(first, second, weight, 1e-5)
+    assert torch.equal(total, first + second)
+    gate, up = product.double().chunk(2, dim=-1)
+    pairs = [
+        (layer_part("norm")(first, weight, 1e-5), first.double(), weight),
+        (normed, total.double(), weight),
+    ]
+    expected = [F.rms_norm(states, (size,), scale.double(), 1e-5) for _, states, scale in pairs]
+    own = [pair[0] for pair in pairs] + [layer_part("gated")(product)]
+    for ours, right in zip(own, [*expected, F.silu(gate) * up], strict=True):
+        torch.testing.assert_close(ours.double(), right, atol=1e-3, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_angles_are_those_of_pytorch_at_every_position():
+    frequencies = 1e6 ** (-torch.arange(0, 128, 2, device="cuda") / 128)
+    positions = torch.tensor([[0, 1, 17, 4096, 40_000, 1_000_000]], device="cuda")
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    for ours, right in zip(
+        layer_part("turns")(positions, frequencies, 1.25, torch.float32), (angles.cos(), angles.sin()), strict=True
+    ):
+        torch.testing.assert_close(ours, 1.25 * right, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_of_the_step_before_are_put_in_place():
+    token_ids = torch.tensor([3, -1, -3, 0, -900, 7] * 300, device="cuda")[1:]
+    sampled = torch.tensor([5, -1, 9, 4], device="cuda")
+    assert torch.equal(layer_part("with_sampled")(token_ids, sampled), with_sampled(token_ids, sampled))
+
+
+def layer_part(name: str) -> Any:
+    return find_kernel("layer_parts", name)
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])

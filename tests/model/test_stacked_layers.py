@@ -6,8 +6,7 @@ The kernel is stood in for by its reference in PyTorch, since it runs on a GPU a
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,36 +15,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForC
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from nanovllm.attention.flex_gpu import GpuFlexPlan
-from nanovllm.attention.operator import AttentionStep
-from nanovllm.attention.step_tables import StepTables
 from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.stacked_layers import StackedLayers
-from tests.support.dense_rotary import dense_rotate
-from tests.support.llama_layers import run_layers
+from tests.support.decode_steps import BLOCK_SIZE, ReferenceStack, binding_of, hidden_step
 from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
-
-BLOCK_SIZE, NUM_BLOCKS = 16, 8
-
-
-class ReferenceStack:
-    """`LayerStack` without a GPU; counts its launches."""
-
-    launches: ClassVar[list[int]] = []
-
-    def __init__(self, layers: Any, sizes: Any, scaling: float, device: torch.device) -> None:
-        self._layers, self._sizes, self._scaling = layers, sizes, scaling
-
-    def run(
-        self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: Any, *, first: int = 0, count: int = 0
-    ) -> Tensor:
-        layers = self._layers[first : first + count] if count else self._layers
-        self.launches.append(len(layers))
-        return run_layers(layers, self._sizes, self._scaling, hidden, cosines, sines, rows)
 
 
 @pytest.fixture(autouse=True)
@@ -53,62 +30,6 @@ def reference_stack(monkeypatch):
     monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
     monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
     monkeypatch.setattr(ReferenceStack, "launches", [])
-
-
-class DenseDecodes:
-    """Attention of a step's decodes over their block tables, one by one."""
-
-    def __init__(self) -> None:
-        self.step: Any = None
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
-        output = torch.zeros_like(query)
-        for row, count in enumerate(self.step.decode_blocks.tolist()):
-            table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
-            slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-            slots = slots[: int(self.step.decode_positions[row]) + 1] if count else slots
-            groups = query.shape[1] // keys.shape[1]
-            own = [part[slots].float().repeat_interleave(groups, 1) for part in (keys, values)]
-            weights = (torch.einsum("hd,thd->ht", query[row].float(), own[0]) * scaling).softmax(-1)
-            output[row] = torch.einsum("ht,thd->hd", weights, own[1])
-        return output
-
-
-def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
-    binding = ModelBinding(model, is_live=False)
-    binding.merge_linears()
-    if rotary:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: dense_rotate)
-            binding.fuse_rotary()
-    binding.caches.allocate(NUM_BLOCKS * BLOCK_SIZE)
-    torch.manual_seed(1)
-    for cache in binding.caches.of_layers:
-        cache.normal_()
-    return binding
-
-
-def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) -> Tensor:
-    """Hidden states of decodes at these positions, each in blocks 1 and one of its own."""
-    backend, count = DenseDecodes(), len(positions)
-    padding = [0] * (num_rows - count)
-    tables = [[1] * (position // BLOCK_SIZE) + [2 + row] for row, position in enumerate(positions)]
-    lengths = [len(table) for table in tables]
-    starts = [sum(lengths[:row]) for row in range(count)]
-    slots = [(2 + row) * BLOCK_SIZE + position % BLOCK_SIZE for row, position in enumerate(positions)]
-    none = torch.zeros(0, dtype=torch.int32)
-    parts = dict.fromkeys(StepTables.__dataclass_fields__, none) | {
-        "tables": torch.tensor([block for table in tables for block in table]).int(),
-        "decode_tables": torch.tensor(starts + padding).int(),
-        "decode_blocks": torch.tensor(lengths + padding).int(),
-        "decode_positions": torch.tensor(positions + padding),
-    }
-    backend.step = StepTables(**parts)
-    plan = GpuFlexPlan([SimpleNamespace(decodes=backend)], [backend.step])  # type: ignore[list-item]
-    step = AttentionStep(plan, num_rows)
-    tokens = (torch.arange(num_rows) * 7 + 3) % VOCAB_SIZE
-    states = binding.hidden_step(step, tokens, torch.tensor(positions + padding), torch.tensor(slots + padding))
-    return states[:count].clone()
 
 
 def stacked(binding: ModelBinding) -> bool:

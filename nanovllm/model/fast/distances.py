@@ -11,7 +11,7 @@ from nanovllm.core.errors import NotFusedError
 # much. Measured on SmolLM2 (float32, bfloat16): median 2e-6 and 0.013, worst 2e-5 and 0.037, where hidden states are a
 # thousand times as large as their change. This finds wrong kernels, but not layers of another kind: `LayerEquations`
 # compares the inputs of their parts, where there is less rounding.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025, torch.float16: 0.005}
 # The same where activations become bytes for quantised weights: on SmolLM2 median up to 0.026, worst 0.04; 0.05 with
 # outliers.
 BYTE_TOLERANCE = 0.06

@@ -69,13 +69,19 @@ class RotaryAttention(nn.Module):
 
         Returns hidden states [1, num_rows, hidden_size] and None for the weights.
         """
+        return self.projected(self.attended(hidden_states, position_embeddings, paged_attention, kwargs)), None
+
+    def attended(
+        self, hidden_states: Tensor, position_embeddings: Any, attend: Callable[..., Tensor], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The module's attention [1, num_rows, num_heads, head_dim], by `attend_in_step` or its operator."""
         attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         kind = getattr(attention, LAYER_KIND)
         if slot_mapping.dim() == 2:  # several cache groups: one row per kind of layer
             slot_mapping = slot_mapping[kind]
         query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
-        return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling, kind)), None
+        return attend(query, cache[0], cache[1], handle, self.scaling, kind)
 
     def rotated(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor

@@ -20,6 +20,7 @@ from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, Attentio
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.decoder_block import Parts, check_attention, describe_blocks
 from nanovllm.model.fast.distances import check_change
+from nanovllm.model.fast.kernel_layers import KernelLayer
 from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.process.device import find_kernel
@@ -107,6 +108,7 @@ class StackedLayers:
     def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
         """Calls that run each module and compare the kernel's layer with it, while `equations` watches.
 
+        A layer by kernels (`KernelLayer`) runs instead of its module, with which it was compared.
         Outputs of all layers but the last may be read only by the next layer: a stack does not return them. The calls
         raise NotFusedError.
         """
@@ -119,7 +121,9 @@ class StackedLayers:
                 args = plain, *args[1:]
             elif "hidden_states" in kwargs:
                 kwargs["hidden_states"] = plain
-            expected = module._call_impl(*args, **kwargs)
+            by_kernels: Any = self._calls.get(module)
+            is_compared = isinstance(by_kernels, KernelLayer)
+            expected = (by_kernels if is_compared else module._call_impl)(*args, **kwargs)
             try:
                 embeddings = kwargs["position_embeddings"]
                 if index == 0:
@@ -134,7 +138,7 @@ class StackedLayers:
                 raise NotFusedError(str(error)) from error
             except (TypeError, KeyError, AttributeError, IndexError) as error:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
-            self._compare(index, plain, expected, own, rows, kwargs)
+            self._compare(index, plain, expected, own, rows, None if is_compared else kwargs)
             self.num_compared += 1
             output = expected if module is self._modules[-1] else _ForNextLayer.wrap(expected)
             passed.append((output, embeddings))
@@ -147,7 +151,8 @@ class StackedLayers:
         if not isinstance(expected, Tensor) or expected.shape != own.shape:
             raise NotFusedError(f"{kind} returns something else than one tensor of its input's shape")
         count = int((rows.block_counts > 0).sum())  # padding comes last
-        self.equations.check(index, kwargs, expected, [1] * count)
+        if kwargs is not None:
+            self.equations.check(index, kwargs, expected, [1] * count)
         check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
 
 
@@ -183,8 +188,8 @@ def stacked_calls(
     modules: Sequence[nn.Module],
     layers: Sequence[AttentionLayer],
     caches: Sequence[LayerCache],
-    calls: dict[nn.Module, Callable[..., Any]],
     block_size: int,
+    calls: dict[nn.Module, Callable[..., Any]],
     *,
     compare: Callable[[StackedLayers], None],
 ) -> dict[nn.Module, Callable[..., Any]]:

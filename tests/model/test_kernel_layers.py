@@ -1,0 +1,185 @@
+"""Layers by our kernels: recognised, compared with their modules, and compiled where a model computes anything else.
+
+References in PyTorch stand in for the kernels, which run on a GPU alone: see tests/gpu/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels import layer_stack
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast import kernel_layers
+from nanovllm.model.fast.kernel_layers import KernelLayer
+from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, ReferenceStack, binding_of, hidden_step
+from tests.support.scaled_parts import PLACES, scale_part
+from tests.support.tiny_models import tiny_model
+
+
+def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    factor = (states.double().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (states.double() * factor * weight.double()).to(states.dtype)
+
+
+def add_and_norm(product: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return product + residual, norm(product + residual, weight, epsilon)
+
+
+def gated(product: Tensor) -> Tensor:
+    gate, up = product.double().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(product.dtype)
+
+
+def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch) -> dict[str, Any]:
+    """The kernels by name; a test may replace one."""
+    found: dict[str, Any] = {"norm": norm, "add_and_norm": add_and_norm, "gated": gated, "turns": turns}
+    monkeypatch.setattr(kernel_layers, "find_kernel", lambda file, name: found[name])
+    return found
+
+
+def tiny_binding(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **fields: Any) -> ModelBinding:
+    return binding_of(tiny_model(family, dtype=dtype, **fields), rotary=True)
+
+
+def run_by_kernels(binding: ModelBinding) -> bool:
+    """Whether the layers run by the kernels after they were compared."""
+    binding.use_kernel_layers(lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    return all(isinstance(binding._compiled_calls.get(module), KernelLayer) for module in binding.layer_modules)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+def test_layers_of_llamas_kind_run_by_kernels_and_answer_as_their_modules(family, dtype):
+    binding = tiny_binding(family, dtype)
+    caches = [cache.clone() for cache in binding.caches.of_layers]
+    expected = hidden_step(binding, [0, 17, 33])
+    written = [cache.clone() for cache in binding.caches.of_layers]
+    assert run_by_kernels(binding)
+    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
+        cache.copy_(before)
+    torch.testing.assert_close(hidden_step(binding, [0, 17, 33]), expected, atol=0.06, rtol=0.06)
+    for cache, right in zip(binding.caches.of_layers, written, strict=True):
+        torch.testing.assert_close(cache[:, NUM_BLOCKS * 4 :], right[:, NUM_BLOCKS * 4 :], atol=0.06, rtol=0.06)
+
+
+def test_the_last_norm_and_the_rotary_embedding_run_by_kernels_too(references):
+    binding = tiny_binding("qwen3")
+    assert run_by_kernels(binding)
+    base = binding.model.model
+    assert base.norm in binding._compiled_calls and base.rotary_emb in binding._compiled_calls
+
+
+@pytest.mark.parametrize("name", ["norm", "rotary_emb"])
+def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name, caplog):
+    binding = tiny_binding()
+    module = getattr(binding.model.model, name)
+    own = module.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        return output * 0.99 if name == "norm" else tuple(part * 0.99 for part in output)
+
+    module.forward = scaled
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not run_by_kernels(binding)
+    assert not binding._compiled_calls and "around them computes something else" in caplog.text
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, monkeypatch):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    scale_part(monkeypatch, place, 0.995)
+    binding = binding_of(model, rotary=True)
+    expected = hidden_step(binding, [0, 17])
+    assert not run_by_kernels(binding)
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
+
+
+@pytest.mark.parametrize("name", ["norm", "add_and_norm", "gated"])
+def test_a_wrong_kernel_is_not_used(name, references, caplog):
+    right = references[name]
+
+    def wrong(*args: Any) -> Any:
+        output = right(*args)
+        return (output[0], output[1] * 0.99) if name == "add_and_norm" else output * 0.99
+
+    references[name] = wrong
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not run_by_kernels(tiny_binding())
+    assert "layers are compiled: the kernel of the " in caplog.text
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_layers_to_the_compiler(references, caplog):
+    def fails(*_: Any) -> Any:
+        raise ValueError("no such instruction")
+
+    references["gated"] = fails
+    binding = tiny_binding()
+    expected = hidden_step(binding, [0, 17])
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not run_by_kernels(binding)
+    assert "no such instruction" in caplog.text
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"attention_bias": True, "mlp_bias": True}], ids=str)
+def test_layers_of_another_kind_or_with_further_parts(fields):
+    binding = tiny_binding(**fields)
+    expected = hidden_step(binding, [0, 17])
+    assert run_by_kernels(binding) == ("hidden_act" not in fields)  # biases are the linear layers' own
+    torch.testing.assert_close(hidden_step(binding, [0, 17]), expected, atol=0.06, rtol=0.06)
+
+
+def test_without_a_step_to_compare_layers_are_compiled(caplog):
+    binding = tiny_binding()
+    with caplog.at_level("INFO", logger="nanovllm"):
+        binding.use_kernel_layers(lambda: None)
+    assert not binding._compiled_calls and "no room to compare" in caplog.text
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_layers_in_one_launch_are_compared_with_layers_by_kernels(is_wrong, monkeypatch):
+    binding = tiny_binding()
+    assert run_by_kernels(binding)
+    by_kernels = dict(binding._compiled_calls)
+    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
+    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
+    if is_wrong:
+        run = ReferenceStack.run
+        monkeypatch.setattr(ReferenceStack, "run", lambda *args, **options: run(*args, **options) * 0.9)
+    for module in binding.layer_modules:
+        monkeypatch.setattr(module, "forward", None)  # modules do not run again
+    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    ReferenceStack.launches.clear()
+    hidden_step(binding, [3])
+    assert ReferenceStack.launches == ([] if is_wrong else [2])
+    binding.unstack_layers()
+    assert binding._compiled_calls == by_kernels or is_wrong
+
+
+def test_a_trial_run_of_a_capture_runs_the_first_layer_alone():
+    binding = tiny_binding(num_layers=4)
+    assert run_by_kernels(binding)
+    expected, written = hidden_step(binding, [0, 17]), [cache.clone() for cache in binding.caches.of_layers]
+    for cache in binding.caches.of_layers:
+        cache.zero_()
+    with kernel_layers.first_layer_alone():
+        own = hidden_step(binding, [0, 17])
+    assert not torch.equal(own, expected)
+    are_written = [bool(cache.any()) for cache in binding.caches.of_layers]
+    assert are_written == [True, False, False, False]
+    for cache, before in zip(binding.caches.of_layers, written, strict=True):
+        cache.copy_(before)
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
