@@ -3,6 +3,7 @@
 export PYTHONPATH=.
 python bench/machines/layer_stack.py --check
 python bench/machines/layer_stack.py --shape 0.6b                                     by rows and context
+python bench/machines/layer_stack.py --shape 0.6b --tokens                            steps from tokens to tokens
 python bench/machines/layer_stack.py --shape 0.6b --vary FLIGHT=4 FLIGHT=4,SPLIT=64  each beside the defaults
 
 A variant sets constants of `layer_stack.TUNING`, or SLOT_BYTES, the limit of shared memory for weights.
@@ -22,6 +23,7 @@ from random_models import SHAPES
 
 from nanovllm.kernels import layer_stack
 from nanovllm.kernels.layer_stack import LayerStack, LayerWeights, StackSizes
+from nanovllm.kernels.token_steps import StepWeights
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 
 DEVICE = torch.device("cuda", 0)
@@ -111,7 +113,30 @@ def micros(stack: Any, sizes: StackSizes, contexts: list[int], num_blocks: int) 
     return 1e3 * statistics.median(milliseconds(several, rounds=7)) / REPLAYS
 
 
-def measure(shape: str, vary: list[str], steps: list[str]) -> None:
+def token_micros(stack: Any, shape: str, contexts: list[int], num_blocks: int) -> float:
+    """Of a step with its embedding, head and draw."""
+    sizes, fields = sizes_of(shape), SHAPES[shape]
+    num_rows = 4 if len(contexts) <= 4 else 8
+    rows = random_rows(contexts, num_rows, sizes, num_blocks, DEVICE)
+    head = torch.empty(fields["vocab_size"], sizes.hidden, dtype=torch.bfloat16, device=DEVICE).normal_()
+    norm, turns = head[0].clone(), head[: 2**16].reshape(-1, sizes.head_dim)[: 2**16]
+    weights = StepWeights(head, norm, head, turns, turns, 1e-6, len(head))
+    ones, numbers = torch.ones(8, device=DEVICE), torch.arange(8, device=DEVICE)
+    names = "positions", "slot_mapping", "tables", "decode_tables", "decode_blocks"
+    inputs = dict(zip(names, rows, strict=True)) | {
+        "token_ids": numbers, "sample_rows": numbers, "noise_keys": numbers, "inverse_temperatures": ones,
+        "noise_scales": ones,
+    }  # fmt: skip
+    step = stack.token_step(weights, inputs, num_rows, numbers.clone(), non_finite=-1, gamma=1)
+
+    def several() -> None:
+        for _ in range(REPLAYS):
+            step.launch()
+
+    return 1e3 * statistics.median(milliseconds(several, rounds=7)) / REPLAYS
+
+
+def measure(shape: str, vary: list[str], steps: list[str], *, tokens: bool) -> None:
     sizes, num_layers = sizes_of(shape), SHAPES[shape]["num_hidden_layers"]
     num_blocks = 560  # of 64 tokens
     print(
@@ -124,7 +149,10 @@ def measure(shape: str, vary: list[str], steps: list[str]) -> None:
     for name in variants(["", *vary]):
         try:
             stack = LayerStack(layers, sizes, sizes.head_dim**-0.5, DEVICE)
-            times = [micros(stack, sizes, STEPS[step], num_blocks) for step in steps]
+            times = [
+                token_micros(stack, shape, STEPS[step], num_blocks) if tokens else
+                micros(stack, sizes, STEPS[step], num_blocks) for step in steps
+            ]  # fmt: skip
         except layer_stack.nvrtc.CudaError as error:
             print(f"{name:>40} {str(error)[:1000]}", flush=True)
             continue
@@ -137,6 +165,7 @@ if __name__ == "__main__":
     parser.add_argument("--shape", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--vary", nargs="*", default=[], help="such as FLIGHT=4,SPLIT=64")
     parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--tokens", action="store_true", help="steps from tokens to tokens")
     options = parser.parse_args()
     layer_stack.TUNING["PATIENCE"] = 10**6  # a trap instead of a GPU that hangs
-    sys.exit(check() if options.check else measure(options.shape, options.vary, options.steps))
+    sys.exit(check() if options.check else measure(options.shape, options.vary, options.steps, tokens=options.tokens))

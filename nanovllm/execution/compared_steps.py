@@ -13,7 +13,7 @@ from nanovllm.execution.dummy_batches import dummy_batch, warm_up_spans
 from nanovllm.model.binding import ModelBinding
 
 
-def run_some_rows(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], None]) -> None:
+def run_some_rows(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], object]) -> None:
     """A step of a chunk and one of decodes, without graphs, for a numerical check of layers."""
     batches = [[*spans] for spans in warm_up_spans(config)[:1]]
     batches += [[(start, 1) for start in starts] for starts in few_decodes(config)[-1:]]
@@ -23,7 +23,7 @@ def run_some_rows(binding: ModelBinding, config: EngineConfig, run_layers: Calla
             run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
 
 
-def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], None]) -> None:
+def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], object]) -> None:
     """Some steps of few decodes without graphs, for a numerical check: each place and each number of decodes once."""
     batches = few_decodes(config)
     with values_in_block_one(binding, config.block_size):

@@ -31,6 +31,7 @@ from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
+from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel, own_code, to_device
@@ -56,7 +57,7 @@ class GraphExecutor:
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         use_write_kernel()
-        self._binding, self._sampler = binding, sampler
+        self._binding, self._config, self._sampler = binding, config, sampler
         self._block_size, self._captures = config.block_size, config.cuda_graphs
         self._buckets = Buckets(config, only_decodes=not self.captures_chunks)
         max_blocks = -(-config.max_model_len // config.block_size)
@@ -85,6 +86,7 @@ class GraphExecutor:
         # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
+        self._stacked: StackedSteps | None = None
         self._pool = GraphPool(binding.device)
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
@@ -100,6 +102,8 @@ class GraphExecutor:
         Args:
             report: None if every sequence is plain.
         """
+        if self._stacked is not None and report is None and (draw_stacked := self._stacked.launch(batch, layout)):
+            return draw_stacked
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
         extras = self._extras.needed(sequences, positions)
@@ -124,7 +128,7 @@ class GraphExecutor:
             latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
             errors = {} if report is None else report.errors
             if head.is_rare and self._extras.upload(head, sequences, positions, latest, errors):
-                self._drop_heads(lambda head: head.penalises)
+                self._drop_penalising_heads()
             if is_whole:
                 self._run_whole(shape, head, report)
             elif count:
@@ -140,15 +144,15 @@ class GraphExecutor:
 
         return draw if is_whole else partial(self._extras.begin_draw, head, sequences, positions, draw, report)
 
-    def run_layers(self, layout: BatchLayout) -> None:
-        """The forward pass of a step, without its graph."""
+    def run_layers(self, layout: BatchLayout) -> Tensor:
+        """A step's forward pass without its graph; returns the states between the two graphs."""
         tiles = self.backend.plan(layout)
         shape = self._buckets.shape(layout, len(tiles.blocks))
         self._upload(shape, layout, tiles, None)
-        self._forward(shape)
+        return self._forward(shape)
 
     @staticmethod
-    def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], None]) -> None:
+    def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], object]) -> None:
         (run if graph is None else graph.replay)()
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
@@ -157,14 +161,15 @@ class GraphExecutor:
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
         buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
-        self._extras.launch_late_draw()  # it reads the inputs of the step before
+        self._begin(layout)
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
+
+    def _begin(self, layout: BatchLayout) -> None:
+        self._extras.launch_late_draw()  # it reads the inputs of the step before
         for group, of_group in enumerate((layout, *layout.others)):
             if len(of_group.blocks_to_clear):
                 begun = to_device(of_group.blocks_to_clear, self._binding.device)
                 self._binding.caches.clear_blocks(begun, self._block_size, group=group, by_kernel=True)
-
-    # -------------------------------------------------------------------------------------------------- the step
 
     def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
         """The packed step's masks, token ids, positions and slot mapping ([num_rows] int64 each)."""
@@ -180,7 +185,7 @@ class GraphExecutor:
             self._has_head_apart = self._binding.splits_head()
         return self._has_head_apart
 
-    def _forward(self, shape: GraphShape) -> None:
+    def _forward(self, shape: GraphShape) -> Tensor:
         """The forward pass of the packed step, captured by shape."""
         inputs, sample_rows = self._attention_step(shape), self._draw_inputs.sample_rows
         if self._splits_head:
@@ -191,7 +196,7 @@ class GraphExecutor:
             with torch.inference_mode(False):
                 self._states = torch.zeros_like(states)
         with torch.no_grad():
-            self._states.copy_(states)
+            return self._states.copy_(states)
 
     def _head(self, head: HeadShape) -> None:
         """Logits of the hidden states, and tokens if the head draws; captured by number of samples."""
@@ -218,8 +223,6 @@ class GraphExecutor:
                 with torch.inference_mode(False):
                     self._logits = logits.new_zeros(len(self._sampled), logits.shape[1])
             self._logits[:count].copy_(logits)
-
-    # ---------------------------------------------------------------------------------------------------- graphs
 
     def _captured_shape(self, shape: GraphShape) -> GraphShape:
         """The captured shape that a step runs as; its own where none holds it."""
@@ -261,6 +264,9 @@ class GraphExecutor:
 
     def warm_up(self) -> None:
         """Compile the step's code and capture the usual shapes."""
+        if self._splits_head:
+            parts = self._binding, self._config, self.run_layers
+            self._stacked = build_stacked_steps(*parts, sampled=self._sampled, begin=self._begin)
         if self._captures:
             self._lacking.extend(self._start_up())
             self._capture_lacking()
@@ -325,11 +331,9 @@ class GraphExecutor:
         if not in_place:
             self._has_head_apart = None
 
-    def _drop_heads(self, is_dropped: Callable[[HeadShape], bool]) -> None:
-        if dropped := [head for head in self._heads if is_dropped(head)]:
-            self._pool.synchronize()
-            for head in dropped:
-                del self._heads[head]
+    def _drop_penalising_heads(self) -> None:
+        self._pool.synchronize()
+        self._heads = {head: graph for head, graph in self._heads.items() if not head.penalises}
 
     def _drop_graphs(self) -> None:
         if self._forwards.graphs or self._heads:
@@ -339,6 +343,6 @@ class GraphExecutor:
             self._pool.reset()
         self._extras.drop_late_draw()
         self._lacking.clear()
-        self._states = self._logits = None
+        self._states = self._logits = self._stacked = None
 
     close = _drop_graphs

@@ -20,7 +20,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._is_empty = True
 
-    def capture(self, run: Callable[[], None], *, frees_trial: bool = False) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], object], *, frees_trial: bool = False) -> torch.cuda.CUDAGraph:
         """Capture the launches of `run`, after a trial run that compiles and loads, which a capture must not do.
 
         Args:

@@ -13,8 +13,8 @@ The products are by matrix instructions with a weight's rows as their first oper
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import c_double, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,19 +23,32 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import nvrtc
+from nanovllm.kernels.token_steps import (
+    NOTHING_PACKED,
+    PACKED_BYTES,
+    SPACES,
+    STEP_INPUTS,
+    PackedInputs,
+    StepStruct,
+    StepWeights,
+    TokenStep,
+)  # fmt: skip
 
 NUM_ROWS = (4, 8)  # supported numbers of rows, padding included
 TUNING = {
     "SPLIT": 128,  # tokens of a split of a decode's context
     "ALONE": 256,  # tokens of a context that is not split
     "FLIGHT": 2,  # slots of weights in flight at once; more delay reads between blocks
+    "HEAD_FLIGHT": 6,  # the same while the head is read
+    "ONE_FIRST": 5,  # rows from which blocks poll one word before they read all
+    "STATES_AHEAD": 1,  # whether the next layer's K and V are prefetched
     "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
 }
 _WARPS = 8
 _MAX_SPLITS = 32  # of a decode's context
 _MAX_SLOT_BYTES = 176_000  # more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
-_OWN_BYTES = 4096  # of shared memory
+_OWN_BYTES = 8192  # of shared memory
 # Largest weights of a layer. A gain at 31 MB; separate kernels read larger ones as fast or faster, see
 # docs/results/gpu_notes.md.
 _MAX_LAYER_BYTES = 48 * 2**20
@@ -78,7 +91,8 @@ class StackSizes(NamedTuple):
         rows = ((self.hidden, 16), (self.qkv, 16), (self.inner, 8))  # of a weight, and of a tile
         tiles = max(-(-2 * -(-count // 2 // num_blocks) // size) for count, size in rows)
         groups = self.num_heads // self.num_kv_heads
-        part = max(min(tiles, 4) * _WARPS * 128, groups * _WARPS * (self.head_dim + 2))
+        of_head = _WARPS * (self.head_dim + 4) + self.head_dim // 2 + 16
+        part = max(min(tiles, 4) * _WARPS * 128, groups * of_head + self.head_dim)
         return slots * (8 * (2 * self.piece + 64) + 16) + 2 * 4 * part
 
     def slots(self, num_blocks: int, available: int) -> int:
@@ -119,18 +133,6 @@ class _LayerStruct(ctypes.Structure):
 def _struct(layer: LayerWeights) -> _LayerStruct:
     addresses = (None if part is None else part.data_ptr() for part in layer[:-1])
     return _LayerStruct(*addresses, (c_double * 4)(*layer.epsilons))
-
-
-class _StepStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in (
-            "layers", "input", "cosines", "sines", "output", "positions", "slots", "tables", "table_starts", "counts",
-            "qkv", "attended", "middle", "inner", "hidden", "partial", "counter",
-        )),
-        ("scaling", c_float),
-        ("num_layers", c_int),
-        ("num_rows", c_int),
-    ]  # fmt: skip
 
 
 class DecodeRows(NamedTuple):
@@ -191,10 +193,11 @@ class LayerStack:
         partial = splits * sizes.num_heads * (sizes.head_dim + 2)
         with torch.inference_mode(False), torch.cuda.device(device):
             self._table = torch.frombuffer(bytearray(structs), dtype=torch.int64).to(device)
-            self._spaces = [
-                torch.zeros(rows, count, dtype=torch.int64, device=device)
-                for count in (*(count // 2 for count in counts), partial, 1)
-            ]
+            self._spaces = {
+                name: torch.zeros(rows, count, dtype=torch.int64, device=device)
+                for name, count in zip(SPACES, (*(count // 2 for count in counts), partial, 1), strict=True)
+            }
+            self._best = torch.zeros(rows, 2 * self._num_blocks, dtype=torch.int64, device=device)
             self._function = self._load()
 
     def _load(self) -> nvrtc.CudaFunction:
@@ -216,14 +219,42 @@ class LayerStack:
         """
         given = [part.contiguous() for part in (hidden, cosines, sines)]
         output = torch.empty_like(given[0])
-        step = _StepStruct(
-            self._table.data_ptr() + first * ctypes.sizeof(_LayerStruct),
-            *(part.data_ptr() for part in (*given, output, *rows, *self._spaces)),
-            self._scaling, count or len(self._layers), len(hidden),
+        names = "positions", "slots", "tables", "table_starts", "counts", "input", "cosines", "sines"
+        step = StepStruct.of(
+            layers=self._table, scaling=self._scaling, num_layers=count or len(self._layers), num_rows=len(hidden),
+            output=output, **dict(zip(names, (*rows, *given), strict=True)), **self._spaces,
         )  # fmt: skip
-        with torch.cuda.device(self._device):
-            self._function.launch_at_once(self._num_blocks, step)
+        step.layers += first * ctypes.sizeof(_LayerStruct)
+        self._launch(step, NOTHING_PACKED)
         return output
+
+    def token_step(
+        self, weights: StepWeights, inputs: Mapping[str, Tensor | int], num_rows: int, sampled: Tensor, *,
+        non_finite: int, gamma: int, logits: Tensor | None = None,
+    ) -> TokenStep:  # fmt: skip
+        """Steps from tokens to tokens, of `num_rows` rows, padding included.
+
+        Args:
+            inputs: by the names of STEP_INPUTS, those of `DrawTensors` for as many samples as there are rows that are
+                no padding, each of one row: on the device, or all by their offsets in `TokenStep.packed`.
+            sampled: [most samples] int64, tokens of the step before, replaced by those of this one. A negative token id
+                -1 - i is the i-th.
+            non_finite, gamma: as in `gumbel_draw.draw_on_gpu`.
+            logits: [num_rows, vocab_size] bfloat16, to be written.
+        """
+        step = StepStruct.of(
+            layers=self._table, scaling=self._scaling, num_layers=len(self._layers), num_rows=num_rows,
+            embedding=weights.embedding, norm=weights.norm, head=weights.head, cosines=weights.cosines,
+            sines=weights.sines, norm_epsilon=weights.epsilon, vocab_size=weights.vocab_size, sampled=sampled,
+            num_sampled=len(sampled), best=self._best, logits=logits, non_finite=non_finite, gamma=gamma,
+            is_packed=int(isinstance(inputs["tables"], int)),
+            **{STEP_INPUTS[name]: part for name, part in inputs.items()}, **self._spaces,
+        )  # fmt: skip
+        return TokenStep(self._launch, step, (weights, inputs, sampled, logits))
+
+    def _launch(self, step: StepStruct, packed: PackedInputs) -> None:
+        with torch.cuda.device(self._device):
+            self._function.launch_at_once(self._num_blocks, step, packed)
 
 
 def source_text() -> str:
@@ -248,7 +279,7 @@ def machine_code(sizes: StackSizes, device: torch.device, *, has_norms: bool, ha
     definitions = {
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.num_heads, "KV_HEADS": sizes.num_kv_heads,
         "HEAD_DIM": sizes.head_dim, "BLOCK_SIZE": sizes.block_size, "PIECE": sizes.piece, "ROWS": NUM_ROWS[-1],
-        "SLOTS": _slots(sizes, device), "GRID": _num_blocks(sizes, device),
+        "SLOTS": _slots(sizes, device), "GRID": _num_blocks(sizes, device), "PACKED_BYTES": PACKED_BYTES,
         "HAS_NORMS": int(has_norms), "HAS_BIAS": int(has_biases), **TUNING,
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), f"sm_{major}{minor}", definitions)

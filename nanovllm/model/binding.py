@@ -32,7 +32,7 @@ from nanovllm.model.fast.kernel_layers import uncompiled_calls
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
-from nanovllm.model.fast.stacked_layers import stacked_calls
+from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_layers
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
@@ -91,21 +91,19 @@ class ModelBinding:
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
-        self._layered_calls: dict[nn.Module, Callable[..., Any]] | None = None  # without a stack
+        self.stacked: StackedLayers | None = None  # the layers in one launch
         self._fused_layers: list[FusedLayer] = []
         self._rotary: list[Change] = []
         self._patches, self._is_installed = AttributePatches(), False
         with self._lock:  # another engine's step patches the module
             self.rope = PinnedRope(model)
-        self._unshared: set[nn.Linear] = set()  # layers with plain weights that may be freed
         self.mixers = mixers_of(model)
         probe = probe_model(model, self._probing, RowBatches.for_model)
         self.layers, self._passes_keywords = probe.layers, probe.passes_keywords
         check = partial(check_rows, model, self._probing, probe)
-        if is_live or self.device.type != "cpu":
-            self.vocab_size = check()
-        else:
-            self.vocab_size, self._unshared = packed_linears.with_weights_hidden(model, check)
+        self._unshared: set[nn.Linear]  # layers with plain weights that may be freed
+        hides = packed_linears.with_weights_hidden if not is_live and self.device.type == "cpu" else None
+        self.vocab_size, self._unshared = hides(model, check) if hides else (check(), set())
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
         with self._probing(StateProbe()):
             self.has_base_model = self._passes.has_base_model(self.device)
@@ -187,8 +185,7 @@ class ModelBinding:
         if not self.is_live:  # quantised weights are an engine's own
             packed_linears.warn_of_dequantising(self.model)
         layers = self.mixers.without(self.layer_modules) if self.mixers else self.layer_modules
-        self._compiled_calls = compile_calls(self.model, layers)
-        self.min_rows = 2
+        self._compiled_calls, self.min_rows = compile_calls(self.model, layers), 2
 
     @property
     def may_stack_layers(self) -> bool:
@@ -197,20 +194,24 @@ class ModelBinding:
 
     def use_kernel_layers(self, run_rows: Callable[[], Any]) -> bool:
         """Run the layers by our kernels instead of compiled, if `run_rows` shows the same results; whether they do."""
-        if self._rotary and self.may_stack_layers:
-            find = partial(uncompiled_calls, self.model, self.layer_modules, self.layers, self._rotary)
-            self._replace_calls("layers are compiled", find, run_rows)
-        return self._layered_calls is not None
+        if not self._rotary or not self.may_stack_layers:
+            return False
+        find = partial(uncompiled_calls, self.model, self.layer_modules, self.layers, self._rotary)
+        if (calls := self._compared("layers are compiled", find, run_rows)) is not None:
+            self._compiled_calls = calls
+        return calls is not None
 
     def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
         """Run all layers in one launch in steps of few decodes, if `run_decodes` shows the same results."""
         if self.may_stack_layers:
-            find = partial(stacked_calls, self.layer_modules, self.layers, self.caches.of_layers, block_size)
-            self._replace_calls("steps of few decodes run layer by layer", find, run_decodes)
+            find = partial(stacked_layers, self.layer_modules, self.layers, self.caches.of_layers, block_size)
+            self.stacked = self._compared("steps of few decodes run layer by layer", find, run_decodes)
+        if self.stacked is not None:
+            self._compiled_calls = self.stacked.layered_calls | self.stacked.calls()
 
-    def _replace_calls(self, otherwise: str, find: Callable[..., Any], run_batches: Callable[[], Any]) -> None:
-        """Use the calls that `find` returns; its `compare` runs the batches with `comparing_calls`."""
-        before = calls = self._compiled_calls
+    def _compared(self, otherwise: str, find: Callable[..., Any], run_batches: Callable[[], Any]) -> Any:
+        """What `find` returns, which runs the batches with `comparing_calls`; None if the layers compute otherwise."""
+        before = self._compiled_calls
         self.uninstall()  # restores the modules for their inspection
 
         def compare(form: Any) -> None:
@@ -220,18 +221,18 @@ class ModelBinding:
                 run_batches()
 
         try:
-            calls = find(before, compare=compare)
+            return find(before, compare=compare)
         except NotFusedError as error:
             logger.info("%s: %s", otherwise, error)
         finally:
             self.uninstall()
-            self._compiled_calls, self._layered_calls = calls, None if calls is before else before
+            self._compiled_calls = before
 
     def unstack_layers(self) -> None:
         """Run layer by layer from now on: a stack reads weights by their old addresses."""
-        if self._layered_calls is not None:
+        if self.stacked is not None:
             self.uninstall()
-            self._compiled_calls, self._layered_calls = self._layered_calls, None
+            self._compiled_calls, self.stacked = self.stacked.layered_calls, None
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -257,9 +258,8 @@ class ModelBinding:
         changes = redirected_to(self.model, attention_name) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, self.caches.kinds, handle) + self._rotary
-        changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
-        for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
-            changes.append((vars(module), "_compiled_call_impl", fused))
+        calls = *self._compiled_calls.items(), *zip(self.layer_modules, self._fused_layers, strict=False)
+        changes += [(vars(module), "_compiled_call_impl", call) for module, call in calls]
         if self.mixers:
             changes += self.mixers.step_changes(self.caches.of_records)
         self._patches.apply(changes)
@@ -346,5 +346,5 @@ class ModelBinding:
 
     def close(self) -> None:
         self.release_caches()
-        self._compiled_calls, self._layered_calls = {}, None
+        self._compiled_calls, self.stacked = {}, None
         self._fused_layers, self._rotary, self._passes.direct = [], [], None

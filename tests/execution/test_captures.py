@@ -33,7 +33,7 @@ class Binding:
         self.addresses = [1, 2]
         self.head_is_apart = True
         self.hidden = torch.zeros(8, 4)
-        self.is_stacked = True
+        self.is_stacked, self.stacked = True, None
 
     def unstack_layers(self) -> None:
         self.is_stacked = False

@@ -16,7 +16,8 @@ from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.kernel_layers import KernelLayer
-from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, ReferenceStack, binding_of, hidden_step
+from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
+from tests.support.reference_stack import ReferenceStack
 from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import tiny_model
 

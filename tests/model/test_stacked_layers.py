@@ -20,7 +20,8 @@ from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.stacked_layers import StackedLayers
-from tests.support.decode_steps import BLOCK_SIZE, ReferenceStack, binding_of, hidden_step
+from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
+from tests.support.reference_stack import ReferenceStack
 from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -44,7 +45,7 @@ def test_a_closed_binding_keeps_neither_way_to_call_its_layers():
     binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
     assert stacked(binding)
     binding.close()
-    assert not binding._compiled_calls and not binding._layered_calls
+    assert not binding._compiled_calls and binding.stacked is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])

@@ -1,9 +1,9 @@
-"""Steps of decodes through a binding, on a CPU, as a GPU's backend lays them out; a stack of layers in PyTorch."""
+"""Steps of decodes through a binding, on a CPU, as a GPU's backend lays them out."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,45 +14,10 @@ from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.step_tables import StepTables
 from nanovllm.model.binding import ModelBinding
 from tests.support.dense_rotary import dense_rotate
-from tests.support.llama_layers import run_layers
+from tests.support.reference_stack import DenseDecodes
 from tests.support.tiny_models import VOCAB_SIZE
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
-
-
-class ReferenceStack:
-    """`LayerStack` without a GPU; counts its launches."""
-
-    launches: ClassVar[list[int]] = []
-
-    def __init__(self, layers: Any, sizes: Any, scaling: float, device: torch.device) -> None:
-        self._layers, self._sizes, self._scaling = layers, sizes, scaling
-
-    def run(
-        self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: Any, *, first: int = 0, count: int = 0
-    ) -> Tensor:
-        layers = self._layers[first : first + count] if count else self._layers
-        self.launches.append(len(layers))
-        return run_layers(layers, self._sizes, self._scaling, hidden, cosines, sines, rows)
-
-
-class DenseDecodes:
-    """Attention of a step's decodes over their block tables, one by one."""
-
-    def __init__(self) -> None:
-        self.step: Any = None
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
-        output = torch.zeros_like(query)
-        for row, count in enumerate(self.step.decode_blocks.tolist()):
-            table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
-            slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-            slots = slots[: int(self.step.decode_positions[row]) + 1] if count else slots
-            groups = query.shape[1] // keys.shape[1]
-            own = [part[slots].float().repeat_interleave(groups, 1) for part in (keys, values)]
-            weights = (torch.einsum("hd,thd->ht", query[row].float(), own[0]) * scaling).softmax(-1)
-            output[row] = torch.einsum("ht,thd->hd", weights, own[1])
-        return output
 
 
 def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
@@ -71,7 +36,7 @@ def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
 
 def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) -> Tensor:
     """Hidden states of decodes at these positions, each in blocks 1 and one of its own."""
-    backend, count = DenseDecodes(), len(positions)
+    backend, count = DenseDecodes(BLOCK_SIZE), len(positions)
     padding = [0] * (num_rows - count)
     tables = [[1] * (position // BLOCK_SIZE) + [2 + row] for row, position in enumerate(positions)]
     lengths = [len(table) for table in tables]

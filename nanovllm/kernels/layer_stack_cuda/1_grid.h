@@ -2,7 +2,9 @@
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, GRID (blocks of the
 // launch), HAS_NORMS, HAS_BIAS, SPLIT (tokens of a context's split), ALONE (tokens of a context without splits), FLIGHT
-// (slots of weights on their way at once), PATIENCE (reads before a wait traps; 0: for ever).
+// (slots of weights on their way at once; HEAD_FLIGHT: while the head is read), STATES_AHEAD (whether
+// K and V of the next layer are prefetched), PACKED_BYTES (of inputs as launch arguments), ONE_FIRST (rows from
+// which one word is polled before all are read), PATIENCE (reads before a wait traps; 0: for ever).
 
 typedef unsigned short bf16;
 typedef unsigned int u32;
@@ -12,10 +14,8 @@ __device__ constexpr int at_least(int one, int other) { return one > other ? one
 __device__ constexpr int at_most(int one, int other) { return one < other ? one : other; }
 __device__ constexpr int up(int count, int by) { return (count + by - 1) / by; }
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, LANE_DIMS = 8;  // computing warps; one more warp fetches weights
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // computing warps; one more warp fetches weights
 constexpr int QUERY = HEADS * HEAD_DIM, KV = KV_HEADS * HEAD_DIM, QKV = QUERY + 2 * KV, GROUPS = HEADS / KV_HEADS;
-constexpr int TOKEN_LANES = HEAD_DIM / LANE_DIMS, TOKENS = 32 / TOKEN_LANES;  // of a warp at once
-constexpr int LOADS = 4;  // tokens per load of a group of lanes
 constexpr int MAX_SPLITS = at_least(1, at_most(32, GRID / KV_HEADS));
 constexpr float LOWEST = -1e30f;  // a score before any
 
@@ -29,16 +29,34 @@ struct Layer {
 
 struct Step {
     const Layer *layers;
-    const bf16 *input, *cosines, *sines;  // [rows, HIDDEN], [rows, HEAD_DIM]
+    const bf16 *input, *cosines, *sines;  // [rows, HIDDEN]; [rows or positions, HEAD_DIM]
     bf16 *output;
     const u64 *positions, *slots;               // [rows]
     const int *tables, *table_starts, *counts;  // counts: blocks of each row, 0 for padding
     u64 *qkv, *attended, *middle, *inner, *hidden;  // words: [ROWS, ... / 2]
     u64 *partial;                               // floats with epochs: [ROWS, KV_HEADS, MAX_SPLITS, GROUPS, HEAD_DIM + 2]
     u32 *counter;                               // the last launch's last epoch, exits
-    float scaling;
-    int num_layers, num_rows;
+    // Of a step from tokens to tokens, else null. Cosines and sines are of positions then.
+    const bf16 *embedding, *norm, *head;  // [tokens, HIDDEN], [HIDDEN], [vocab_size, HIDDEN]
+    const long long *token_ids;           // [rows]: -1 - i for the i-th of `sampled`
+    const u64 *sample_rows, *noise_keys;  // of samples
+    const float *inverse_temperatures, *noise_scales;
+    long long *sampled, *host_sampled;    // by the step before, and by this one; for the host, or null
+    u64 *best;                            // words [GRID, ROWS, 2]: a score and its token
+    bf16 *logits;                         // [ROWS, vocab_size], or null
+    float scaling, norm_epsilon;
+    int num_layers, num_rows, vocab_size, num_sampled, non_finite, num_tables;
+    u32 gamma;
+    int is_packed;  // arrays of rows and samples, and the tables, are named by their offsets in `Packed`
 };
+
+// Inputs as launch arguments, which need no copy to the device before.
+struct Packed {
+    u64 words[PACKED_BYTES / 8];
+};
+template <typename T> __device__ inline const T *given(const Step &step, const Packed &packed, const T *from) {
+    return step.is_packed ? reinterpret_cast<const T *>(reinterpret_cast<const unsigned char *>(packed.words) + u64(from)) : from;
+}
 
 __device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -87,6 +105,11 @@ struct Patience {
 // every block writes (GRID is so small that all own some) after it had read its own.
 __device__ inline void write_word(u64 *to, u32 value, u32 epoch) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(u64(epoch) << 32 | value) : "memory");
+}
+__device__ inline u64 read_word(const u64 *from) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
 }
 __device__ inline void read_words(const u64 *from, u64 *words) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");

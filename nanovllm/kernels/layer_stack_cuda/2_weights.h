@@ -25,6 +25,9 @@ struct Source {  // of a slot: one lane's row, and how many rows are there
         count = at_least(0, at_most(8, end - first));
         row = weight + u64(first + line - start) * depth + piece * PIECE;
     }
+    __device__ Source(const bf16 *head, int first, int end, int piece, int line) {
+        set(head, first, end, HIDDEN, piece, line);
+    }
     __device__ Source(const Layer &layer, int at, int line) {
         if (at < QKV_END) {
             int first = Share<QKV>::first() + at % QKV_HALVES * 8, own = first + line;
@@ -71,12 +74,13 @@ struct Ring {
     __device__ void advance() {
         if (++slot == SLOTS) slot = 0, ++round;
     }
-    // By a whole warp: each of its first 8 lanes fetches a row of the next slot.
-    __device__ void fill(const Source &source, int line) {
+    // By a whole warp: each of its first 8 lanes fetches a row of the next slot. More than `flight` slots on their way
+    // would delay what blocks read from one another.
+    __device__ void fill(const Source &source, int line, int flight) {
         u32 own = full + 8 * slot;
-        if (round > 0 || slot >= FLIGHT) {  // more on their way would only delay what other warps read
-            u32 before = slot >= FLIGHT ? slot - FLIGHT : slot + SLOTS - FLIGHT;
-            wait_for(full + 8 * before, slot >= FLIGHT ? round & 1 : round - 1 & 1);
+        if (round > 0 || slot >= flight) {
+            u32 before = slot >= flight ? slot - flight : slot + SLOTS - flight;
+            wait_for(full + 8 * before, slot >= flight ? round & 1 : round - 1 & 1);
         }
         if (round > 0) wait_for(empty + 8 * slot, round - 1 & 1);
         if (line == 0)
@@ -116,7 +120,7 @@ __device__ inline void prefetch(const void *from, u32 bytes) {
 }
 
 // Fills the ring. One block brings the next layer's norms into the L2 cache.
-__device__ inline void fetch_weights(const Layer *layers, int num_layers, Ring ring) {
+__device__ inline void fetch_weights(const Layer *layers, int num_layers, Ring &ring) {
     int lane = threadIdx.x % 32;
     for (int at = 0; at < num_layers; ++at) {
         if (at + 1 < num_layers && blockIdx.x == at % GRID) {
@@ -126,7 +130,7 @@ __device__ inline void fetch_weights(const Layer *layers, int num_layers, Ring r
             if (HAS_NORMS && lane == 2) prefetch(next.q_norm, 2 * HEAD_DIM);
             if (HAS_NORMS && lane == 3) prefetch(next.k_norm, 2 * HEAD_DIM);
         }
-        for (int slot = 0; slot < LAYER_END; ++slot) ring.fill(Source(layers[at], slot, lane % 8), lane);
+        for (int slot = 0; slot < LAYER_END; ++slot) ring.fill(Source(layers[at], slot, lane % 8), lane, FLIGHT);
     }
 }
 
@@ -147,16 +151,19 @@ template <int DEPTH> struct Inputs {
         return at / STEPS * PIECE + threadIdx.x / 32 * SLICE + at % STEPS * 32 + threadIdx.x % 4 * 8;
     }
     __device__ static int row() { return threadIdx.x % 32 / 4; }
-    __device__ void load(const bf16 *rows, int num_rows) {
+    __device__ void load(const bf16 *const *rows, int num_rows) {
 #pragma unroll
         for (int at = 0; at < COUNT; ++at)
-            packed[at] = row() < num_rows ? *reinterpret_cast<const uint4 *>(rows + row() * DEPTH + place(at))
-                                          : make_uint4(0, 0, 0, 0);
+            packed[at] = row() < num_rows ? *reinterpret_cast<const uint4 *>(rows[row()] + place(at)) : make_uint4(0, 0, 0, 0);
     }
     // From words [rows, ROW / 2] of all blocks, pieces from `first` on.
     template <int ROW> __device__ void wait(const u64 *words, u32 epoch, int num_rows, int first) {
         if (row() < num_rows) {
             const u64 *from = words + u64(row()) * (ROW / 2) + first * PIECE / 2;
+            if (num_rows >= ONE_FIRST) {  // else reads in vain would delay the others
+                Patience patience;
+                while (!is_of(read_word(from + place(COUNT - 1) / 2), epoch)) patience.lose();
+            }
             await_some<0>(epoch, from, packed);
         } else
 #pragma unroll
@@ -228,8 +235,10 @@ template <int HALVES> struct Sums {
 // Where warps add up their slices: [2, TOGETHER tiles, WARPS, 16, 8]. Two parts in turn, so that one is written while
 // slow warps read the other.
 constexpr int MOST_TILES = at_least(INNER_TILES, up(at_least(QKV_HALVES, HIDDEN_HALVES), 2));
-constexpr int TOGETHER = at_most(MOST_TILES, THREADS / 64), WIDTH = HEAD_DIM + 2;
-constexpr int PART = at_least(TOGETHER * WARPS * 128, GROUPS * WARPS * WIDTH);  // attention uses it, too
+constexpr int TOGETHER = at_most(MOST_TILES, THREADS / 64);
+// Attention uses a part, too: for a warp's outputs, top and total of a query head, for queries, and for a token's k and v.
+constexpr int WIDTH = HEAD_DIM + 2, OUTPUTS = HEAD_DIM + 4, QUERY_WORDS = HEAD_DIM / 2 + 16;
+constexpr int PART = at_least(TOGETHER * WARPS * 128, GROUPS * (WARPS * OUTPUTS + QUERY_WORDS) + HEAD_DIM);
 struct Parts {
     float *memory;
     int part;

@@ -1,25 +1,50 @@
 // All layers, part by part: see layer_stack.py. The grid has at most one block per multiprocessor.
 
+// A request with NaN continues with token 0 until the host ends it.
+__device__ inline long long token_of(const Step &step, long long token) {
+    if (token >= 0) return token;
+    token = step.sampled[-1 - token < step.num_sampled ? -1 - token : step.num_sampled - 1];
+    return token < 0 ? 0 : token;
+}
+
 struct Block {  // shared by a block's warps
     Layer layers[2];  // in turn
     Tokens tokens;
+    int tables[PACKED_BYTES / 4];
     float squares[WARPS * 8];
     u32 last_epoch;
     __device__ void load(const Step &step, int at) {
         if (at < step.num_layers && threadIdx.x < sizeof(Layer) / 8)
             reinterpret_cast<u64 *>(layers + at % 2)[threadIdx.x] = reinterpret_cast<const u64 *>(step.layers + at)[threadIdx.x];
     }
-    __device__ void start(const Step &step) {
+    __device__ void start(const Step &step, const Packed &packed) {
         int row = threadIdx.x;
+        const int *counts = given(step, packed, step.counts);
         if (row < step.num_rows) {
-            tokens.positions[row] = int(step.positions[row]), tokens.slots[row] = step.slots[row];
-            tokens.table_starts[row] = step.table_starts[row], tokens.splits[row] = splits_of(tokens.positions[row]);
+            int position = int(given(step, packed, step.positions)[row]);
+            tokens.positions[row] = position, tokens.splits[row] = splits_of(position);
+            tokens.slots[row] = given(step, packed, step.slots)[row];
+            tokens.table_starts[row] = given(step, packed, step.table_starts)[row];
+            long turn = step.embedding ? long(position) * HEAD_DIM : row * HEAD_DIM;
+            tokens.cosines[row] = step.cosines + turn, tokens.sines[row] = step.sines + turn;
+            tokens.inputs[row] = step.input + row * HIDDEN;
+            if (step.embedding)
+                tokens.inputs[row] = step.embedding + token_of(step, given(step, packed, step.token_ids)[row]) * HIDDEN;
+            if (step.head && counts[row] > 0) {  // there are as many samples as rows before the padding
+                int of = int(given(step, packed, step.sample_rows)[row]);
+                tokens.samples[of] = row, tokens.noise_keys[of] = given(step, packed, step.noise_keys)[row];
+                tokens.inverse_temperatures[of] = given(step, packed, step.inverse_temperatures)[row];
+                tokens.noise_scales[of] = given(step, packed, step.noise_scales)[row];
+            }
         }
         if (row == 0) {
             int decodes = 0;
-            for (int at = 0; at < step.num_rows; ++at) decodes += step.counts[at] > 0;
+            for (int at = 0; at < step.num_rows; ++at) decodes += counts[at] > 0;
             tokens.num_rows = decodes, last_epoch = step.counter[0];
+            tokens.tables = step.is_packed ? tables : step.tables;
         }
+        if (step.is_packed)
+            for (int at = threadIdx.x; at < step.num_tables; at += THREADS + 32) tables[at] = given(step, packed, step.tables)[at];
         load(step, 0);
     }
 };
@@ -50,18 +75,18 @@ __device__ inline void run(const Step &step, Block &block, Ring ring, Parts part
     {
         int tile = threadIdx.x / 64, pair = threadIdx.x / 8 % 8, row = threadIdx.x % 8;
         if (row < num_rows && tile * 16 + pair * 2 < Share<HIDDEN>::count())
-            residual = *reinterpret_cast<const u32 *>(step.input + row * HIDDEN + place_of(tile, pair));
+            residual = *reinterpret_cast<const u32 *>(tokens.inputs[row] + place_of(tile, pair));
     }
     for (int at = 0; at < step.num_layers; ++at) {
         const Layer &layer = block.layers[at % 2];
-        bool is_last = at == step.num_layers - 1;
+        bool is_last = at == step.num_layers - 1 && !step.head;
         ++epoch;
         {
             Inputs<HIDDEN> inputs;
             uint4 scale[inputs.COUNT];
             inputs.load_scale(layer.input_norm, scale);
             if (at == 0)
-                inputs.load(step.input, num_rows);
+                inputs.load(tokens.inputs, num_rows);
             else
                 inputs.template wait<HIDDEN>(step.hidden, epoch - 1, num_rows, 0);
             inputs.normalise(scale, layer.input_norm, layer.input_epsilon, block.squares);
@@ -100,6 +125,7 @@ __device__ inline void run(const Step &step, Block &block, Ring ring, Parts part
                 add_to_residual(tile, pair, row, totals, step.middle, false);
             });
         }
+        if (STATES_AHEAD && at + 1 < step.num_layers) prefetch_states(tokens, block.layers[(at + 1) % 2]);
         {
             Inputs<HIDDEN> inputs;
             uint4 scale[inputs.COUNT];
@@ -128,21 +154,24 @@ __device__ inline void run(const Step &step, Block &block, Ring ring, Parts part
             });
         }
     }
+    if (step.head) draw_tokens(step, tokens, block.squares, ring, parts, epoch++);
     // The last one out says to the next launch which epoch was the last.
     sync_block();
     if (threadIdx.x == 0 && atomicAdd(step.counter + 1, 1) == GRID - 1) step.counter[0] = epoch, step.counter[1] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) layer_stack(Step step) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    layer_stack(const __grid_constant__ Step step, const __grid_constant__ Packed packed) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Block block;
     float *parts = reinterpret_cast<float *>(memory + SLOTS * SLOT_BYTES);
     Ring ring(memory, reinterpret_cast<u64 *>(parts + 2 * PART));
     if (threadIdx.x == 0) ring.prepare();
-    block.start(step);
+    block.start(step, packed);
     __syncthreads();
-    if (threadIdx.x >= THREADS)
+    if (threadIdx.x >= THREADS) {
         fetch_weights(step.layers, step.num_layers, ring);
-    else
+        if (step.head) fetch_head(step, ring);
+    } else
         run(step, block, ring, Parts{parts, 0});
 }

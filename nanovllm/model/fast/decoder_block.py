@@ -70,12 +70,12 @@ def _describe_block(module: nn.Module, layer: AttentionLayer) -> Parts:
     kind, mlp = type(module).__name__, getattr(module, "mlp", None)
     linears = {name: _linear(mlp, f"{name}_proj", kind) for name in ("gate", "up", "down")}
     names = {"input": "input_layernorm", "post": "post_attention_layernorm"}
-    norms = {place: _norm(module, name, linears["gate"].in_features, kind) for place, name in names.items()}
+    norms = {place: find_norm(module, name, linears["gate"].in_features, kind) for place, name in names.items()}
     own = describe_attention(layer)
     block = Parts(kind, own.attention, own.linears | linears, norms | own.norms)
     _check_sizes(block, layer)
     for place, norm in block.norms.items():
-        if not _is_rms_norm(norm, layer.dtype):
+        if not is_rms_norm(norm, layer.dtype):
             raise NotFusedError(f"{kind} has no RMS norm over {len(norm.module.weight)} elements as its {place} norm")
     if not _is_silu(getattr(mlp, "act_fn", None)):
         raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
@@ -93,7 +93,7 @@ def describe_attention(layer: AttentionLayer) -> Parts:
     normed = [name for name in ("q", "k") if getattr(module, f"{name}_norm", None) is not None]
     if len(normed) == 1:
         raise NotFusedError(f"{kind} has a {normed[0]}_norm alone")
-    norms = {name: _norm(module, f"{name}_norm", layer.traits.head_dim, kind) for name in normed}
+    norms = {name: find_norm(module, f"{name}_norm", layer.traits.head_dim, kind) for name in normed}
     return Parts(kind, module, linears, norms)
 
 
@@ -134,7 +134,7 @@ def _linear(parent: Any, name: str, kind: str) -> Any:
     return found
 
 
-def _norm(parent: nn.Module, name: str, size: int, kind: str) -> Norm:
+def find_norm(parent: nn.Module, name: str, size: int, kind: str) -> Norm:
     found = getattr(parent, name, None)
     epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
     if epsilon is None or getattr(getattr(found, "weight", None), "shape", None) != (size,):
@@ -152,7 +152,7 @@ def _check_sizes(block: Parts, layer: AttentionLayer) -> None:
         raise NotFusedError(f"{block.kind} has projections of other sizes: {sizes}")
 
 
-def _is_rms_norm(norm: Norm, dtype: torch.dtype) -> bool:
+def is_rms_norm(norm: Norm, dtype: torch.dtype) -> bool:
     """Tests the norm in float32 on rows with a mean, which a layer norm would subtract.
 
     One row is so small that its output depends on the epsilon.

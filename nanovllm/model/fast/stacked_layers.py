@@ -57,26 +57,26 @@ class StackedLayers:
             raise NotFusedError("the layers are of different sizes")
         if len({tuple(part is None for part in layer) for layer in weights}) > 1:
             raise NotFusedError("some of the layers have norms or biases that others have not")
-        self._modules, self._calls = modules, calls
+        self.modules, self.layered_calls = modules, calls
         self.equations = LayerEquations(modules, self._blocks)
         self.num_compared = 0  # layers, each in several steps
-        self._num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
-        self._rows_type: Any = find_kernel("layer_stack", "DecodeRows")
+        self.num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
+        self.rows_type: Any = find_kernel("layer_stack", "DecodeRows")
         self._launch_error: Any = find_kernel("nvrtc", "CudaError")
         try:
-            self._stack = stack(weights, sizes, layers[0].scaling, device)
+            self.stack = stack(weights, sizes, layers[0].scaling, device)
         except self._launch_error as error:  # type: ignore[misc]
             raise NotFusedError(str(error)) from error
 
     def calls(self) -> dict[nn.Module, Callable[..., Any]]:
         """Replacements of the modules' calls: the first runs all layers, the others pass its output on."""
-        return {module: partial(self._call, module) for module in self._modules}
+        return {module: partial(self._call, module) for module in self.modules}
 
     def _call(self, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = self._rows(hidden_states, kwargs)
         if rows is None:
-            return self._calls.get(module, module._call_impl)(hidden_states, *args, **kwargs)
-        return self._run(rows, hidden_states, **kwargs) if module is self._modules[0] else hidden_states
+            return self.layered_calls.get(module, module._call_impl)(hidden_states, *args, **kwargs)
+        return self._run(rows, hidden_states, **kwargs) if module is self.modules[0] else hidden_states
 
     def _rows(self, hidden_states: Tensor, kwargs: Any) -> Any | None:
         """The rows of the running step, if it consists of few decodes only; else None."""
@@ -85,9 +85,9 @@ class StackedLayers:
             return None
         step = plan.steps[0]
         num_decodes = len(step.decode_blocks)
-        if len(step.tile_rows) or num_decodes not in self._num_rows or hidden_states.shape[:2] != (1, num_decodes):
+        if len(step.tile_rows) or num_decodes not in self.num_rows or hidden_states.shape[:2] != (1, num_decodes):
             return None
-        return self._rows_type(
+        return self.rows_type(
             step.decode_positions, kwargs[STEP_SLOT_MAPPING], step.tables, step.decode_tables, step.decode_blocks
         )
 
@@ -102,7 +102,7 @@ class StackedLayers:
         **kwargs: Any,
     ) -> Tensor:
         cosines, sines = (part[0] for part in position_embeddings)
-        output: Tensor = self._stack.run(hidden_states[0], cosines, sines, rows, first=first, count=count)
+        output: Tensor = self.stack.run(hidden_states[0], cosines, sines, rows, first=first, count=count)
         return output[None]
 
     def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
@@ -121,7 +121,7 @@ class StackedLayers:
                 args = plain, *args[1:]
             elif "hidden_states" in kwargs:
                 kwargs["hidden_states"] = plain
-            by_kernels: Any = self._calls.get(module)
+            by_kernels: Any = self.layered_calls.get(module)
             is_compared = isinstance(by_kernels, KernelLayer)
             expected = (by_kernels if is_compared else module._call_impl)(*args, **kwargs)
             try:
@@ -140,11 +140,11 @@ class StackedLayers:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
             self._compare(index, plain, expected, own, rows, None if is_compared else kwargs)
             self.num_compared += 1
-            output = expected if module is self._modules[-1] else _ForNextLayer.wrap(expected)
+            output = expected if module is self.modules[-1] else _ForNextLayer.wrap(expected)
             passed.append((output, embeddings))
             return output
 
-        return {module: partial(call, index, module) for index, module in enumerate(self._modules)}
+        return {module: partial(call, index, module) for index, module in enumerate(self.modules)}
 
     def _compare(self, index: int, before: Any, expected: Any, own: Tensor, rows: Any, kwargs: Any) -> None:
         kind = self._blocks[index].kind
@@ -184,7 +184,7 @@ _READ_NO_ELEMENT: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def stacked_calls(
+def stacked_layers(
     modules: Sequence[nn.Module],
     layers: Sequence[AttentionLayer],
     caches: Sequence[LayerCache],
@@ -192,8 +192,8 @@ def stacked_calls(
     calls: dict[nn.Module, Callable[..., Any]],
     *,
     compare: Callable[[StackedLayers], None],
-) -> dict[nn.Module, Callable[..., Any]]:
-    """`calls` with the layers replaced by a stack; raises NotFusedError.
+) -> StackedLayers:
+    """The layers as a stack, compared with their modules; raises NotFusedError.
 
     Args:
         calls: replacements of modules' calls, without a stack.
@@ -203,7 +203,7 @@ def stacked_calls(
     compare(stacked)
     if not stacked.num_compared:
         raise NotFusedError("the KV cache has no room to compare them")
-    return calls | stacked.calls()
+    return stacked
 
 
 def compile_calls_of(

@@ -1,0 +1,189 @@
+"""Steps of few plain decodes in one launch on a GPU, without graphs or copies; see `model/fast/stacked_step.py`.
+
+A step's inputs are arguments of its launch, and the kernel writes the tokens into memory that the host reads. They are
+written number by number: with few rows NumPy's calls take longer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.core.batch import NON_FINITE, ScheduledBatch
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import NotFusedError
+from nanovllm.core.sampling_params import FILTERS, GAMMA, mix64
+from nanovllm.core.step_inputs import StepInput
+from nanovllm.execution.compared_steps import run_few_decodes
+from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.execution.step_inputs import Packing
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast.distances import difference_of_rows
+from nanovllm.model.fast.stacked_step import StackedStep
+from nanovllm.process.device import find_kernel
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.noise import GAMMA_32, signed_32
+
+logger = logging.getLogger("nanovllm")
+
+_NUM_BUFFERS = 8  # for tokens of steps that the host has not read; two are in flight
+_DTYPES: dict[str, Any] = {
+    **dict.fromkeys(("sample_rows", "noise_keys", "token_ids", "positions", "slot_mapping"), np.int64),
+    **dict.fromkeys(("inverse_temperatures", "noise_scales"), np.float32),
+    **dict.fromkeys(("decode_tables", "decode_blocks"), np.int32),
+}
+_INPUTS = *(StepInput(name, dtype, ("rows",)) for name, dtype in _DTYPES.items()), StepInput("tables", np.int32, None)
+_draw_options = attrgetter("temperature", *FILTERS)
+
+
+class PackedLaunch:
+    """The launch of steps of one number of rows, padding included.
+
+    Args:
+        logits: as in `StackedStep.token_step`.
+    """
+
+    def __init__(self, step: StackedStep, num_rows: int, sampled: Tensor, logits: Tensor | None = None) -> None:
+        packing = Packing(_INPUTS, {"rows": num_rows})
+        arrays = vars(packing.views(np.zeros(packing.num_words + 1, np.int32)))
+        first = min(array.ctypes.data for array in arrays.values())
+        places = {name: array.ctypes.data - first for name, array in arrays.items()}
+        self._launch = step.token_step(places, num_rows, sampled, logits)
+        self._to, self._rows = packing.views(self._launch.packed), self._launch.packed[: packing.num_words]
+
+    def pack(self, layout: BatchLayout, block_size: int) -> int | None:
+        """Write greedy rows of a layout; returns the number of their blocks, or None if they are too many."""
+        to, positions = self._to, layout.positions.tolist()
+        counts = [position // block_size + 1 for position in positions]
+        num_tables = sum(counts)
+        if num_tables > len(to.tables):
+            return None
+        self._rows[:] = 0
+        start = 0
+        for row, (entry, count) in enumerate(zip(layout.entries, counts, strict=True)):
+            end = start + count
+            to.tables[start:end] = entry.block_table[:count]
+            to.decode_tables[row], to.decode_blocks[row] = start, count
+            start = end
+        num_rows = len(positions)
+        to.token_ids[:num_rows], to.positions[:num_rows] = layout.token_ids, layout.positions
+        to.slot_mapping[:num_rows], to.sample_rows[:num_rows] = layout.slot_mapping, layout.sample_rows
+        return num_tables
+
+    def set_draw(self, sample: int, key: int, inverse: float) -> None:
+        """Let a sample draw with noise, at this inverse temperature."""
+        to = self._to
+        to.noise_keys[sample], to.inverse_temperatures[sample], to.noise_scales[sample] = key, inverse, 1.0
+
+    def run(self, num_tables: int, host_sampled: Tensor | None = None) -> None:
+        self._launch.launch(num_tables, host_sampled)
+
+
+class StackedSteps:
+    """The launches of one engine.
+
+    Args:
+        sampled: tokens of the step before, which those of a step replace.
+        begin: prepares the device for a step, before its launch.
+    """
+
+    def __init__(
+        self, step: StackedStep, block_size: int, *, sampled: Tensor, begin: Callable[[BatchLayout], None]
+    ) -> None:
+        self._step, self._block_size, self._sampled, self._begin = step, block_size, sampled, begin
+        self._launches = {num_rows: PackedLaunch(step, num_rows, sampled) for num_rows in step.num_rows}
+        shape = _NUM_BUFFERS, step.num_rows[-1]
+        with torch.inference_mode(False):
+            buffers = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=sampled.is_cuda)
+        self._buffers, self.num_launched = buffers.unbind(), 0
+
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Any | None:
+        """Pack a step of plain sequences; returns its launch, to `PendingTokens`, or None for another step."""
+        count, sequences = layout.num_tokens, batch.sampling
+        if batch.copies or not count == len(sequences) == layout.num_decodes:
+            return None  # else each row is sampled, in some order
+        launch = next((launch for num_rows, launch in self._launches.items() if num_rows >= count), None)
+        inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
+        if launch is None or None in inverses or (num_tables := launch.pack(layout, self._block_size)) is None:
+            return None
+        positions = layout.sampled_positions.tolist()
+        for sample, (sequence, position, inverse) in enumerate(zip(sequences, positions, inverses, strict=True)):
+            if inverse:
+                launch.set_draw(sample, _noise_key(sequence.seed, position), inverse)
+
+        def draw() -> PendingTokens:
+            tokens = self._buffers[self.num_launched % _NUM_BUFFERS]
+            self.num_launched += 1
+            self._begin(layout)
+            launch.run(num_tables, tokens)
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(self._sampled.device))
+            return PendingTokens(tokens[:count], None, arrival)
+
+        return draw
+
+    def check(self, layout: BatchLayout, expected: Tensor) -> None:
+        """Raise NotFusedError unless a greedy step gives the expected logits [num_samples, vocab_size], if it fits."""
+        count = len(expected)
+        num_rows = next(size for size in self._step.num_rows if size >= count)
+        logits = expected.new_zeros(num_rows, expected.shape[1])
+        launch = PackedLaunch(self._step, num_rows, self._sampled, logits)
+        if (num_tables := launch.pack(layout, self._block_size)) is None:
+            return
+        launch.run(num_tables)
+        own = logits[torch.from_numpy(layout.sample_rows).to(logits.device)]
+        if (differs := difference_of_rows(own, expected)) is not None:
+            raise NotFusedError(f"its logits are others: rows differ {differs}")
+        if not torch.equal(own.gather(1, self._sampled[:count, None]), own.amax(dim=1, keepdim=True)):
+            raise NotFusedError("its tokens are not the most probable ones")
+
+
+@lru_cache(maxsize=1024)
+def _inverse_temperature(options: tuple[Any, ...]) -> float | None:
+    """0 for greedy rows; None for those with a filter, or cold."""
+    params = SimpleNamespace(**dict(zip(("temperature", *FILTERS), options, strict=True)))
+    inputs = DrawInputs.from_sequences([SimpleNamespace(params=params, seed=0)], [0])  # type: ignore[list-item]
+    if inputs.has_filters():
+        return None
+    return float(inputs.inverse_temperatures[0] * inputs.noise_scales[0])
+
+
+def _noise_key(seed: int, position: int) -> int:
+    """`noise.noise_keys` of one row."""
+    key = mix64(mix64(seed + GAMMA) ^ mix64((position + 1) * GAMMA))
+    return key - 2**64 if key >= 2**63 else key
+
+
+def build_stacked_steps(
+    binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], Tensor], **parts: Any
+) -> StackedSteps | None:
+    """The stacked steps of an engine; None if its layers are no stack, or its model has other parts around them.
+
+    Args:
+        run_layers: runs the layers of a step; returns hidden states of its sampled rows.
+        parts: further arguments of `StackedSteps`.
+    """
+    if binding.stacked is None:
+        return None
+    launch_error: Any = find_kernel("nvrtc", "CudaError")
+    options = {"non_finite": NON_FINITE, "gamma": signed_32(GAMMA_32)}
+    try:
+        binding.uninstall()
+        step = StackedStep(binding.model, binding.stacked, binding.vocab_size, config.max_model_len, options)
+        steps = StackedSteps(step, config.block_size, **parts)
+        run_few_decodes(
+            binding, config, lambda layout: steps.check(layout, binding.head(run_layers(layout)[: layout.num_tokens]))
+        )
+    except (NotFusedError, launch_error) as error:
+        logger.info("steps of few decodes run as two graphs: %s", error)
+        return None
+    return steps

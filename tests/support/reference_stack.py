@@ -1,0 +1,90 @@
+"""`kernels/layer_stack.py` and decode attention in plain PyTorch, for tests without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.layer_stack import DecodeRows
+from nanovllm.kernels.token_steps import PACKED_BYTES
+from tests.support.llama_layers import run_layers
+
+
+class ReferenceStack:
+    """`LayerStack` without a GPU; counts its launches."""
+
+    launches: ClassVar[list[int]] = []
+    logits_factor = 1.0
+
+    def __init__(self, layers: Any, sizes: Any, scaling: float, device: torch.device) -> None:
+        self._layers, self._sizes, self._scaling = layers, sizes, scaling
+
+    def run(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: Any, *, first: int = 0, count: int = 0
+    ) -> Tensor:
+        layers = self._layers[first : first + count] if count else self._layers
+        self.launches.append(len(layers))
+        return run_layers(layers, self._sizes, self._scaling, hidden, cosines, sines, rows)
+
+    def token_step(
+        self, weights: Any, places: dict[str, int], num_rows: int, sampled: Tensor, *, logits: Any = None, **_: Any
+    ) -> ReferenceStep:
+        return ReferenceStep(self, weights, places, num_rows, sampled, logits)
+
+
+class ReferenceStep:
+    """`TokenStep` of greedy rows, whose tokens are known."""
+
+    def __init__(
+        self, stack: ReferenceStack, weights: Any, places: dict[str, int], num_rows: int, sampled: Tensor, logits: Any
+    ) -> None:
+        self._stack, self._weights, self._places = stack, weights, places
+        self._num_rows, self._sampled, self._logits = num_rows, sampled, logits
+        self.packed = np.zeros(PACKED_BYTES // 4, np.int32)
+
+    def _input(self, name: str, count: int, dtype: Any = np.int64) -> Tensor:
+        start, size = self._places[name], count * np.dtype(dtype).itemsize
+        return torch.from_numpy(self.packed.view(np.uint8)[start : start + size].view(dtype).copy())
+
+    def launch(self, num_tables: int = 0, host_sampled: Tensor | None = None) -> None:
+        weights, count = self._weights, self._num_rows
+        positions, slots = self._input("positions", count), self._input("slot_mapping", count)
+        tables, *starts = (
+            self._input(name, size, np.int32)
+            for name, size in (("tables", num_tables), ("decode_tables", count), ("decode_blocks", count))
+        )
+        rows = DecodeRows(positions, slots, tables, *starts)
+        hidden = weights.embedding[self._input("token_ids", count)]
+        hidden = self._stack.run(hidden, weights.cosines[positions], weights.sines[positions], rows).float()
+        normed = hidden * (hidden.square().mean(-1, keepdim=True) + weights.epsilon).rsqrt()
+        head = weights.head[: weights.vocab_size] * self._stack.logits_factor
+        logits = (normed.bfloat16() * weights.norm) @ head.T
+        if self._logits is not None:
+            self._logits.copy_(logits)
+        num_real = int((starts[1] > 0).sum())
+        self._sampled[:num_real] = logits[self._input("sample_rows", num_real)].argmax(1)
+        if host_sampled is not None:
+            host_sampled[:num_real] = self._sampled[:num_real]
+
+
+class DenseDecodes:
+    """Attention of a step's decodes over their block tables, one by one."""
+
+    def __init__(self, block_size: int) -> None:
+        self.step: Any = None
+        self._block_size = block_size
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
+        output = torch.zeros_like(query)
+        for row, count in enumerate(self.step.decode_blocks.tolist()):
+            table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
+            slots = (table[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
+            slots = slots[: int(self.step.decode_positions[row]) + 1] if count else slots
+            groups = query.shape[1] // keys.shape[1]
+            own = [part[slots].float().repeat_interleave(groups, 1) for part in (keys, values)]
+            weights = (torch.einsum("hd,thd->ht", query[row].float(), own[0]) * scaling).softmax(-1)
+            output[row] = torch.einsum("ht,thd->hd", weights, own[1])
+        return output
