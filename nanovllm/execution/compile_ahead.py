@@ -23,6 +23,7 @@ from nanovllm.execution.option_kernels import call_apart, call_together, option_
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast import few_experts
 from nanovllm.model.fast.kernel_layers import kernel_layer_calls
 from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
@@ -103,7 +104,7 @@ def _cuda_calls(binding: ModelBinding, block_size: int) -> list[Callable[[], Any
     for layer in layers_by_kind(binding.layers):
         if (compile_prompts := KernelOptions.for_layer(layer, binding.device, block_size).compile_prompts) is not None:
             calls.append(compile_prompts)
-    return calls
+    return calls + few_experts.kernel_calls(binding.model)
 
 
 def _layer_calls(binding: ModelBinding, num_rows: int) -> list[Callable[[], Any]]:

@@ -20,6 +20,7 @@ import torch
 from nanovllm.core.paths import cache_root
 
 _MAX_SHARED_BYTES = 8  # number of a function attribute
+_STARTS_EARLY = 6  # of a launch attribute
 _locks: defaultdict[str, Lock] = defaultdict(Lock)  # by file of the cache
 
 
@@ -110,6 +111,17 @@ def check(result: int, action: str) -> None:
         raise CudaError(f"CUDA answers {result} to: {action}.")
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),  # of the grid, of a block, of its shared memory
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class CudaFunction:
     """A kernel of compiled code, on the current device.
 
@@ -134,14 +146,30 @@ class CudaFunction:
         """Cooperative launch on the current stream: all blocks run concurrently. Arguments are ctypes objects."""
         self._launch(driver().cuLaunchCooperativeKernel, num_blocks, arguments, ())
 
+    def launch_early(self, num_blocks: int, *arguments: Any) -> None:
+        """Launch on the current stream, from where the kernel before allows it (programmatic dependent launch).
+
+        The kernel itself has to wait for that one's results. Arguments are ctypes objects.
+        """
+        attribute = _Attribute(_STARTS_EARLY, 0, (ctypes.c_int * 16)(1))
+        sizes = (ctypes.c_uint * 7)(num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes)
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(sizes, stream, ctypes.pointer(attribute), 1)
+        pointers = _pointers(arguments)
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "launch")
+
     def _launch(self, launch: Any, num_blocks: int, arguments: tuple[Any, ...], extra: tuple[None, ...]) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointers = (ctypes.c_void_p * len(arguments))(
-            *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
-        )
+        pointers = _pointers(arguments)
         check(
             launch(
                 self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, pointers, *extra
             ),
             "launch",
         )  # fmt: skip
+
+
+def _pointers(arguments: tuple[Any, ...]) -> Any:
+    return (ctypes.c_void_p * len(arguments))(
+        *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
+    )

@@ -48,14 +48,17 @@ def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 
 
+def slots_in_step() -> Tensor | None:
+    """Slots of the running step's rows, 0 for padding; None if steps of several engines run."""
+    slots = next(iter(steps_in_force.values())).slots if len(steps_in_force) == 1 else None
+    return slots[0] if slots is not None and slots.dim() == 2 else slots  # a row for each kind of layers
+
+
 def _sort_in_step(expert_ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     """`sort_by_expert` of `kernels/expert_rows.py` for the running step's rows, without its padding."""
     from nanovllm.kernels.expert_rows import sort_by_expert
 
-    slots = next(iter(steps_in_force.values())).slots if len(steps_in_force) == 1 else None  # of no other engine's step
-    if slots is not None and slots.dim() == 2:  # a row for each kind of layers
-        slots = slots[0]
-    return sort_by_expert(expert_ids, num_experts, top_k, slots)
+    return sort_by_expert(expert_ids, num_experts, top_k, slots_in_step())
 
 
 # Whether the operators of experts on a GPU are registered.

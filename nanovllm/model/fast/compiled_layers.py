@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from nanovllm.model.fast.few_experts import calls_of_few
 from nanovllm.model.fast.joined_sums import join_last_sum
 from nanovllm.model.fast.small_top_ks import choose_by_kernel
 from nanovllm.model.module_watch import modules_of
 from nanovllm.process.device import own_code
 
-# On a GPU layers are compiled twice: for few rows, with small independent kernels combined into one launch, and for
-# many rows, where separate kernels are faster.
+# On a GPU layers are compiled for few rows, where small kernels share launches, and for many: there that is slower.
 FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
-# Compiled versions of a layer: one per kind of layer, more where layers share K and V (Gemma 3n). PyTorch's default
-# limit is 8, and exceeding it is an error.
+# Compiled versions: one per kind of layer, more where layers share K and V (Gemma 3n). PyTorch allows 8 by default.
 MOST_VERSIONS = 64
 
 
@@ -45,6 +44,7 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
         compiled = _compiled(fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
     few = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_few)
+    few = calls_of_few(few, layers, _compiled, _compile_for_few)
     many = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_many)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
     for module in _small_modules(model, layers):  # uncompiled, each small kernel costs 1-2 µs

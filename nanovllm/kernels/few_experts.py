@@ -1,0 +1,153 @@
+"""Routed experts of few rows in one launch.
+
+There are barriers over the grid; weights of the last product arrive during the one before it. Other kernels may compute
+the parts before the top-k::
+
+    attention's output projection, residual sum | norm, router's scores | top-k, gate, up, activation |
+    down, weighted sum over experts, residual sum
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import few_rows
+from nanovllm.kernels.few_rows import MAX_ROWS, NUM_WARPS, SLOTS
+
+_LEAST_BYTES = 128 * 2**10  # of shared memory, so that no two launches run at once and meet at one barrier
+
+
+class Sizes(NamedTuple):
+    """Sizes of one kind of experts."""
+
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+    attended: int = 0  # inputs of the output projection, if that is part of the kernel
+
+    def slot_bytes(self, device: torch.device) -> int:
+        """A row of the first product's weight, or those of a warp's outputs of the second."""
+        return 2 * max(self.hidden, self.inner * self.outputs(device))
+
+    def outputs(self, device: torch.device) -> int:
+        """Outputs of a warp, of the second product and of the projection."""
+        return -(-self.hidden // (few_rows.num_blocks(device) * NUM_WARPS))
+
+    def slots(self, device: torch.device) -> int:
+        """Slots of a warp's ring that fit into shared memory."""
+        return few_rows.num_slots(self.slot_bytes(device), 2 * MAX_ROWS * self.hidden, device)
+
+    def shared_bytes(self, device: torch.device) -> int:
+        """Shared memory of a block."""
+        return max(_LEAST_BYTES, NUM_WARPS * self.slots(device) * self.slot_bytes(device) + 2 * MAX_ROWS * self.hidden)
+
+
+class Router(NamedTuple):
+    """The choice of each row's experts.
+
+    weight: [num_experts, hidden]; the highest scores are chosen, their softmax is their weight.
+    normalises: whether the weights of a row add up to 1.
+    rounds: whether they are rounded to bfloat16.
+    norm: [hidden], weight of an RMS norm before the router; the norm's input is added to the output.
+    projection: attention's rows [num_rows, attended] and the output projection's weight [hidden, attended], their
+        product is added to the states before the norm.
+    """
+
+    weight: Tensor
+    normalises: bool
+    rounds: bool
+    norm: Tensor | None = None
+    epsilon: float = 0.0
+    projection: tuple[Tensor, Tensor] | None = None
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in (
+            "states", "attended", "projection", "middle", "norm", "router", "ids", "weights", "gate_up", "down",
+            "slots", "output", "inner", "logits", "counter",
+        )),
+        ("epsilon", c_float),
+        *((name, c_int) for name in ("num_rows", "num_slots", "normalises", "rounds")),
+    ]  # fmt: skip
+
+
+def suits(sizes: Sizes, device: torch.device) -> bool:
+    """Whether there is a kernel for experts of these sizes in bfloat16."""
+    has_pieces = sizes.hidden % 256 == sizes.inner % 256 == 0 and MAX_ROWS * sizes.hidden >= sizes.inner
+    if not has_pieces or MAX_ROWS * sizes.top_k > 32 * NUM_WARPS or not few_rows.is_available(device):
+        return False
+    slots, parts = sizes.slots(device), sizes.attended // sizes.hidden
+    if sizes.attended % sizes.hidden or parts > MAX_ROWS or parts * sizes.outputs(device) > slots:
+        return False
+    return slots >= SLOTS[0]
+
+
+class FewExperts:
+    """The kernel for experts of some sizes on one device; `suits` must hold."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self._sizes, self._device, self._num_blocks = sizes, device, few_rows.num_blocks(device)
+        definitions = {
+            "HIDDEN": sizes.hidden, "INNER": sizes.inner, "EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k,
+            "SLOTS": sizes.slots(device), "ATTENDED": sizes.attended,
+        }  # fmt: skip
+        self._function = few_rows.function(
+            ("2_routes.h", "3_experts.cu"), "few_experts", definitions, device, shared_bytes=sizes.shared_bytes(device)
+        )
+
+    def run(
+        self,
+        states: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        choice: tuple[Tensor, Tensor] | Router,
+        slots: Tensor | None,
+    ) -> Tensor:
+        """The experts' weighted sum for each row, [num_rows, hidden].
+
+        Args:
+            states: [num_rows, hidden], num_rows up to `MAX_ROWS`.
+            gate_up, down: [num_experts, 2 * inner, hidden], [num_experts, hidden, inner].
+            choice: the router, or experts' numbers (int64) and weights (float32), [num_rows, top_k].
+            slots: int64, of the rows' K and V; 0 for padding, as are further rows. None if no row is padding.
+        """
+        (num_rows, _), sizes = states.shape, self._sizes
+        router = choice if isinstance(choice, Router) else None
+        norm, weight = (None, None) if router is None else (router.norm, router.weight)
+        attended, projection = (router.projection if router is not None else None) or (None, None)
+        ids, weights = (None, None) if isinstance(choice, Router) else choice
+        output = torch.empty_like(states)
+        inner = states.new_empty(num_rows * sizes.top_k, sizes.inner)
+        logits = states.new_empty(num_rows, sizes.num_experts, dtype=torch.float32)
+        middle = None if projection is None else torch.empty_like(states)
+        given = states, attended, projection, middle, norm, weight, ids, weights, gate_up, down, slots
+        parts = *given, output, inner, logits, _counter(self._device)
+        call = _Call(
+            *(None if part is None else part.data_ptr() for part in parts), 0.0 if router is None else router.epsilon,
+            num_rows, 0 if slots is None else len(slots), router is not None and router.normalises,
+            router is not None and router.rounds,
+        )  # fmt: skip
+        with torch.cuda.device(self._device):
+            self._function.launch_at_once(self._num_blocks, call)
+        return output
+
+
+@cache
+def few_experts(sizes: Sizes, device: torch.device) -> FewExperts:
+    """The kernel, made once; not while a graph is captured."""
+    _counter(device)
+    return FewExperts(sizes, device)
+
+
+@cache
+def _counter(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device=device)
