@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.shared_prefixes import WIDE_TOKENS, SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch import ScheduledSequence
@@ -77,7 +77,7 @@ class Case:
         self.options = KernelOptions(Gpu.from_device(CUDA), *self.heads, BLOCK_SIZE)
 
     def step(self, prefixes: SharedPrefixes | None = None) -> StepTables:
-        shape = GraphShape(self.rows, self.rows, 0)
+        shape = GraphShape(self.rows, self.rows, 0, is_wide=prefixes is not None and prefixes.wide is not None)
         packing = StepPacking(shape, self.rows, (SampleInputs(), RowInputs(), TableInputs(BLOCK_SIZE)))
         packed = np.empty(packing.num_words_for(self.layout), np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, BLOCK_SIZE, prefixes), None, packed)
@@ -99,17 +99,21 @@ class Case:
         flex.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions)
         return self.micros(lambda query, keys, values: flex.attend(query, keys, values, query.shape[2] ** -0.5))
 
-    def kernel(self, sizes: DecodeSizes, *, shares: bool = True) -> float:
+    def kernel(self, sizes: DecodeSizes, *, shares: bool = True, wide: str = "") -> float:
+        """Args: wide: "hopper" or "triton" for wide groups by this kernel, if the prefix is long enough."""
         kernel = PagedDecode(
             self.heads, BLOCK_SIZE, gpu=self.options.gpu, max_decodes=self.rows, device=CUDA, sizes=sizes
         )
+        kernel.uses_wide_kernel = wide == "hopper"
         prefixes = None
         if shares:
-            rule = SharingRule(kernel.bundle_members, kernel.most_bundles(self.layout.num_decodes), 0.0, 0.0)
-            prefixes = SharedPrefixes.from_layout(self.layout, BLOCK_SIZE, rule)
+            rule = SharingRule.for_kernel(kernel, 1)._replace(member_tokens=0.0, step_tokens=0.0, wide_reads=0)
+            rule = rule._replace(max_bundles=kernel.most_bundles(self.layout.num_decodes))
+            prefixes = SharedPrefixes.from_layout(
+                self.layout, BLOCK_SIZE, rule if wide else rule._replace(wide_members=0)
+            )
         step = self.step(prefixes)
-        sharing = step.shared_blocks, step.members, step.shared_bundles
-        kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, sharing)
+        kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, step.sharing)
         return self.micros(lambda query, keys, values: kernel.attend(query, keys, values, query.shape[2] ** -0.5))
 
 
@@ -142,7 +146,9 @@ def main() -> None:
         if not arguments.no_flex:
             show("flex", case.flex())
         if "@" in name:
-            show("each decode by itself", case.kernel(MEASURED, shares=False))
+            show("each decode alone", case.kernel(MEASURED, shares=False))
+            for wide in ("triton", "hopper") if int(name.partition("@")[2]) >= WIDE_TOKENS else ():
+                show(f"wide groups, {wide}", case.kernel(MEASURED, wide=wide))
         for variant in variants() if arguments.variants else (MEASURED,):
             found = sorted((case.kernel(sizes), sizes) for sizes in (cuts(variant) if arguments.cuts else (variant,)))
             for micros, sizes in found[:3]:

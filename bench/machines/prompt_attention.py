@@ -10,10 +10,12 @@ import statistics
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from nanovllm.attention.tiles import spans_of
 from nanovllm.cache.kinds import StateKind
-from nanovllm.kernels.prompt_attention import TILE_ROWS, AttentionSizes, PromptAttention, why_not
+from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
 
 DEVICE = torch.device("cuda", 0)
 
@@ -42,13 +44,10 @@ class Problem:
         num_rows = sum(rows for _, rows in chunks)
         heads = num_rows, sizes.num_heads, sizes.head_dim
         self.query = (2 * torch.randn(heads, generator=generator, device=DEVICE)).to(sizes.dtype)
-        tiles, row = [], 0
-        for (start, rows), table in zip(chunks, self.starts, strict=True):
-            tiles += [(row + at, start + at, min(TILE_ROWS, rows - at), table) for at in range(0, rows, TILE_ROWS)]
-            row += rows
-        tiles.sort(key=lambda tile: -tile[1])
-        spans = torch.tensor([*tiles, (0, 0, 0, 0)], dtype=torch.int32, device=DEVICE)
-        self.step = spans[:, :3].contiguous(), spans[:, 3].contiguous(), self.tables
+        starts, rows = (np.array(part) for part in zip(*chunks, strict=True))
+        spans = np.pad(spans_of(np.cumsum(rows) - rows, starts, starts + rows), ((0, 1), (0, 0)))  # one is unused
+        tiles, tables = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (spans[:, 1:], self.starts))
+        self.step = tiles.contiguous(), tables[spans[:, 0]], self.tables
         self.scaling = sizes.head_dim**-0.5
 
     @property
@@ -84,7 +83,10 @@ FORMS = {
     "40/8 of 128, chunks of 8,192": AttentionSizes(40, 8, 128, 64, torch.bfloat16, chunk=8192),
     "16/16 of 192, values of 128": AttentionSizes(16, 16, 192, 64, torch.bfloat16, value_dim=128),
 }
-STEPS = ([(0, 8192)], [(57344, 8192)], [(114688, 8192)], [(0, 1024)] * 8, [(8192, 512)], [(0, 2048)] * 4)
+STEPS = (
+    [(0, 8192)], [(57344, 8192)], [(114688, 8192)], [(0, 2048)] * 4, [(0, 1024)] * 8, [(0, 512)] * 16, [(0, 256)] * 32,
+    [(0, 1024)], [(8192, 512)], [(8192, 1152)], [(32768, 128)],
+)  # fmt: skip
 
 
 def main() -> None:

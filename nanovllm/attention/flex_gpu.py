@@ -193,13 +193,12 @@ class GpuFlexPlan:
             attended: Tensor = calls.decodes.attend(query, key_cache, value_cache, scaling, None, sinks)
             return attended
         shape = *query.shape[:2], value_cache.shape[2]
-        output = query.new_zeros(shape) if calls.chunks is None else query.new_empty(shape)  # padding is not written
+        output = query.new_empty(shape)
         if count:
             calls.decodes.attend(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
         if calls.chunks is None:
-            calls.prompts.attend(
-                query, key_cache, value_cache, (step.spans, step.span_tables, step.tables), scaling, output, sinks
-            )
+            spans = step.spans, step.span_tables, step.tables
+            calls.prompts.attend(query, key_cache, value_cache, spans, scaling, output, sinks, num_decodes=count)
             return output
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]

@@ -11,6 +11,7 @@ from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.core.batch_layout import BatchLayout
 
 SPAN_ROWS = 128
+GROUP_ROWS = 2048  # two spans and heads for each multiprocessor, so that their lengths add up evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,19 @@ class Tiles:
 
 
 def spans_of(first_rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`Tiles.spans` of chunks of positions starts to ends - 1."""
+    """`Tiles.spans` of chunks of positions starts to ends - 1.
+
+    Spans that run at the same time read the same keys out of the GPU's cache: chunks are grouped, the longest context
+    first, and spans of a group sorted by their contexts.
+    """
     counts = -(-(ends - starts) // SPAN_ROWS)
     chunks = np.repeat(np.arange(len(starts)), counts)
     offsets = SPAN_ROWS * (np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts))
     positions = starts[chunks] + offsets
     num_rows = np.minimum(ends[chunks] - positions, SPAN_ROWS)
     spans = np.stack([chunks, first_rows[chunks] + offsets, positions, num_rows], axis=1)
-    return spans[np.argsort(-positions, kind="stable")]
+    order = np.argsort(-ends, kind="stable")
+    groups = np.empty(len(starts), np.int64)
+    rows = (ends - starts)[order]
+    groups[order] = (np.cumsum(rows) - rows) // GROUP_ROWS
+    return spans[np.lexsort((-positions, groups[chunks]))]

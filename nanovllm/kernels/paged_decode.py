@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.prompt_attention import AttentionSizes
+from nanovllm.kernels.wide_attention import WideAttention, open_kernel
+
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes per program, pieces of each per store
 _MERGED_ELEMENTS = 4096  # of the workspace, per load
 _MAX_HEAD_DIM = 256
@@ -105,6 +108,7 @@ class PagedDecode:
         if any(sight):  # decodes with a window or chunk share nothing
             self.wide_members = 0
         self.least_wide = LEAST_WIDE
+        self.uses_wide_kernel = not any(sight)
         # On Hopper and later a kernel may start while the previous one ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.bundle_members = _bundle_members(self._num_groups)
@@ -234,6 +238,11 @@ class PagedDecode:
         """Attend to the prefixes of wide groups; the results go to the workspace."""
         (num_rows, _, head_dim), value_dim, sizes = query.shape, value_cache.shape[2], self._wide
         num_pieces = min(len(pieces), self.wide_pieces + most_wide_programs(num_rows, self.wide_members))
+        if (kernel := self._wide_kernel(query, value_dim)) is not None:
+            step = self._tables, pieces, self._members, self._splits
+            workspace = self._outputs, self._logarithms, self._arrivals if merges else None
+            kernel.attend(query, (key_cache, value_cache), step, workspace, num_pieces, scaling)
+            return
         with torch.cuda.device_of(query):
             _kernels()[2].attend_wide_pieces[(num_pieces * self._num_kv_heads,)](
                 query, key_cache, value_cache, self._tables, pieces, self._members, self._splits, self._outputs,
@@ -242,6 +251,16 @@ class PagedDecode:
                 TILE=sizes.tile, ROWS=sizes.rows, DIMS=_power_of_two(head_dim), VALUE_DIMS=_power_of_two(value_dim),
                 MERGES=merges, SOFTCAP=self._softcap, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
             )  # fmt: skip
+
+    def _wide_kernel(self, query: Tensor, value_dim: int) -> WideAttention | None:
+        """The kernel for Hopper, where it supports these layers."""
+        if not self.uses_wide_kernel:
+            return None
+        sizes = AttentionSizes(
+            query.shape[1], self._num_kv_heads, query.shape[2], self._block_size, query.dtype,
+            softcap=self._softcap or None, value_dim=value_dim,
+        )  # fmt: skip
+        return open_kernel(sizes, query.device)
 
 
 def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> tuple[int, int]:

@@ -23,9 +23,10 @@ from nanovllm.kernels import nvrtc
 TILE_ROWS = 128  # of a thread block
 _TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and of a tensor map
 _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
-_THREADS = 384
-_ALIGNMENT = 1024
+NUM_THREADS = 384
+_ALIGNMENT, _STATIC_BYTES = 1024, 6144
 _LARGE_TILES = 65536  # bytes of keys and values; two stages of them hide the copies
+_MOST_CUT = 32  # tiles whose keys may be cut in parts
 _WIDEST_ROWS = 640  # bytes of a token's key and value: two stages of 128 tokens fit into shared memory
 _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
 _MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
@@ -118,16 +119,18 @@ def compile_kernel(*sizes: Any, device: torch.device) -> None:
     own = AttentionSizes(*sizes)
     if why_not(own, device) is None:
         with suppress(nvrtc.CudaError):
-            machine_code(own, _shared(own, device)[0])
+            machine_code(own, *shared_memory(own, device)[:2])
 
 
-def _shared(sizes: AttentionSizes, device: torch.device) -> tuple[int, int]:
-    """Stages of K and V in shared memory, and bytes of it."""
+def shared_memory(sizes: AttentionSizes, device: torch.device, most_buffers: int = 2) -> tuple[int, int, int]:
+    """Stages of K and V in shared memory, buffers of Q, and bytes of both."""
     query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes[0], sizes.tile_keys * sum(sizes.row_bytes)
     properties: Any = torch.cuda.get_device_properties(device)
+    room = properties.shared_memory_per_block_optin - _STATIC_BYTES - _ALIGNMENT
     most = 3 if tile_bytes < _LARGE_TILES else 2
-    stages = min(most, (properties.shared_memory_per_block_optin - 2 * _ALIGNMENT - query_bytes) // tile_bytes)
-    return stages, _ALIGNMENT + query_bytes + stages * tile_bytes
+    stages = min(most, (room - query_bytes) // tile_bytes)
+    buffers = min(most_buffers, (room - stages * tile_bytes) // query_bytes)
+    return stages, buffers, _ALIGNMENT + buffers * query_bytes + stages * tile_bytes
 
 
 class PromptAttention:
@@ -137,11 +140,18 @@ class PromptAttention:
         self._sizes, self._device = sizes, device
         properties: Any = torch.cuda.get_device_properties(device)
         self._num_processors = properties.multi_processor_count
-        stages, shared_bytes = _shared(sizes, device)
+        stages, buffers, shared_bytes = shared_memory(sizes, device)
         with torch.cuda.device(device):
             self._function = nvrtc.CudaFunction(
-                machine_code(sizes, stages), "prompt_attention", num_threads=_THREADS, shared_bytes=shared_bytes
+                machine_code(sizes, stages, buffers),
+                "prompt_attention",
+                num_threads=NUM_THREADS,
+                shared_bytes=shared_bytes,
             )
+        items, sums = 2 * self._num_processors, 8 * 32 * (sizes.row_bytes[1] // 4 + 4)  # of parts, and of an item
+        self._workspace = torch.empty(items * sums, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(_MOST_CUT * sizes.num_heads * 8, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, ...], Any] = {}  # of tensors by address: those of caches stay, others recur
 
     def attend(
@@ -153,16 +163,20 @@ class PromptAttention:
         scaling: float,
         output: Tensor,
         sinks: Tensor | None = None,
+        *,
+        num_decodes: int = 0,
     ) -> None:
-        """Write the attention of a step's chunks to their rows of `output`.
+        """Write the attention of a step's chunks to their rows of `output`, and 0 to rows after them.
 
         Args:
-            query, output: [num_rows, num_heads, head_dim or value_dim], a row's elements contiguous.
+            query, output: [num_rows, num_heads, head_dim or value_dim], a row's elements contiguous; the output's rows
+                begin at multiples of 16 bytes.
             keys, values: [num_slots, num_kv_heads, head_dim or value_dim].
             step: int32, spans [num_spans, 3] of consecutive rows of one sequence: first row, its position, number of
-                rows up to 128, 0 for padding; starts of their block tables [num_spans]; block tables, concatenated.
+                rows up to 128, padding (0) last; starts of their block tables [num_spans]; block tables, concatenated.
             scaling: of the scores, above 0.
             sinks: [num_heads].
+            num_decodes: rows of `output` before the chunks.
         """
         sizes, (spans, starts, tables) = self._sizes, step
         if sinks is not None:
@@ -171,7 +185,7 @@ class PromptAttention:
         maps = self._map(query, TILE_ROWS), self._map(keys, box), self._map(values, box)
         with torch.cuda.device(self._device):
             self._function.launch(
-                min(len(spans) * sizes.num_heads, self._num_processors),
+                self._num_processors,
                 *maps,
                 c_void_p(output.data_ptr()),
                 c_longlong(output.stride(0)),
@@ -181,6 +195,11 @@ class PromptAttention:
                 c_void_p(tables.data_ptr()),
                 c_void_p(None if sinks is None else sinks.data_ptr()),
                 c_float(scaling * math.log2(math.e)),
+                c_void_p(self._workspace.data_ptr()),
+                c_void_p(self._arrivals.data_ptr()),
+                c_void_p(self._counts.data_ptr()),
+                c_int(num_decodes),
+                c_int(len(output)),
             )
 
     @torch.inference_mode()
@@ -227,7 +246,7 @@ class PromptAttention:
         if (found := self._maps.get(key)) is None:
             if len(self._maps) >= _MAX_MAPS:
                 self._maps.clear()
-            found = self._maps[key] = _tensor_map(tensor, num_rows)
+            found = self._maps[key] = tensor_map(tensor, num_rows)
         return found
 
 
@@ -258,7 +277,7 @@ class _TensorMap(ctypes.Structure):
     _align_ = 64
 
 
-def _tensor_map(tensor: Tensor, num_rows: int) -> Any:
+def tensor_map(tensor: Tensor, num_rows: int) -> Any:
     """A map of [rows, heads, head_dim] for boxes of `num_rows` rows and 64 columns of one head; rows outside are 0."""
     memory = ctypes.create_string_buffer(128 + 64)  # older Pythons do not align structures
     address = -(-ctypes.addressof(memory) // 64) * 64
@@ -283,12 +302,13 @@ def source_text() -> str:
 
 
 @cache
-def machine_code(sizes: AttentionSizes, stages: int) -> bytes:
+def machine_code(sizes: AttentionSizes, stages: int, buffers: int, is_wide: bool = False) -> bytes:
     """Machine code of the kernel; compilation takes half a second."""
     definitions = {
         "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
         "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
         "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f", "VALUE_DIM": sizes.widths[1],
-        "CHUNK": sizes.chunk or 0,
+        "CHUNK": sizes.chunk or 0, "QUERIES": buffers,
+        **({"WIDE": 1} if is_wide else {}),
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), "sm_90a", definitions)

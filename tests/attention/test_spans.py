@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.tiles import SPAN_ROWS, spans_of
+from nanovllm.attention.tiles import GROUP_ROWS, SPAN_ROWS, spans_of
 from nanovllm.kernels import nvrtc, prompt_attention
 from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
+from nanovllm.kernels.wide_attention import WideAttention
 
 CHUNKS = {
     "one row": [(0, 1)],
@@ -45,6 +47,16 @@ def test_there_are_no_more_spans_than_tiles(block_size):
 def test_long_contexts_come_first():
     spans = spans_of(np.array([0, 300]), np.array([0, 4000]), np.array([300, 4200]))
     assert (np.diff(spans[:, 2]) <= 0).all()
+
+
+def test_prompts_that_are_read_at_the_same_time_are_few():
+    """Eight prompts of 1,024: two at a time, so that their keys stay in the GPU's cache, the longest spans first."""
+    starts, ends = np.zeros(8, np.int64), np.full(8, GROUP_ROWS // 2)
+    spans = spans_of(np.arange(8) * ends, starts, ends)
+    for pair in range(4):
+        own = spans[16 * pair : 16 * pair + 16]
+        assert set(own[:, 0].tolist()) == {2 * pair, 2 * pair + 1}
+        assert (np.diff(own[:, 2]) <= 0).all()
 
 
 class KernelOnCpu(PromptAttention):
@@ -83,6 +95,45 @@ def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk
         assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE
     if chunk is not None and chunk < (window or chunk + 1):
         assert KernelOnCpu(sizes, chunk=None).error_of_a_step() > TOLERANCE
+
+
+class WideKernelOnCpu(WideAttention):
+    """Dense attention to pieces of a prefix in the kernel's place, perhaps wrong."""
+
+    def __init__(self, sizes: AttentionSizes, *, scale: float = 1.0, shift: int = 0, lost: int = 0) -> None:
+        self._sizes, self._device = sizes, torch.device("cpu")
+        self._scale, self._shift, self._lost = scale, shift, lost
+
+    def attend(self, query, caches, step, workspace, num_pieces, scaling) -> None:
+        tables, pieces, members, splits = step
+        outputs, logarithms, _ = workspace
+        block, softcap = self._sizes.block_size, self._sizes.softcap
+        for first, count, start, end, table, part, *_ in pieces[:num_pieces].tolist():
+            if count == 0:
+                continue
+            tokens = torch.arange(start, end - self._lost)
+            slots = (tables[table + tokens // block].long() * block + tokens % block)[: len(tokens)]
+            keys, values = (cache[slots].float().repeat_interleave(self._groups, 1) for cache in caches)
+            for decode in members[first : first + count].tolist():
+                scores = self._scale * scaling * torch.einsum("hd,khd->hk", query[decode].float(), keys)
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                place = int(splits[decode, 0]) + part + self._shift
+                outputs[place] = torch.einsum("hk,khd->hd", scores.softmax(1), values)
+                logarithms[place] = scores.logsumexp(1) / math.log(2)
+
+    @property
+    def _groups(self) -> int:
+        return self._sizes.num_heads // self._sizes.num_kv_heads
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (6, 2, 64)], ids=str)
+@pytest.mark.parametrize(("block_size", "value_dim"), [(16, None), (64, 96), (128, None)])
+def test_the_check_of_wide_groups_sees_scales_places_and_lost_tokens(block_size, value_dim, heads, softcap):
+    sizes = AttentionSizes(*heads, block_size, torch.bfloat16, None, softcap, None, value_dim)
+    assert WideKernelOnCpu(sizes).error_of_a_piece() <= TOLERANCE
+    for wrong in ({"scale": 0.9}, {"shift": -1}, {"lost": 1}):
+        assert not WideKernelOnCpu(sizes, **wrong).error_of_a_piece() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)

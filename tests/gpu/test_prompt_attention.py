@@ -65,10 +65,15 @@ class Chunks:
         self.scaling = sizes.head_dim**-0.5
 
     def run(self, kernel: PromptAttention) -> torch.Tensor:
-        output = self.query.new_full((*self.query.shape[:2], self.sizes.widths[1]), torch.nan)
-        kernel.attend(self.query, self.keys, self.values, tuple(self.step), self.scaling, output, self.sinks)
+        num_rows, num_heads, _ = self.query.shape
+        output = self.query.new_full((num_rows + 300, num_heads, self.sizes.widths[1]), torch.nan)
+        kernel.attend(
+            self.query, self.keys, self.values, tuple(self.step), self.scaling, output, self.sinks,
+            num_decodes=self.num_decodes,
+        )  # fmt: skip
         assert output[: self.num_decodes].isnan().all()  # rows of decodes are another kernel's
-        return output[self.num_decodes :]
+        assert (output[num_rows:] == 0).all(), "padding"
+        return output[self.num_decodes : num_rows]
 
     def dense(self) -> torch.Tensor:
         sizes, block, parts, row = self.sizes, self.sizes.block_size, [], self.num_decodes
@@ -173,12 +178,24 @@ def test_blocks_that_left_a_window_are_not_read(head_dim):
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("chunks", [[(8192, 1152)], [(9000, 130), (3, 2)], [(2000, 900)], [(40000, 5)]], ids=str)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (4, 4, 64), (8, 2, 256), (2, 1, 192)], ids=str)
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (3000, True)])
+def test_keys_of_few_tiles_cut_in_parts_equal_dense_attention(window, sinks, heads, chunks):
+    check(AttentionSizes(*heads, 64, torch.bfloat16, window), chunks, sinks=sinks)
+
+
+def test_more_tiles_than_shared_memory_holds_equal_dense_attention():
+    check(AttentionSizes(4, 2, 128, 16, torch.bfloat16), [(5, 3)] * 300 + [(700, 200)])
+
+
+@pytest.mark.parametrize("chunks", [STEPS["several"] * 8, [(5000, 130)]], ids=["many tiles", "parts"])
 @pytest.mark.parametrize(("head_dim", "softcap"), [(128, None), (128, 50.0), (256, None)])
-def test_the_same_bits_whenever_a_step_is_computed(head_dim, softcap):
+def test_the_same_bits_whenever_a_step_is_computed(head_dim, softcap, chunks):
     sizes = AttentionSizes(16, 8, head_dim, 64, torch.bfloat16, None, softcap)
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
-    case, kernel = Chunks(sizes, STEPS["several"] * 8), PromptAttention(sizes, CUDA)
+    case, kernel = Chunks(sizes, chunks), PromptAttention(sizes, CUDA)
     first = case.run(kernel)
     assert all(torch.equal(case.run(kernel), first) for _ in range(30))
 

@@ -10,6 +10,8 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import shared_prefixes
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, why_not
+from nanovllm.kernels.wide_attention import WideAttention
 from tests.support.equality import model
 from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case, wide_group_and_others
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
@@ -61,6 +63,41 @@ def test_wide_groups_beside_others_equal_dense_attention(sizes, num_members, num
         assert torch.equal(case.run(prefixes), first), "the same bits"
     assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"
     case.check(case.run(case.prefixes()))
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("heads", "value_dim"), [((16, 8, 128), None), ((9, 3, 64), None), ((8, 1, 256), None), ((4, 4, 192), 128)]
+)
+def test_the_check_of_wide_groups_admits_each_form_and_no_wrong_one(
+    heads, value_dim, block_size, dtype, softcap, monkeypatch
+):
+    sizes = AttentionSizes(*heads, block_size, dtype, None, softcap, None, value_dim)
+    if reason := why_not(sizes, torch.device("cuda")):
+        pytest.skip(reason)
+    kernel = WideAttention(sizes, torch.device("cuda"))
+    assert kernel.error_of_a_piece() <= TOLERANCE
+    attend = kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *args: attend(*args[:-1], 0.9 * args[-1]))
+    assert kernel.error_of_a_piece() > TOLERANCE
+
+
+def test_wide_groups_are_read_by_the_kernel_for_hopper_and_by_triton_alike():
+    heads = 2, 3, 128
+    if reason := why_not(AttentionSizes(6, *heads[::2], 64, torch.bfloat16), torch.device("cuda")):
+        pytest.skip(reason)
+    tables, contexts = wide_group_and_others(100, 70, block_size=64)
+    case = SharedDecodes(
+        tables, contexts, heads=heads, block_size=64, dtype=torch.bfloat16, device="cuda", gpu=(132, 232_448)
+    )  # fmt: skip
+    prefixes, kernel = case.prefixes(wide_tokens=4096), case.kernel
+    outputs = []
+    for kernel.uses_wide_kernel in (True, False):
+        outputs.append(case.run(prefixes))
+        case.check(outputs[-1])
+    assert not torch.equal(*outputs), "two kernels"
 
 
 def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
