@@ -43,10 +43,10 @@ class AsyncLLM(AsyncScoring):
     Args:
         model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
             blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
-        prepares_when_idle: on a GPU, use each sampling option once and capture the steps that usually come, one at a
-            time, while there are no requests. Only where no other code of the process uses that GPU: waiting for the
-            device during a capture (`torch.cuda.synchronize`) fails, and the capture with it. A live module is left
-            alone.
+        prepares_when_idle: on a GPU, use each sampling option once and capture usual steps while there are no requests.
+            Only where no other code of the process uses that GPU: waiting for the device (`torch.cuda.synchronize`)
+            fails during a capture, and the capture with it. A live module is left alone.
+        engine_process: run the engine in a process, as a pool of one replica: readers do not share its interpreter.
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
     every open stream and every later call raises EngineDeadError, caused by the error. See docs/guide/async.md.
@@ -62,17 +62,20 @@ class AsyncLLM(AsyncScoring):
         on_step: StepHook | None = None,
         trace: TraceWriter | None = None,
         prepares_when_idle: bool = False,
+        engine_process: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        of_replicas = {"prepares_when_idle": prepares_when_idle, "sends_records": True, "is_stepped_when_idle": True}
-        engine = self._open(model, tokenizer, on_step, cast(Any, options), trace=trace, **of_replicas)
+        how = {"prepares_when_idle": prepares_when_idle, "sends_records": True, "is_stepped_when_idle": True}
+        engine = self._open(
+            model, tokenizer, on_step, cast(Any, options), trace=trace, engine_process=engine_process, **how
+        )
         self.config, self.tokenizer = engine.config, engine.tokenizer
         self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
         self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
         self.default_sampling_params = engine.input_processor.default_params  # of requests without any
-        self._router = OutputRouter()
+        self._router = OutputRouter(waits_for_readers=engine.wake is not None)
         self.on_request_end = self._router.on_end  # called in the engine's thread; others may be appended at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
@@ -210,8 +213,7 @@ class AsyncLLM(AsyncScoring):
         check_request_ids(request_ids, self._preparing)
         if output_kind not in list(OutputKind):
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(OutputKind)}.")
-        kind = OutputKind(output_kind)
-        stream = Stream(kind)
+        stream = Stream(kind := OutputKind(output_kind))
 
         def add(requests: list[NewRequest], engine: EngineInterface) -> None:
             engine.add(*requests)
@@ -293,8 +295,7 @@ class AsyncLLM(AsyncScoring):
 
     def _abort_in(self, engine: EngineInterface, request_id: str) -> bool:
         """From the engine's thread."""
-        output = engine.abort(request_id)
-        if output is not None:
+        if (output := engine.abort(request_id)) is not None:
             self._router.deliver([output])
         return output is not None
 
@@ -315,8 +316,7 @@ class AsyncLLM(AsyncScoring):
     async def inspect(self, look: Callable[[Any], Result]) -> Result:
         """The result of look(engine), called in the engine's thread between two steps; it must change nothing.
 
-        With replicas `look` gets the `ReplicaPool`.
-        Raises EngineDeadError, RuntimeError once it is closed, and any error of `look`.
+        Raises EngineDeadError, RuntimeError once closed, and errors of `look`; with replicas it gets the `ReplicaPool`.
         """
         return await self._run(look)
 

@@ -46,11 +46,12 @@ def open_engine(
     options: dict[str, Any],
     *,
     trace: Any = None,
+    engine_process: bool = False,
     **of_replicas: bool,
 ) -> EngineInterface:
-    """The engine or pool for a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
+    """The engine or pool for a front door; arguments as for `AsyncLLM`, `of_replicas` as for `open_pool`."""
     # Imports are local: a front starts its replicas before it loads modules that only engines need.
-    if options.get("data_parallel_size", 1) == 1:
+    if options.get("data_parallel_size", 1) == 1 and not engine_process:
         begin_gpu(model, options)
         with collector_paused():  # transformers is imported here
             from nanovllm.build import build_engine

@@ -47,6 +47,7 @@ from nanovllm.replicas.messages import (
     metric_values,
 )
 from nanovllm.replicas.prefix_index import encode as encode_events
+from nanovllm.replicas.token_columns import TokenColumns, TokenSender
 from nanovllm.requests.grammar.trials import MAX_TRIALS
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
@@ -87,6 +88,7 @@ class Reporter(Observer):
         self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, for requests with a final output only
         self._unreported: set[str] = set()  # requests that report their first token, and then only their end
         self._num_prompt_logprobs: dict[str, int] = {}
+        self._tokens = TokenSender()
         self._answers: dict[str, AnswerLogits] = {}  # by request id
         self._last_report = self._last_progress = 0.0
 
@@ -128,8 +130,9 @@ class Reporter(Observer):
             self._report([])
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
-        """Send outputs to the front, see `OutputRouter.deliver`; the front always reads."""
-        self._report([self._sent(output) for output in outputs])
+        """Send outputs to the front, which always reads; see `OutputRouter.deliver`."""
+        whole, tokens = self._tokens.split(outputs, self.placements)
+        self._report([self._sent(output) for output in whole], tokens)
         return []
 
     def without_loop(self) -> list[str]:
@@ -142,14 +145,13 @@ class Reporter(Observer):
             self._send(Died(str(error)))
             os._exit(1)
 
-    def _report(self, outputs: list[SentOutput]) -> None:
+    def _report(self, outputs: list[SentOutput], tokens: TokenColumns | None = None) -> None:
         now = time.monotonic()
         if now - self._last_progress > PROGRESS_SECONDS:
             outputs += self._progress()
             self._last_progress = now
         self._last_report = now
-        block_events = encode_events(self._block_events)
-        self._send(Report(outputs, self._engine.stats(), self._records, block_events))
+        self._send(Report(outputs, self._engine.stats(), self._records, encode_events(self._block_events), tokens))
         self._records = []
         self._block_events.clear()
 
@@ -195,6 +197,7 @@ class Reporter(Observer):
         self._num_sent.pop(request_id, None)
         self._unreported.discard(request_id)
         self._num_prompt_logprobs.pop(request_id, None)
+        self._tokens.forget(request_id)
         self._answers.pop(request_id, None)
 
 

@@ -37,6 +37,7 @@ from nanovllm.core.outputs import (
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.core.sequence import NewRequest, Resumed
 from nanovllm.observability.step_records import StepRecord
+from nanovllm.replicas.token_columns import TokenColumns
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.scores import AnswerLogits
 
@@ -243,6 +244,7 @@ class Report(Struct, tag=True, array_like=True):
     stats: EngineStats
     records: list[StepRecord]
     block_events: bytes
+    tokens: TokenColumns | None = None
 
 
 class Died(Struct, tag=True, array_like=True):

@@ -257,6 +257,11 @@ class ReplicaPool:
         replica.prefixes.apply(report.block_events)
         for sent in report.outputs:
             self._deliver(replica, sent)
+        if (tokens := report.tokens) is not None:
+            rows = zip(tokens.placements, tokens.texts, tokens.token_ids, strict=True)
+            for placement, text, token_id in rows:
+                if (request := replica.requests.get(placement)) is not None:  # else aborted
+                    self.outputs.append(request.record_token(text, token_id, tokens.time))
         self._records += report.records
 
     def _deliver(self, replica: ReplicaQueue, sent: SentOutput) -> None:

@@ -94,9 +94,9 @@ class PoolRequest:
         if is_final and sent.finished:
             return self._output([completion.to_output() for completion in sent.completions], is_finished=True)
         self.has_begun = True
-        if any(completion.token_ids for completion in sent.completions):  # else it restarts in each replica
-            self.num_deaths = 0
         for completion in sent.completions:
+            if completion.token_ids:  # else it restarts in each replica
+                self.num_deaths = 0
             sample = self.samples[completion.index]
             sample.text += completion.text
             sample.token_ids += completion.token_ids
@@ -110,6 +110,34 @@ class PoolRequest:
         else:
             completions = [self._so_far(completion.index) for completion in sent.completions]
         return self._output(completions, is_finished=sent.finished)
+
+    def record_token(self, text: str, token_id: int, time: float) -> RequestOutput:
+        """Record one more token of its only sample, of `TokenColumns`; returns the reader's output."""
+        sample, before = self.samples[0], self.metrics
+        sample.text += text
+        sample.token_ids.append(token_id)
+        self.num_deaths = 0
+        first, last, num_gaps, longest = (
+            before.first_token_time, before.last_token_time, before.num_output_tokens, before.max_itl,
+        )  # fmt: skip
+        assert first is not None and last is not None  # known since its first token
+        itl = time - last
+        self.metrics = RequestMetrics(
+            before.arrival_time,
+            before.scheduled_time,
+            first,
+            time,
+            None,
+            before.num_prompt_tokens,
+            before.num_cached_tokens,
+            num_gaps + 1,
+            before.num_preemptions,
+            (time - first) / num_gaps,
+            itl if longest is None or itl > longest else longest,
+        )
+        if self.new.output_kind is OutputKind.DELTA:
+            return self._output([CompletionOutput(0, text, [token_id], None, None)], is_finished=False)
+        return self._output([self._so_far(0)], is_finished=False)
 
     def resumed(self, *, num_preemptions: int = 0) -> Resumed | None:
         """Progress for the next replica, with `num_preemptions` added; None without tokens.
@@ -145,15 +173,15 @@ class PoolRequest:
     def _output(self, completions: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
         new, prompt_logprobs = self.new, self._prompt_logprobs
         return RequestOutput(
-            request_id=new.request_id,
-            prompt=new.prompt,
-            prompt_token_ids=new.prompt_token_ids,
-            outputs=completions,
-            finished=is_finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self.metrics,
-            error=self._error,
-            prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs[:],
-            error_kind=self._error_kind,
-            embedding=self._embedding,
+            new.request_id,
+            new.prompt,
+            new.prompt_token_ids,
+            completions,
+            is_finished,
+            self._num_cached_tokens,
+            self.metrics,
+            self._error,
+            None if prompt_logprobs is None else prompt_logprobs[:],
+            self._error_kind,
+            self._embedding,
         )

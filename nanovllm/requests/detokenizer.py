@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from nanovllm.requests.token_texts import TokenTexts, plain_backend, token_texts
 
 # A character has at most four bytes, hence at most three byte tokens while it is unfinished. Text that still ends in a
 # replacement character after more tokens starts with invalid bytes, and is not held back.
@@ -25,12 +28,23 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self.text = ""
-        self._decode_ids = decode_function(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._texts: TokenTexts | None = None
+        self._decode_ids: Callable[[list[int]], str]
+        if (backend := plain_backend(tokenizer)) is None:
+            self._decode_ids = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
+        else:
+            self._texts = token_texts(tokenizer, backend, skip_special_tokens=skip_special_tokens)
+            self._decode_ids = partial(backend.decode, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
         self._num_settled = 0  # tokens of the window with text appended already
         self._num_early = 0  # characters of pending tokens that have been appended
 
     def add(self, token_id: int) -> None:
+        is_settled = len(self._window) == self._num_settled and not self._num_early
+        if is_settled and self._texts is not None and (new := self._texts[token_id]):
+            self.text += new
+            self._window, self._num_settled = [token_id], 1
+            return
         self._window.append(token_id)
         settled = self._decode(self._num_settled)
         end = len(self._window)
@@ -78,25 +92,3 @@ def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = 
     """Text of the tokens, with or without special ones, without clean-up of spaces."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return text
-
-
-def decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """`decode` for one tokenizer, with less overhead.
-
-    For few tokens transformers' `decode` spends most of its time on checks of its argument. This calls its backend
-    directly, unless a subclass or an instance overrides `decode`.
-    """
-    # Imported with the tokenizer, not at module import: a front process starts its replicas first.
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    own = type(tokenizer)
-    is_plain = (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and own.decode is PreTrainedTokenizerBase.decode
-        and own._decode is PreTrainedTokenizerFast._decode
-        and not {"decode", "_decode"} & vars(tokenizer).keys()
-    )
-    if not is_plain:
-        return lambda token_ids: decode(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
-    backend_decode = tokenizer.backend_tokenizer.decode
-    return lambda token_ids: backend_decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -130,54 +130,48 @@ class Sample:
 
     def output(self, now: float) -> RequestOutput:
         """The output at the time `now`; a delta contains only text and tokens not returned before."""
-        sequence = self.sequence
-        is_finished = sequence.is_finished
-        if is_finished and self._finished_time is None:
+        sequence, request, first = self.sequence, self._request, self._num_shown_tokens  # runs once a streamed token
+        if sequence.is_finished and self._finished_time is None:
             self._finished_time = now
-        first = self._num_shown_tokens
-        text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :]
-        if self._request.output_kind is OutputKind.DELTA:
-            self._num_shown_tokens += len(token_ids)
+        text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
+        if request.output_kind is OutputKind.DELTA:
+            self._num_shown_tokens = first + len(token_ids)
             text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
+        logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
         completion = CompletionOutput(
-            index=sequence.index,
-            text=text,
-            token_ids=token_ids.tolist(),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            logprobs=None if sequence.logprobs is None else sequence.logprobs[first:],
+            sequence.index, text, token_ids, sequence.finish_reason, sequence.stop_reason, logprobs
         )
         return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=self._request.prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
-            outputs=[completion],
-            finished=is_finished,
-            num_cached_tokens=sequence.num_cached_tokens,
-            metrics=self.metrics(),
-            error=sequence.error,
-            prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
-            error_kind=sequence.error_kind,
-            embedding=sequence.embedding,
+            sequence.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            sequence.is_finished,
+            sequence.num_cached_tokens,
+            self.metrics(),
+            sequence.error,
+            None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
+            sequence.error_kind,
+            sequence.embedding,
         )
 
     def metrics(self) -> RequestMetrics:
         sequence = self.sequence
-        first, last, num_tokens = self._first_token_time, self.last_token_time, sequence.num_output_tokens
-        gaps = None if first is None or last is None else last - first
+        first, last = self._first_token_time, self.last_token_time
+        num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         return RequestMetrics(
-            arrival_time=sequence.arrival_time,
-            scheduled_time=sequence.scheduled_time,
-            first_token_time=first,
-            last_token_time=last,
-            finished_time=self._finished_time,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_output_tokens=num_tokens,
-            num_preemptions=sequence.num_preemptions,
-            mean_itl=None if gaps is None or num_tokens < 2 else gaps / (num_tokens - 1),
-            max_itl=self._max_itl,
-            itls=None if self._finished_time is None else self._itls,
+            sequence.arrival_time,
+            sequence.scheduled_time,
+            first,
+            last,
+            self._finished_time,
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            num_tokens,
+            sequence.num_preemptions,
+            None if first is None or last is None or num_tokens < 2 else (last - first) / (num_tokens - 1),
+            self._max_itl,
+            None if self._finished_time is None else self._itls,
         )
 
     def _text(self) -> str:

@@ -7,19 +7,13 @@ from typing import Any
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.loader import device_of
-from nanovllm.streaming.engines import EngineInterface
 
 
 class EngineProcessLLM(AsyncLLM):
     """`AsyncLLM` with the engine in another interpreter than the event loop; an engine that dies is started again."""
 
-    @staticmethod
-    def _open(
-        model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], *, trace: Any = None, **of_replicas: bool
-    ) -> EngineInterface:
-        from nanovllm.replicas.opening import open_pool  # with msgspec
-
-        return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, engine_process=True, **options)
 
 
 def front_door(options: dict[str, Any], *, engine_process: bool | None) -> type[AsyncLLM]:

@@ -18,6 +18,9 @@ from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
 
+# Maximum wait for readers after a delivery: calls for the engine's thread wait as long.
+READ_SECONDS = 0.01
+
 # Called in the engine thread with a request and its last output; None if the engine ended without one.
 OnEnd = Callable[[NewRequest, RequestOutput | None], None]
 
@@ -39,6 +42,7 @@ class Stream:
         self._waiting: dict[str, RequestOutput] = {}  # by request id
         self._refusal: Callable[[], Exception] | None = None
         self._reader: asyncio.Future[None] | None = None
+        self.on_wake: Callable[[], bool] | None = None  # reads outputs in the reader's place, while it returns True
 
     def put(self, output: RequestOutput) -> None:
         """Add an output; called in the engine thread."""
@@ -55,9 +59,14 @@ class Stream:
             self._refusal = refusal
 
     def wake(self) -> None:
-        """Wake the reader; called in its event loop."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        """Wake the reader, unless `on_wake` reads in its place; called in its event loop."""
+        if self._reader is None or self._reader.done():
+            return
+        try:
+            if self.on_wake is None or not self.on_wake():
+                self._reader.set_result(None)
+        except Exception as error:
+            self._reader.set_exception(error)
 
     def take(self) -> RequestOutput | None:
         """Return the next pending output, if any; raises the exception that ended the stream."""
@@ -100,6 +109,30 @@ class OutputStream:
             self._unfinished.discard(output.request_id)
         return output
 
+    async def hand_over(self, handle: Callable[[RequestOutput], None], is_ready: Callable[[], bool]) -> None:
+        """Pass outputs to `handle` as they come, until it is not ready or all have ended; then the iteration goes on.
+
+        For readers of many streams: a call for each output instead of a future, a turn of the loop and a task's step.
+        Raises the errors of the iteration and of `handle`.
+        """
+        stream, unfinished = self._stream, self._unfinished
+
+        def pass_on() -> bool:
+            while unfinished and is_ready():
+                if (output := stream.take()) is None:
+                    return True
+                if output.finished:
+                    unfinished.discard(output.request_id)
+                handle(output)
+            return False
+
+        if pass_on():
+            stream.on_wake = pass_on
+            try:
+                await stream.woken()
+            finally:
+                stream.on_wake = None
+
     async def aclose(self) -> None:
         """End the iteration and abort unfinished requests before the next step; idempotent."""
         left, self._unfinished = self._unfinished, set()
@@ -117,11 +150,16 @@ async def relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator
 class OutputRouter:
     """Routes outputs to the open streams of one engine, with one wake-up per event loop and step.
 
+    Args:
+        waits_for_readers: `deliver` returns once readers have run, for an engine in another process: its next outputs
+            wait in the channel and are merged, where readers need more time than a step takes.
+
     on_end: called for every request that ends, read or abandoned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits_for_readers: bool = False) -> None:
         self.on_end: list[OnEnd] = []
+        self._waits, self._have_read = waits_for_readers, threading.Event()
         self._requests: dict[str, NewRequest] = {}  # unfinished requests; used in the engine thread only
         self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
@@ -167,7 +205,10 @@ class OutputRouter:
                     del self._streams[output.request_id]
                 stream.put(output)
                 streams.append(stream)
-        return self._wake(streams)
+        closed = self._wake(streams)
+        if self._waits and streams and not closed:
+            self._have_read.wait(READ_SECONDS)
+        return closed
 
     def without_loop(self) -> list[str]:
         """Return the request ids of streams with a closed event loop."""
@@ -197,6 +238,8 @@ class OutputRouter:
                     loops.append(stream.loop)
                 due.append(stream)
         closed = {loop for loop in {stream.loop for stream in streams} if loop.is_closed()}
+        if loops:
+            self._have_read.clear()
         for loop in loops:
             try:
                 loop.call_soon_threadsafe(self._wake_readers, loop)
@@ -216,3 +259,5 @@ class OutputRouter:
                 stream.is_due = False
         for stream in due:
             stream.wake()
+        if self._waits:
+            loop.call_soon(self._have_read.set)  # after the tasks of readers

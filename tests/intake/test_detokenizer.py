@@ -16,6 +16,7 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.output_processor import Sample
+from nanovllm.requests.token_texts import _known, plain_backend, token_texts
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
@@ -177,6 +178,47 @@ def test_byte_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
     whole = decode(using, token_ids)
     if "\ufffd" not in whole:  # one invalid byte makes this decoder replace the valid ones beside it too
         assert "".join(pieces_and_rest(token_ids, using)) == whole
+
+
+@given(st.lists(st.integers(0, 511) | st.sampled_from(bytes_as_tokens("é😀")), max_size=60), st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_texts_of_single_tokens_bring_each_piece_as_decoding_does(token_ids, skips):
+    """Half characters, invalid bytes and special tokens included."""
+    by_texts, by_decoding = (IncrementalDetokenizer(tokenizer(), skip_special_tokens=skips) for _ in range(2))
+    assert by_texts._texts is not None
+    by_decoding._texts = None
+    for token_id in token_ids:
+        by_texts.add(token_id)
+        by_decoding.add(token_id)
+        assert by_texts.text == by_decoding.text
+        assert by_texts.unfinished_text() == by_decoding.unfinished_text()
+
+
+def test_the_text_of_a_token_is_looked_up_once_for_all_requests():
+    own, calls = tiny_tokenizer(), []
+    token_ids = own("the capital of")["input_ids"]
+    backend = plain_backend(own)
+    texts = token_texts(own, backend, skip_special_tokens=True)
+    assert texts is not None
+    texts._decode = lambda token_ids: calls.append(token_ids) or backend.decode(token_ids)
+    for _ in range(3):
+        assert "".join(pieces(token_ids, own)) == "the capital of"
+    assert sorted(calls) == sorted([token_id] for token_id in set(token_ids))
+    assert token_texts(own, backend, skip_special_tokens=False) is not texts
+
+
+def test_only_byte_level_decoders_have_texts_of_single_tokens():
+    own = tiny_tokenizer()
+    for decoder in (decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), None):
+        own.backend_tokenizer.decoder = decoder
+        assert token_texts(own, plain_backend(own), skip_special_tokens=True) is None
+        _known.clear()
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_has_no_texts_of_single_tokens():
+    own = tiny_tokenizer()
+    own.decode = lambda token_ids, **_: "x" * len(token_ids)
+    assert plain_backend(own) is None and pieces([5, 6], own) == ["x", "x"]
 
 
 def test_what_is_unfinished_at_the_end_is_shown_as_it_is():

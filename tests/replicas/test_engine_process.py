@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.server import app
 from nanovllm.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.server.settings import ServerSettings
+from tests.support.async_llms import bounded
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
 from tests.support.serving import Serving, comes_true, serving
-from tests.support.tiny_models import random_prompts
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)
 BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
@@ -104,3 +106,22 @@ def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
     assert doors == [EngineProcessLLM, EngineProcessLLM, AsyncLLM, AsyncLLM]
     assert front_door({"tensor_parallel_size": 2}, engine_process=None) is AsyncLLM
     assert front_door({}, engine_process=False) is AsyncLLM
+
+
+@bounded
+async def test_an_async_llm_has_its_engine_in_a_process_if_asked():
+    prompts = random_prompts(3, seed=44)
+    async with AsyncLLM(tiny_folder(), engine_process=True, **OPTIONS) as llm:
+        (replica,) = llm.replicas()
+        assert replica.process_id not in (None, os.getpid())
+
+        async def text_of(prompt: list[int]) -> str:
+            return "".join([o.outputs[0].text async for o in llm.generate(prompt, PARAMS, output_kind="delta")])
+
+        texts = await asyncio.gather(*map(text_of, prompts))
+    assert texts == [expected(prompt) for prompt in prompts]
+
+
+def test_a_loaded_module_stays_in_its_process():
+    with pytest.raises(ValueError, match="a loaded module as model"):
+        AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), engine_process=True)
