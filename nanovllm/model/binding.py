@@ -210,7 +210,7 @@ class ModelBinding:
             self._compiled_calls = self.stacked.layered_calls | self.stacked.calls()
 
     def _compared(self, otherwise: str, find: Callable[..., Any], run_batches: Callable[[], Any]) -> Any:
-        """What `find` returns, which runs the batches with `comparing_calls`; None if the layers compute otherwise."""
+        """Layers from `find`, which runs the batches with `comparing_calls`; None if they compute something else."""
         before = self._compiled_calls
         self.uninstall()  # restores the modules for their inspection
 

@@ -89,7 +89,7 @@ def _packages() -> bytes:
 
 
 def _cached(make: Callable[[], Any], call: str, identity: Callable[[], bytes]) -> Any:
-    """The result of `make`, from the cache if its identity is that of the cached one."""
+    """The result of `make`; from the cache if the identities are equal."""
     try:
         file = cache_root() / "imports" / f"{_digest(os.fsencode(call)).hex()[:24]}.index"
         known = file.read_bytes() if file.exists() else b""

@@ -82,7 +82,7 @@ class Sampler:
                 limited.append(row)
         raw = None
         if reported:
-            # What changes other logits than float32 ones copies them.
+            # Logits of other dtypes are copied before a change.
             changes_in_place = logits.dtype == torch.float32 and any(s.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
         mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)

@@ -187,7 +187,7 @@ def _replace(module: GraphModule, experts: _Experts) -> None:
 
 
 def _join_projection(module: GraphModule, joined: Any, projected: Any) -> None:
-    """Move attention's output projection, whose sum only these experts read, into their kernel."""
+    """Move attention's output projection into the experts' kernel, if nothing else reads its sum."""
     (sizes, suits, _), (attended, weight, residual) = _kernel(), projected.args
     states, gate_up, down, top_k, choice, *how = joined.args
     num_experts, hidden, inner = shape_of(down)

@@ -18,7 +18,7 @@ class Norm(NamedTuple):
     epsilon: float
 
 
-# Calls without effects between a norm and experts, by the names of functions and methods; but for `itruediv`.
+# Calls without effects between a norm and experts, by the names of functions and methods; all pure except `itruediv`.
 _PURE = {
     "add", "chunk", "expert_products", "float", "getitem", "itruediv", "linear", "mean", "mul", "pow", "reshape",
     "rsqrt", "silu", "softmax", "sort_by_expert", "sum", "to", "topk", "truediv", "view",

@@ -1,6 +1,6 @@
 """A step of few decodes from tokens to tokens in one launch: embedding, all layers, final norm, head and draw.
 
-The layers are a stack (`stacked_layers.py`); the modules around them are those that `decoder_block.model_parts`
+The layers are a stack (`stacked_layers.py`); the modules around them are the ones `decoder_block.model_parts`
 recognises. Cosines and sines come from a table by position. An engine compares its logits with the model's at start.
 """
 

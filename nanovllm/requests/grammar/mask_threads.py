@@ -177,7 +177,7 @@ class Work(NamedTuple):
     refused: set[int]
 
     def do(self) -> None:
-        """Runs in a thread of its own, so that an interrupt cannot come between a token and its count."""
+        """Runs in its own thread, so that an interrupt cannot come between a token and its count."""
         if missing := [row for row in self.filled if row[2] is not None]:
             self._consume(missing)
         masks = [(matcher.state, place) for place, matcher, _ in self.filled]
