@@ -296,9 +296,10 @@ def tensor_map(tensor: Tensor, num_rows: int) -> Any:
     return _TensorMap.from_buffer_copy(ctypes.string_at(address, 128))
 
 
-def source_text() -> str:
-    """The kernel's source files, concatenated."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.glob("[0-9]*")))
+def source_text(is_wide: bool = False) -> str:
+    """The source files of the kernel of chunks, or of wide groups, concatenated."""
+    own = ("5_wide.cu",) if is_wide else ("3_items.h", "4_prompts.cu")
+    return "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("1_hopper.h", "2_products.h", *own))
 
 
 @cache
@@ -309,6 +310,5 @@ def machine_code(sizes: AttentionSizes, stages: int, buffers: int, is_wide: bool
         "KV_HEADS": sizes.num_kv_heads, "BLOCK_SIZE": sizes.block_size, "WINDOW": sizes.window or 0, "STAGES": stages,
         "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f", "VALUE_DIM": sizes.widths[1],
         "CHUNK": sizes.chunk or 0, "QUERIES": buffers,
-        **({"WIDE": 1} if is_wide else {}),
     }  # fmt: skip
-    return nvrtc.compile_source(source_text(), "sm_90a", definitions)
+    return nvrtc.compile_source(source_text(is_wide), "sm_90a", definitions)

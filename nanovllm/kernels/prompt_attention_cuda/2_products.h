@@ -121,29 +121,28 @@ DEVICE void clear(Row (&rows)[2]) { rows[0] = rows[1] = {-INFINITY, 0.f}; }
 // ------------------------------------------------------------------------------------------------------- products
 
 DEVICE void multiply_keys(float (&scores)[SUMS], unsigned queries, unsigned keys) {
-    const unsigned long long left = operand(queries, 16, PATTERN_BYTES), right = operand(keys, 16, PATTERN_BYTES);
     products_begin();
 #pragma unroll
     for (int k = 0; k < (HEAD_DIM + 15) / 16; ++k) {
         const unsigned query = (k / 4) * QUERY_PANEL_BYTES + (k % 4) * 32, key = (k / 4) * PANEL_BYTES + (k % 4) * 32;
-        multiply(scores, left + query / 16, right + key / 16, k > 0);
+        multiply(scores, operand(queries + query, 16, PATTERN_BYTES), operand(keys + key, 16, PATTERN_BYTES), k > 0);
     }
     products_commit();
 }
 
 // The products of 16 keys, 128 columns at once.
 template <int FIRST = 0>
-DEVICE void multiply_columns(float (&outputs)[OUTPUTS], const unsigned (&weights)[4], unsigned long long values) {
+DEVICE void multiply_columns(float (&outputs)[OUTPUTS], const unsigned (&weights)[4], unsigned values) {
     constexpr int COUNT = OUTPUTS - FIRST < 64 ? OUTPUTS - FIRST : 64;  // two columns each
-    multiply(reinterpret_cast<float (&)[COUNT]>(outputs[FIRST]), weights, values + FIRST / 32 * PANEL_BYTES / 16);
+    multiply(reinterpret_cast<float (&)[COUNT]>(outputs[FIRST]), weights,
+             operand(values + FIRST / 32 * PANEL_BYTES, PANEL_BYTES, PATTERN_BYTES));
     if constexpr (FIRST + COUNT < OUTPUTS) multiply_columns<FIRST + COUNT>(outputs, weights, values);
 }
 
 DEVICE void multiply_values(float (&outputs)[OUTPUTS], const unsigned (&weights)[KEYS / 16][4], unsigned values) {
-    const unsigned long long right = operand(values, PANEL_BYTES, PATTERN_BYTES);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) multiply_columns(outputs, weights[k], right + k * ROW_BYTES);
+    for (int k = 0; k < KEYS / 16; ++k) multiply_columns(outputs, weights[k], values + k * 16 * ROW_BYTES);
     products_commit();
 }
 

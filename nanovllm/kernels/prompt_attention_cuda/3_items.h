@@ -1,7 +1,5 @@
 // Work items of attention of chunks, and how thread blocks share them.
 
-#ifndef WIDE
-
 // Tiles of keys from the last that a row sees to the first.
 struct Span {
     int last, count;
@@ -73,17 +71,15 @@ DEVICE void make_plan(Plan& plan, const Tile* tiles, int num_tiles) {
         load += item < num_items ? plan.lengths[item / HEADS] : 0;
     }
     load = __reduce_max_sync(~0u, load);
-    const int least = (__reduce_add_sync(~0u, length) * HEADS + grid - 1) / grid;
-    const auto pays = [&](int share) { return 5 * share + 10 < 4 * load; };
-    if (!pays(least)) return;
     const int longest = __reduce_max_sync(~0u, length), limit = (longest + lane) / (lane + 1);
     int num_shares = 0;  // if each ends with its item
     for (int i = 0; i < num_used; ++i) num_shares += (plan.lengths[i] + limit - 1) / limit;
     const int aligned = __reduce_min_sync(~0u, num_shares * HEADS <= grid ? limit : 1 << 20);
+    const int least = (__reduce_add_sync(~0u, length) * HEADS + grid - 1) / grid;
     const bool is_aligned = 8 * aligned <= 9 * least + 8;
     const int share = is_aligned ? aligned : least, size = is_aligned ? (length + share - 1) / share * share : length;
     plan.sizes[lane] = size, plan.starts[lane + 1] = sum_up_to(lane, size);
-    if (lane == 0 && pays(share)) plan.share = share;
+    if (lane == 0 && 5 * share + 10 < 4 * load) plan.share = share;
 }
 
 // The items of a block: parts by the plan, or whole ones, the next of all blocks' when this one needs another. counts: of
@@ -132,5 +128,3 @@ struct Items {
         if (plan.share == 0 && atomicAdd(counts + 1, 1) == gridDim.x - 1) counts[0] = counts[1] = 0;
     }
 };
-
-#endif

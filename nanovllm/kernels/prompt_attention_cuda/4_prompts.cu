@@ -10,8 +10,6 @@
 // HEADS, KV_HEADS, BLOCK_SIZE (divides 128), KEYS (of a tile: 64 or 128), WINDOW and CHUNK (0: none), SOFTCAP (0: none; a
 // float), STAGES, QUERIES (buffers of Q; with one, items do not overlap).
 
-#ifndef WIDE
-
 // Blocks of an item's tiles of keys, of which `blocks` are the next one's.
 struct Blocks {
     const int* table;
@@ -305,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ Item items[QUERIES];
     __shared__ TableTile cached[MOST_CACHED];
     const Memory memory = divide(dynamic_memory, barriers, items);
-    if (threadIdx.x == 0) prefetch_map(&queries), prefetch_map(&keys), prefetch_map(&values);
     if (threadIdx.x / 32 == 1) make_plan(plan, tiles, num_tiles);
     if (threadIdx.x >= 128 && threadIdx.x - 128 < min(num_tiles, MOST_CACHED))
         cached[threadIdx.x - 128] = {tiles[threadIdx.x - 128], table_starts[threadIdx.x - 128]};
@@ -315,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCH_REGISTERS));
         if (threadIdx.x / 32 == 1) clear_padding(tiles, num_tiles, first_row, num_rows, results);
         if (threadIdx.x) return;
+        prefetch_map(&queries), prefetch_map(&keys), prefetch_map(&values);
         fetch_items(&queries, &keys, &values, memory, {cached, tiles, num_tiles, table_starts, plan, counts}, tables);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PRODUCT_REGISTERS));
@@ -323,5 +321,3 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         attend_items(memory, group, scale, sinks, results);
     }
 }
-
-#endif

@@ -1,8 +1,5 @@
 // Attention of many decodes to a prefix that they share. A thread block attends to one piece of the prefix for the query
 // heads of one KV head of up to ROWS / GROUPS decodes, as `wide_pieces_triton` does; `4_prompts.cu` has the roles.
-// Compiled instead of `prompt_attention` if WIDE is set.
-
-#ifdef WIDE
 
 constexpr int GROUPS = HEADS / KV_HEADS;
 
@@ -174,5 +171,3 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         attend_piece(memory, piece, queries, members, kv_head, group, scale, {splits, outputs, logarithms, arrivals});
     }
 }
-
-#endif
