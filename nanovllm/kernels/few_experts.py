@@ -1,10 +1,8 @@
 """Routed experts of few rows in one launch.
 
-There are barriers over the grid; weights of the last product arrive during the one before it. Other kernels may compute
-the parts before the top-k::
+Between the two products there is a barrier over the grid, while weights of the second arrive::
 
-    attention's output projection, residual sum | norm, router's scores | top-k, gate, up, activation |
-    down, weighted sum over experts, residual sum
+    norm, router's scores | top-k, gate, up, activation | down, weighted sum over experts, residual sum |
 """
 
 from __future__ import annotations
@@ -30,15 +28,10 @@ class Sizes(NamedTuple):
     inner: int
     num_experts: int
     top_k: int
-    attended: int = 0  # inputs of the output projection, if that is part of the kernel
 
     def slot_bytes(self, device: torch.device) -> int:
         """A row of the first product's weight, or those of a warp's outputs of the second."""
-        return 2 * max(self.hidden, self.inner * self.outputs(device))
-
-    def outputs(self, device: torch.device) -> int:
-        """Outputs of a warp, of the second product and of the projection."""
-        return -(-self.hidden // (few_rows.num_blocks(device) * NUM_WARPS))
+        return 2 * max(self.hidden, self.inner * -(-self.hidden // (few_rows.num_blocks(device) * NUM_WARPS)))
 
     def slots(self, device: torch.device) -> int:
         """Slots of a warp's ring that fit into shared memory."""
@@ -56,8 +49,6 @@ class Router(NamedTuple):
     normalises: whether the weights of a row add up to 1.
     rounds: whether they are rounded to bfloat16.
     norm: [hidden], weight of an RMS norm before the router; the norm's input is added to the output.
-    projection: attention's rows [num_rows, attended] and the output projection's weight [hidden, attended], their
-        product is added to the states before the norm.
     """
 
     weight: Tensor
@@ -65,14 +56,13 @@ class Router(NamedTuple):
     rounds: bool
     norm: Tensor | None = None
     epsilon: float = 0.0
-    projection: tuple[Tensor, Tensor] | None = None
 
 
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in (
-            "states", "attended", "projection", "middle", "norm", "router", "ids", "weights", "gate_up", "down",
-            "slots", "output", "inner", "logits", "counter",
+            "states", "norm", "router", "ids", "weights", "gate_up", "down", "slots", "output", "inner", "logits",
+            "counter",
         )),
         ("epsilon", c_float),
         *((name, c_int) for name in ("num_rows", "num_slots", "normalises", "rounds")),
@@ -84,10 +74,7 @@ def suits(sizes: Sizes, device: torch.device) -> bool:
     has_pieces = sizes.hidden % 256 == sizes.inner % 256 == 0 and MAX_ROWS * sizes.hidden >= sizes.inner
     if not has_pieces or MAX_ROWS * sizes.top_k > 32 * NUM_WARPS or not few_rows.is_available(device):
         return False
-    slots, parts = sizes.slots(device), sizes.attended // sizes.hidden
-    if sizes.attended % sizes.hidden or parts > MAX_ROWS or parts * sizes.outputs(device) > slots:
-        return False
-    return slots >= SLOTS[0]
+    return sizes.slots(device) >= SLOTS[0]
 
 
 class FewExperts:
@@ -97,7 +84,7 @@ class FewExperts:
         self._sizes, self._device, self._num_blocks = sizes, device, few_rows.num_blocks(device)
         definitions = {
             "HIDDEN": sizes.hidden, "INNER": sizes.inner, "EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k,
-            "SLOTS": sizes.slots(device), "ATTENDED": sizes.attended,
+            "SLOTS": sizes.slots(device),
         }  # fmt: skip
         self._function = few_rows.function(
             ("2_routes.h", "3_experts.cu"), "few_experts", definitions, device, shared_bytes=sizes.shared_bytes(device)
@@ -122,14 +109,12 @@ class FewExperts:
         (num_rows, _), sizes = states.shape, self._sizes
         router = choice if isinstance(choice, Router) else None
         norm, weight = (None, None) if router is None else (router.norm, router.weight)
-        attended, projection = (router.projection if router is not None else None) or (None, None)
         ids, weights = (None, None) if isinstance(choice, Router) else choice
         output = torch.empty_like(states)
         inner = states.new_empty(num_rows * sizes.top_k, sizes.inner)
         logits = states.new_empty(num_rows, sizes.num_experts, dtype=torch.float32)
-        middle = None if projection is None else torch.empty_like(states)
-        given = states, attended, projection, middle, norm, weight, ids, weights, gate_up, down, slots
-        parts = *given, output, inner, logits, _counter(self._device)
+        given, made = (states, norm, weight, ids, weights, gate_up, down, slots), (output, inner, logits)
+        parts = *given, *made, _counter(self._device)
         call = _Call(
             *(None if part is None else part.data_ptr() for part in parts), 0.0 if router is None else router.epsilon,
             num_rows, 0 if slots is None else len(slots), router is not None and router.normalises,

@@ -105,35 +105,6 @@ def test_a_norm_comes_before_the_router_and_its_input_is_added(sizes):
     assert distance(found, states.float() + expected) < 1e-2
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("sizes", [(512, 768, 20, 4), (256, 256, 8, 2), (2048, 768, 128, 8)])
-def test_attentions_output_projection_may_come_first(sizes, parts):
-    from nanovllm.kernels.few_experts import Router, Sizes, few_experts, suits
-
-    layer, generator = Layer(sizes), torch.Generator("cuda").manual_seed(7)
-    size = Sizes(*sizes, parts * sizes[0])
-    assert suits(size, layer.states.device) == (parts < 4 or sizes[0] < 2048)
-    if parts == 4 and sizes[0] == 2048:
-        return
-    kernel = few_experts(size, layer.states.device)
-    attended, weight = (
-        torch.randn(rows, size.attended, generator=generator, device="cuda").bfloat16() for rows in (8, sizes[0])
-    )
-    weight *= size.attended**-0.5
-    middle = layer.states + F.linear(attended.float(), weight.float()).bfloat16()
-    slots = torch.tensor([4, 0, 5, 0, 0, 6, 7, 8], device="cuda")
-    for num_rows in (1, 4, 8):
-        rows = slice(0, num_rows)
-        router = Router(layer.router, True, True, layer.norm, EPSILON, (attended[rows], weight))
-        plain = Router(layer.router, True, True, layer.norm, EPSILON)
-        found = kernel.run(layer.states[rows], layer.gate_up, layer.down, router, slots)
-        expected = layer.run(middle[rows], plain, slots)
-        for row in (row for row in (0, 2, 5, 6, 7) if row < num_rows):
-            assert distance(found[row], expected[row].float()) < 1e-2
-        again = kernel.run(layer.states[rows], layer.gate_up, layer.down, router, slots)
-        assert torch.equal(found, again)
-
-
 def test_of_equal_scores_the_first_expert_is_chosen():
     from nanovllm.kernels.few_experts import Router
 

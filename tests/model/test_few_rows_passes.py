@@ -20,7 +20,7 @@ from nanovllm.kernels.few_experts import Router
 from nanovllm.model import experts
 from nanovllm.model.fast.few_experts import join_experts
 from nanovllm.model.fast.joined_sums import join_last_sum
-from nanovllm.model.fast.merged_linears import SkinnyLinear, merging
+from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.normed_linears import join_norms
 from nanovllm.process.device import find_kernel, own_code
 from tests.support.tiny_classes import tiny_class_model
@@ -68,9 +68,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if isinstance(choice, Router):
                 norm = choice.norm
                 seen.append("experts and router" if norm is None else "experts, router and norm")
-                if choice.projection is not None:
-                    seen[-1] += " behind attention"
-                    inputs = states = states + F.linear(*choice.projection)
                 inputs = states if norm is None else normalised(states, norm, choice.epsilon)
                 weights, ids = F.linear(inputs, choice.weight).float().softmax(-1).topk(self.top_k)
                 weights = weights / weights.sum(-1, keepdim=True) if choice.normalises else weights
@@ -175,8 +172,7 @@ def test_a_norm_of_another_kind_stays_in_the_graph(launches, monkeypatch):
     assert launches == 2 * ["experts and router"]
 
 
-@pytest.mark.parametrize("is_skinny", [False, True])
-def test_a_merged_product_joins_its_norm_and_the_projection_the_experts(is_skinny, launches, monkeypatch):
+def test_a_merged_product_joins_its_norm_and_the_next_weight_is_prefetched(launches, monkeypatch):
     following: list[Any] = []
     run = normed_linear.normed_linear().run
 
@@ -194,10 +190,8 @@ def test_a_merged_product_joins_its_norm_and_the_projection_the_experts(is_skinn
         with merging(model, [layer]):
             model(torch.arange(5)[None])
         model.config._experts_implementation = OPERATORS
-        if is_skinny:
-            layer.self_attn.o_proj.__class__ = SkinnyLinear
         found = compiled(layer)(states, position_embeddings=turns, attention_mask=None)
-    assert launches == ["norm and product", "experts, router and norm" + is_skinny * " behind attention"]
+    assert launches == ["norm and product", "experts, router and norm"]
     assert following[0].data_ptr() == layer.self_attn.o_proj.weight.data_ptr()
     assert float((found - expected).float().norm() / (expected - states).float().norm()) < 0.04
 

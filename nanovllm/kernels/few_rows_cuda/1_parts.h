@@ -71,7 +71,6 @@ __device__ inline void meet(u32 *counter) {
 template <int SLOT_BYTES> struct Ring {
     u32 memory, full;
     u64 policy;
-    int before = 0;  // copies that came before number 0
     __device__ Ring(const unsigned char *all, const u64 *barriers)
         : memory(u32(__cvta_generic_to_shared(all)) + threadIdx.x / 32 * SLOTS * SLOT_BYTES),
           full(u32(__cvta_generic_to_shared(barriers)) + threadIdx.x / 32 * SLOTS * 8) {
@@ -84,8 +83,8 @@ template <int SLOT_BYTES> struct Ring {
         }
         __syncwarp();
     }
-    __device__ u32 slot_of(int number) const { return memory + (before + number) % SLOTS * SLOT_BYTES; }
-    __device__ u32 barrier_of(int number) const { return full + 8 * ((before + number) % SLOTS); }
+    __device__ u32 slot_of(int number) const { return memory + number % SLOTS * SLOT_BYTES; }
+    __device__ u32 barrier_of(int number) const { return full + 8 * (number % SLOTS); }
     // By one lane: the bytes to come into the slot of the warp's `number`-th copy.
     __device__ void expect(int number, u32 bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier_of(number)), "r"(bytes) : "memory");
@@ -105,7 +104,7 @@ template <int SLOT_BYTES> struct Ring {
         Patience patience;
         do {
             asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                         : "=r"(done) : "r"(barrier_of(number)), "r"(u32((before + number) / SLOTS & 1)) : "memory");
+                         : "=r"(done) : "r"(barrier_of(number)), "r"(u32(number / SLOTS & 1)) : "memory");
             patience.lose();
         } while (!done);
         return slot_of(number);
@@ -126,21 +125,16 @@ template <int COUNT> struct Row {
 #pragma unroll
         for (int at = 0; at < COUNT; ++at) packed[at] = load16(from + place(at));
     }
-    __device__ void take(u32 shared) {
-#pragma unroll
-        for (int at = 0; at < COUNT; ++at) packed[at] = load_shared(shared + 2 * place(at));
-    }
     __device__ void store(bf16 *to) const {
 #pragma unroll
         for (int at = 0; at < COUNT; ++at) *reinterpret_cast<uint4 *>(to + place(at)) = packed[at];
     }
-    __device__ float lane_dot(const Row &other) const {  // of a lane's elements
+    __device__ float dot(const Row &other) const {
         float sums[2] = {};
 #pragma unroll
         for (int at = 0; at < COUNT; ++at) sums[at % 2] = dot8(packed[at], other.packed[at], sums[at % 2]);
-        return sums[0] + sums[1];
+        return sum_lanes(sums[0] + sums[1]);
     }
-    __device__ float dot(const Row &other) const { return sum_lanes(lane_dot(other)); }
     // The RMS norm with these weights.
     __device__ void normalise(const Row &weights, float epsilon) {
         float scale = rsqrtf(dot(*this) / (COUNT * 256) + epsilon);

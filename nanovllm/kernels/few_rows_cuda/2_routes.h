@@ -1,20 +1,15 @@
 // Which experts the rows choose.
 //
-// Set by the caller: HIDDEN, INNER (multiples of 256), EXPERTS, TOP_K; ATTENDED, a multiple of HIDDEN, or 0.
+// Set by the caller: HIDDEN, INNER (multiples of 256), EXPERTS, TOP_K.
 
 constexpr int PAIRS = ROWS * TOP_K;
 constexpr int OUTPUTS = up(HIDDEN, ALL_WARPS);  // of a warp, of the last product
 constexpr int SLOT_BYTES = at_least(2 * HIDDEN, 2 * INNER * OUTPUTS);
-constexpr int PARTS = ATTENDED / HIDDEN;        // of a row of the output projection
 constexpr int HELD = ROWS * HIDDEN / INNER;  // pairs whose inner states fit where the rows were
 static_assert(HIDDEN % 256 == 0 && INNER % 256 == 0 && HELD > 0, "sizes");
-static_assert(ATTENDED % HIDDEN == 0 && PARTS * OUTPUTS <= SLOTS && PARTS <= ROWS, "sizes of the projection");
 
 struct Call {
     const bf16 *states;            // [num_rows, HIDDEN]
-    const bf16 *attended;          // [num_rows, ATTENDED]; the product with
-    const bf16 *projection;        // [HIDDEN, ATTENDED] is added to states, to
-    bf16 *middle;                  // [num_rows, HIDDEN]
     const bf16 *norm;              // [HIDDEN], of an RMS norm before the router, whose input is added to the output; or null
     const bf16 *router;            // [EXPERTS, HIDDEN]; or null: ids and weights, [num_rows, TOP_K], are given
     const long long *ids;
@@ -41,7 +36,7 @@ struct Routes {  // of a block; pairs of a row and an expert, in the order of ex
 };
 
 // Warp r brings row r into shared memory, normalised if there is a norm, and scores it for the block's experts.
-__device__ inline void load_rows(const Call &call, const bf16 *states, bf16 *rows, Routes &routes) {
+__device__ inline void load_rows(const Call &call, bf16 *rows, Routes &routes) {
     constexpr int COUNT = HIDDEN / 256;
     constexpr bool AT_ONCE = COUNT <= 8;  // all loads, as registers have room
     int row = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -49,7 +44,7 @@ __device__ inline void load_rows(const Call &call, const bf16 *states, bf16 *row
     bool is_real = row < call.num_rows;
     Row<COUNT> own, norm, router;
     if (is_real) {
-        own.load(states + row * HIDDEN);
+        own.load(call.states + row * HIDDEN);
         if (AT_ONCE && call.norm != nullptr) norm.load(call.norm);
         if (AT_ONCE && call.router != nullptr && blockIdx.x < EXPERTS) router.load(call.router + blockIdx.x * HIDDEN);
         is_real = !is_padding(call.slots, call.num_slots, row);
@@ -148,12 +143,12 @@ __device__ inline void sort_pairs(Routes &routes) {
     __syncthreads();
 }
 
-__device__ inline void route(const Call &call, const bf16 *states, bf16 *rows, Routes &routes) {
+__device__ inline void route(const Call &call, bf16 *rows, Routes &routes) {
     long long id = 0;
     float weight = 0.f;
     int own = threadIdx.x;
     if (call.router == nullptr && own < call.num_rows * TOP_K) id = call.ids[own], weight = call.weights[own];
-    load_rows(call, states, rows, routes);
+    load_rows(call, rows, routes);
     if (call.router != nullptr) {
         meet(call.counter);
         choose(call, routes);

@@ -40,55 +40,6 @@ __device__ inline void gate_and_up(const Call &call, const Routes &routes, const
     }
 }
 
-// Attention's output projection, added to states. All of a warp's rows of the weight are in its slots at once.
-__device__ inline void project(const Call &call, bf16 *rows, Ring<SLOT_BYTES> &ring) {
-    constexpr int COUNT = HIDDEN / 256, FITS = PARTS > 0 ? ROWS / PARTS : 0;  // rows in shared memory
-    int own = threadIdx.x / 32, lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + own) * OUTPUTS;
-    int outputs = min(OUTPUTS, at_least(0, HIDDEN - first));
-    auto fetch = [&](int output, int part) {
-        const bf16 *from = call.projection + u64(first + output) * ATTENDED + part * HIDDEN;
-        if (lane == 0 && output < outputs) ring.fill(output * PARTS + part, from, 2 * HIDDEN);
-    };
-    fetch(0, 0);  // loads of rows would wait behind further ones
-    u32 real = __ballot_sync(~0u, lane < call.num_rows && !is_padding(call.slots, call.num_slots, lane));
-    if (own < FITS && (real >> own & 1))
-        for (int part = 0; part < PARTS; ++part) {
-            Row<COUNT> row;
-            row.load(call.attended + own * ATTENDED + part * HIDDEN);
-            row.store(rows + own * ATTENDED + part * HIDDEN);
-        }
-    for (int output = 0; output < OUTPUTS; ++output)
-        for (int part = output == 0; part < PARTS; ++part) {
-            __syncthreads();
-            fetch(output, part);
-        }
-    __syncthreads();
-    for (int number = 0; number < PARTS * outputs; ++number) ring.wait(number);
-    for (int row = 0; row < call.num_rows; ++row) {
-        const bf16 *from = row < FITS ? rows + row * ATTENDED : call.attended + row * ATTENDED;
-        float sums[OUTPUTS] = {};
-        if (real >> row & 1)
-#pragma unroll 1
-            for (int part = 0; part < PARTS; ++part) {
-                Row<COUNT> inputs, weights;
-                inputs.load(from + part * HIDDEN);
-#pragma unroll
-                for (int output = 0; output < OUTPUTS; ++output) {
-                    weights.take(ring.slot_of(output * PARTS + part));
-                    sums[output] += weights.lane_dot(inputs);
-                }
-            }
-#pragma unroll
-        for (int output = 0; output < OUTPUTS; ++output) {
-            float sum = rounded(sum_lanes(sums[output]));
-            int place = row * HIDDEN + first + output;
-            if (lane == 0 && output < outputs) call.middle[place] = narrow(wide(call.states[place]) + sum);
-        }
-    }
-    ring.before = PARTS * outputs;
-    meet(call.counter);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_experts(Call call) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Routes routes;
@@ -96,9 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_experts(Call call) 
     bf16 *rows = reinterpret_cast<bf16 *>(memory + WARPS * SLOTS * SLOT_BYTES);  // [ROWS, HIDDEN]
     int lane = threadIdx.x % 32;
     Ring<SLOT_BYTES> ring(memory, barriers);
-    if (ATTENDED > 0) project(call, rows, ring);
-    const bf16 *states = ATTENDED > 0 ? call.middle : call.states;
-    route(call, states, rows, routes);
+    route(call, rows, routes);
     Work work(routes);
     for (int number = 0; number < SLOTS; ++number) {  // the copy engine serves all warps' first slots first
         if (lane == 0) work.fetch(call, routes, ring, number);
@@ -152,6 +101,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_experts(Call call) 
                 float sum = routes.is_real[row] ? rounded(sum_lanes(sums[row][output])) : 0.f;
                 int place = row * HIDDEN + work.first + output;
                 if (lane == 0 && output < work.outputs)
-                    call.output[place] = narrow(call.norm != nullptr ? wide(states[place]) + sum : sum);
+                    call.output[place] = narrow(call.norm != nullptr ? wide(call.states[place]) + sum : sum);
             }
 }

@@ -21,7 +21,6 @@ from nanovllm.model.fast.graph_nodes import (
     Norm,
     base_of,
     dtype_of,
-    erase_unused,
     example_of,
     factors_of,
     is_call,
@@ -50,21 +49,17 @@ def _run(
     """Experts of the running step's rows.
 
     Args:
-        choice: experts' numbers and weights, as of `FewExperts.run`; or the router's weight and possibly a norm's, the
-            rows of attention and the output projection's weight.
+        choice: experts' numbers and weights, as of `FewExperts.run`, or the router's weight and possibly a norm's.
         normalises, rounds, epsilon: of a `Router`.
     """
     from nanovllm.kernels.few_experts import Router, Sizes, few_experts
 
     (num_experts, hidden, inner), slots = down.shape, slots_in_step()
-    size = choice[3].shape[1] if len(choice) == 4 else 0
-    kernel = few_experts(Sizes(hidden, inner, num_experts, top_k, size), states.device)
+    kernel = few_experts(Sizes(hidden, inner, num_experts, top_k), states.device)
     rows, parts = states.reshape(-1, hidden).contiguous(), []
     for begin in range(0, len(rows), MAX_ROWS):  # once in a step of up to MAX_ROWS rows
         some = slice(begin, begin + MAX_ROWS)
-        norm = None if len(choice) == 1 else choice[1]
-        around = (choice[2].reshape(-1, size)[some].contiguous(), choice[3]) if len(choice) == 4 else None
-        own: Any = Router(choice[0], normalises, rounds, norm, epsilon, around)
+        own: Any = Router(choice[0], normalises, rounds, None if len(choice) == 1 else choice[1], epsilon)
         if choice[0].dtype == torch.int64:
             own = choice[0][some].contiguous(), choice[1][some].contiguous()
         parts.append(kernel.run(rows[some], gate_up, down, own, None if slots is None else slots[begin:]))
@@ -181,20 +176,9 @@ def _replace(module: GraphModule, experts: _Experts) -> None:
         given = states, experts.gate_up, experts.down, experts.top_k, choice, *how, norm.epsilon if norm else 0.0
         joined = module.graph.call_function(_operator(), given)
     replaced.replace_all_uses_with(joined)
-    erase_unused(module, replaced)
-    if norm is not None and (projected := join_sum(module, states)) is not None:
-        _join_projection(module, joined, projected)
-
-
-def _join_projection(module: GraphModule, joined: Any, projected: Any) -> None:
-    """Move attention's output projection into the experts' kernel, if nothing else reads its sum."""
-    (sizes, suits, _), (attended, weight, residual) = _kernel(), projected.args
-    states, gate_up, down, top_k, choice, *how = joined.args
-    num_experts, hidden, inner = shape_of(down)
-    size = sizes(hidden, inner, num_experts, top_k, shape_of(weight)[1])
-    if states is projected and len(projected.users) == 1 and suits(size, example_of(weight).device):
-        joined.args = (residual, gate_up, down, top_k, [*choice, attended, weight], *how)
-        module.graph.erase_node(projected)
+    module.graph.erase_node(replaced)
+    if norm is not None:
+        join_sum(module, states)
 
 
 def _experts(node: Any) -> _Experts | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 
 class Norm(NamedTuple):
@@ -16,36 +16,6 @@ class Norm(NamedTuple):
     states: Any
     weight: Any
     epsilon: float
-
-
-# Calls without effects between a norm and experts, by the names of functions and methods; all pure except `itruediv`.
-_PURE = {
-    "add", "chunk", "expert_products", "float", "getitem", "itruediv", "linear", "mean", "mul", "pow", "reshape",
-    "rsqrt", "silu", "softmax", "sort_by_expert", "sum", "to", "topk", "truediv", "view",
-}  # fmt: skip
-
-
-def erase_unused(module: GraphModule, node: Node) -> None:
-    """Erase a node that nothing reads, and those before it that nothing else reads.
-
-    A node that is kept counts as a reader of the nodes before it.
-    """
-    waiting, erased = [node], set[Node]()
-    while waiting:
-        last = waiting.pop()
-        if last in erased or last.users or not is_call(last, last.target) or _name_of(last.target) not in _PURE:
-            continue
-        before: list[Any] = last.all_input_nodes
-        if last.target is operator.itruediv and set(before[0].users) - {last, *before[1:]}:
-            continue  # others read the quotient in its place
-        module.graph.erase_node(last)
-        erased.add(last)
-        waiting += before
-
-
-def _name_of(target: Any) -> str:
-    name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.removesuffix(".default")
 
 
 def norm_of(node: Any) -> Norm | None:

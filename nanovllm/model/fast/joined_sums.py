@@ -19,25 +19,24 @@ def join_last_sum(module: GraphModule) -> None:
     module.recompile()
 
 
-def join_sum(module: GraphModule, output: Node) -> Node | None:
-    """Fuse a sum into the product before it; returns the new node.
+def join_sum(module: GraphModule, output: Node) -> None:
+    """Fuse a sum into the product before it.
 
     Requires a residual of the product's shape and dtype; leaves the graph unchanged if it does not record them.
     """
     if find_kernel("skinny_linear", "linear_and_add") is None:
-        return None
+        return
     linear_and_add = torch.ops.nanovllm.linear_and_add.default
     if output.target not in (operator.add, torch.add) or len(output.args) != 2 or output.kwargs:
-        return None
+        return
     for last, residual in (output.args, output.args[::-1]):
         if _is_product(last) and residual is not last and _are_alike(last, residual, output):
             with module.graph.inserting_before(output):
-                joined: Node = module.graph.call_function(linear_and_add, (*last.args, residual))
+                joined = module.graph.call_function(linear_and_add, (*last.args, residual))
             output.replace_all_uses_with(joined)
             module.graph.erase_node(output)
             module.graph.erase_node(last)
-            return joined
-    return None
+            return
 
 
 def _is_product(value: Any) -> TypeGuard[Node]:

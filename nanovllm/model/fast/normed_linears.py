@@ -55,16 +55,15 @@ def join_norms(module: GraphModule) -> None:
     suits = find_kernel("normed_linear", "suits")
     if suits is None:
         return
-    weights = [(node, weight) for node in module.graph.nodes if (weight := _weight_of(node)) is not None]
-    for (node, _), (_, later) in zip(weights, [*weights[1:], (None, None)], strict=True):
-        if not _is_product(node):
-            continue
+    products = [node for node in module.graph.nodes if _is_product(node)]
+    for node, following in zip(products, [*products[1:], None], strict=True):
         states, weight, *added = node.args
         norm = norm_of(states)
         if norm is None or added not in ([], [None]) or not suits(example_of(weight)):
             continue
         if any(user is not node and not is_call(user, "size") for user in states.users):
             continue
+        later = None if following is None else following.args[1]
         if later is not None and (later.op != "placeholder" or example_of(later).nbytes > MAX_BYTES):
             later = None
         with module.graph.inserting_before(node):
@@ -73,13 +72,6 @@ def join_norms(module: GraphModule) -> None:
         node.replace_all_uses_with(joined)
         module.graph.erase_node(node)
     module.recompile()
-
-
-def _weight_of(node: Any) -> Any | None:
-    """The weight that a product reads, or the output projection's that experts include."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("few_experts"):
-        return node.args[4][3] if len(node.args[4]) == 4 else None
-    return node.args[1] if _is_product(node) else None
 
 
 def _is_product(node: Any) -> bool:
