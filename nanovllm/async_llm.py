@@ -75,7 +75,7 @@ class AsyncLLM(AsyncScoring):
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
         self.default_sampling_params = engine.input_processor.default_params  # of requests without any
-        self._router = OutputRouter(waits_for_readers=engine.wake is not None)
+        self._router = OutputRouter()
         self.on_request_end = self._router.on_end  # called in the engine's thread; others may be appended at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock

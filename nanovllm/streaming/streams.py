@@ -18,9 +18,6 @@ from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
 
-# Maximum wait for readers after a delivery: calls for the engine's thread wait as long.
-READ_SECONDS = 0.01
-
 # Called in the engine thread with a request and its last output; None if the engine ended without one.
 OnEnd = Callable[[NewRequest, RequestOutput | None], None]
 
@@ -150,16 +147,11 @@ async def relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator
 class OutputRouter:
     """Routes outputs to the open streams of one engine, with one wake-up per event loop and step.
 
-    Args:
-        waits_for_readers: `deliver` returns once readers have run, for an engine in another process: its next outputs
-            wait in the channel and are merged, where readers need more time than a step takes.
-
     on_end: called for every request that ends, read or abandoned.
     """
 
-    def __init__(self, *, waits_for_readers: bool = False) -> None:
+    def __init__(self) -> None:
         self.on_end: list[OnEnd] = []
-        self._waits, self._have_read = waits_for_readers, threading.Event()
         self._requests: dict[str, NewRequest] = {}  # unfinished requests; used in the engine thread only
         self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
@@ -205,10 +197,7 @@ class OutputRouter:
                     del self._streams[output.request_id]
                 stream.put(output)
                 streams.append(stream)
-        closed = self._wake(streams)
-        if self._waits and streams and not closed:
-            self._have_read.wait(READ_SECONDS)
-        return closed
+        return self._wake(streams)
 
     def without_loop(self) -> list[str]:
         """Return the request ids of streams with a closed event loop."""
@@ -238,8 +227,6 @@ class OutputRouter:
                     loops.append(stream.loop)
                 due.append(stream)
         closed = {loop for loop in {stream.loop for stream in streams} if loop.is_closed()}
-        if loops:
-            self._have_read.clear()
         for loop in loops:
             try:
                 loop.call_soon_threadsafe(self._wake_readers, loop)
@@ -259,5 +246,3 @@ class OutputRouter:
                 stream.is_due = False
         for stream in due:
             stream.wake()
-        if self._waits:
-            loop.call_soon(self._have_read.set)  # after the tasks of readers

@@ -25,7 +25,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.dummy_batches import run_few_decodes
+from nanovllm.execution.compared_steps import run_few_decodes
 from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels import layer_stack

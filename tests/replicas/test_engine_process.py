@@ -108,10 +108,11 @@ def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
     assert front_door({}, engine_process=False) is AsyncLLM
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @bounded
-async def test_an_async_llm_has_its_engine_in_a_process_if_asked():
+async def test_an_async_llm_has_its_engine_in_a_process_if_asked(ranks):
     prompts = random_prompts(3, seed=44)
-    async with AsyncLLM(tiny_folder(), engine_process=True, **OPTIONS) as llm:
+    async with AsyncLLM(tiny_folder(), engine_process=True, tensor_parallel_size=ranks, **OPTIONS) as llm:
         (replica,) = llm.replicas()
         assert replica.process_id not in (None, os.getpid())
 

@@ -415,10 +415,11 @@ ELSEWHERE = {
         "structured_output": "test_structured_replicas",
         "quantization": "test_quantised_models", "exact_activations": "test_quantised_models",
         "draft_model": "test_draft_models",
-        "prefix_cache_dir": "test_tiers",
+        "prefix_cache_dir": "test_tiers", "engine_process": "test_engine_process",
     } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
+        "engine_process": "test_engine_process",
         "prefix_cache_dir": "test_rank_tiers",
         "structured_output": "test_tensor_parallel",
         "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",

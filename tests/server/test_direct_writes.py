@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
 from nanovllm.server import connections
 from nanovllm.server.httptools_connection import DirectWriter
-from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream
+from nanovllm.streaming.streams import OutputStream, Stream
 from tests.support.async_llms import bounded, slow_steps
 from tests.support.serving import raw_stream, serving
 
@@ -107,28 +105,6 @@ async def test_a_reader_that_is_cancelled_is_handed_nothing_more():
         await task
     handed.put(output(1))
     assert handed.handled == [] and (await anext(handed.outputs)).outputs[0].token_ids == [1]
-
-
-@bounded
-async def test_a_router_that_waits_for_readers_delivers_what_comes_meanwhile_in_one_output(monkeypatch):
-    router, stream = OutputRouter(waits_for_readers=True), Stream(OutputKind.DELTA)
-    router.open(NewRequest("a", [1], SamplingParams()), stream)
-    outputs, seen = OutputStream(stream, ["a"], lambda *_: None), list[list[int]]()
-    monkeypatch.setattr("nanovllm.streaming.streams.READ_SECONDS", 30.0)
-
-    async def read() -> None:
-        async for each in outputs:
-            seen.append(each.outputs[0].token_ids)
-
-    reader = asyncio.ensure_future(read())
-    await asyncio.sleep(0)
-    await asyncio.to_thread(router.deliver, [output(1)])
-    assert seen == [[1]]  # before it returned
-    monkeypatch.setattr("nanovllm.streaming.streams.READ_SECONDS", 0.01)
-    for token_id in (2, 3):  # this loop is busy: it runs no reader
-        router.deliver([output(token_id, finished=token_id == 3)])
-    await reader
-    assert seen == [[1], [2, 3]]
 
 
 def events_of(running: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
