@@ -18,4 +18,4 @@ def begin_gpu(model: Any, options: Mapping[str, Any]) -> None:
         from nanovllm.execution.option_kernels import use_gpu
 
         given = model, device.replace("auto", "cuda"), str(options.get("dtype", "auto"))
-        Thread(target=use_gpu, args=given, daemon=True).start()
+        Thread(target=use_gpu, args=given).start()  # no daemon: the driver must not end while a thread uses it

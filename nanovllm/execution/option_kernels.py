@@ -100,7 +100,7 @@ def _token_masks(vocab_size: int, device: torch.device) -> Any:
 def call_apart(calls: Iterable[Callable[[], Any]]) -> None:
     """Call each in a thread, without waiting: a later use of a result waits for it, or sees the error."""
     for call in calls:
-        Thread(target=call, daemon=True).start()
+        Thread(target=call).start()
 
 
 def call_together(calls: Iterable[Callable[[], Any]]) -> None:

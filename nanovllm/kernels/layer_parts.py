@@ -20,6 +20,7 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     is_there = at < SIZE
+    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)  # before the sum, which waits for its row
     values = tl.load(states + row + at, mask=is_there, other=0.0).to(tl.float32)
     if ADDS:
         rounded = (values + tl.load(residual + row + at, mask=is_there, other=0.0).to(tl.float32)).to(
@@ -28,8 +29,7 @@ def _norm_rows(
         tl.store(total + row + at, rounded, mask=is_there)
         values = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
-    scaled = values * factor * tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(output + row + at, scaled.to(output.dtype.element_ty), mask=is_there)
+    tl.store(output + row + at, (values * factor * scale).to(output.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
