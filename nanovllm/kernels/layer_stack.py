@@ -38,10 +38,8 @@ NUM_ROWS = (4, 8)  # supported numbers of rows, padding included
 TUNING = {
     "SPLIT": 128,  # tokens of a split of a decode's context
     "ALONE": 256,  # tokens of a context that is not split
-    "FLIGHT": 2,  # slots of weights in flight at once; more delay reads between blocks
-    "HEAD_FLIGHT": 6,  # the same while the head is read
-    "ONE_FIRST": 5,  # rows from which blocks poll one word before they read all
-    "STATES_AHEAD": 1,  # whether the next layer's K and V are prefetched
+    "FLIGHT": 1,  # slots of weights in flight at once; more delay reads between blocks
+    "HEAD_FLIGHT": 4,  # the same while the head is read
     "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
 }
 _WARPS = 8
@@ -49,9 +47,9 @@ _MAX_SPLITS = 32  # of a decode's context
 _MAX_SLOT_BYTES = 176_000  # more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
 _OWN_BYTES = 8192  # of shared memory
-# Largest weights of a layer. A gain at 31 MB; separate kernels read larger ones as fast or faster, see
+# Largest weights of a layer: a gain at 31 and 122 MB; separate kernels read 386 MB as fast, see
 # docs/results/gpu_notes.md.
-_MAX_LAYER_BYTES = 48 * 2**20
+_MAX_LAYER_BYTES = 128 * 2**20
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
 

@@ -2,9 +2,8 @@
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, GRID (blocks of the
 // launch), HAS_NORMS, HAS_BIAS, SPLIT (tokens of a context's split), ALONE (tokens of a context without splits), FLIGHT
-// (slots of weights on their way at once; HEAD_FLIGHT: while the head is read), STATES_AHEAD (whether
-// K and V of the next layer are prefetched), PACKED_BYTES (of inputs as launch arguments), ONE_FIRST (rows from
-// which one word is polled before all are read), PATIENCE (reads before a wait traps; 0: for ever).
+// (slots of weights on their way at once; HEAD_FLIGHT: while the head is read), PACKED_BYTES (of
+// inputs as launch arguments), PATIENCE (reads before a wait traps; 0: for ever).
 
 typedef unsigned short bf16;
 typedef unsigned int u32;

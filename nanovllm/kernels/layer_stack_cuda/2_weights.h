@@ -160,10 +160,6 @@ template <int DEPTH> struct Inputs {
     template <int ROW> __device__ void wait(const u64 *words, u32 epoch, int num_rows, int first) {
         if (row() < num_rows) {
             const u64 *from = words + u64(row()) * (ROW / 2) + first * PIECE / 2;
-            if (num_rows >= ONE_FIRST) {  // else reads in vain would delay the others
-                Patience patience;
-                while (!is_of(read_word(from + place(COUNT - 1) / 2), epoch)) patience.lose();
-            }
             await_some<0>(epoch, from, packed);
         } else
 #pragma unroll

@@ -150,8 +150,8 @@ struct Held {
 // A warp's attention to some tokens: a lane has the query heads 2 * (lane % 4) and the next one.
 struct Softmax {
     float tops[2] = {LOWEST, LOWEST}, totals[2] = {}, outputs[HEAD_DIM / 16][4] = {};
-    // Returns the weights of 16 tokens as the second operand of the outputs.
-    __device__ uint2 weigh(const float *scores) {  // of tokens lane / 4 and 8 further: of two heads each
+    // Returns the weights of 16 tokens as the second operand of the outputs, and what rounding takes off them.
+    __device__ uint4 weigh(const float *scores) {  // of tokens lane / 4 and 8 further: of two heads each
         float weights[4];
 #pragma unroll
         for (int of = 0; of < 2; ++of) {
@@ -161,9 +161,16 @@ struct Softmax {
 #pragma unroll
             for (int tile = 0; tile < HEAD_DIM / 16; ++tile) outputs[tile][of] *= decay, outputs[tile][2 + of] *= decay;
         }
-        return make_uint2(transposed(narrow2(weights[0], weights[1])), transposed(narrow2(weights[2], weights[3])));
+        u32 pairs[4];
+#pragma unroll
+        for (int of = 0; of < 2; ++of) {
+            u32 pair = narrow2(weights[2 * of], weights[2 * of + 1]);
+            pairs[of] = transposed(pair);
+            pairs[2 + of] = transposed(narrow2(weights[2 * of] - low(pair), weights[2 * of + 1] - high(pair)));
+        }
+        return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    __device__ void add(const Held &held, uint2 weights) {
+    __device__ void add(const Held &held, uint4 weights) {
 #pragma unroll
         for (int at = 0; at < VALUE_LOADS; ++at)
 #pragma unroll
@@ -174,7 +181,9 @@ struct Softmax {
                     u32 one = word_of(held.values[of][at], word), other = word_of(held.values[of + 1][at], word);
                     pairs[of] = __byte_perm(one, other, 0x5410), pairs[of + 1] = __byte_perm(one, other, 0x7632);
                 }
-                add_product(outputs[at * 4 + word], pairs[0], pairs[1], pairs[2], pairs[3], weights.x, weights.y);
+                float *output = outputs[at * 4 + word];
+                add_product(output, pairs[0], pairs[1], pairs[2], pairs[3], weights.x, weights.y);
+                add_product(output, pairs[0], pairs[1], pairs[2], pairs[3], weights.z, weights.w);
             }
     }
     // To [GROUPS, WARPS, OUTPUTS]: outputs, top, total.
@@ -250,7 +259,7 @@ __device__ inline void attend(const Step &step, const Tokens &tokens, const Laye
             bool is_seen = first + Held::key_token(of / 2) < end;  // others weigh 0 for any top
             scores[of] = is_seen ? (sums[0][of] + sums[1][of]) * (step.scaling * 1.4426950408889634f) : 2 * LOWEST;
         }
-        uint2 weights = softmax.weigh(scores);
+        uint4 weights = softmax.weigh(scores);
         if (has_own) held.put_own_value(own + HEAD_DIM / 2, position - first);
         softmax.add(held, weights);
         if (LOADS_AHEAD && goes_on) held.load_values(values, table, first + WARPS * AT_ONCE, past);
@@ -346,19 +355,6 @@ template <typename Take> __device__ inline void each_split(const Tokens &tokens,
         for (int unit = first; unit < units; unit += GRID) take(row, unit % KV_HEADS, unit / KV_HEADS);
         before += units;
     }
-}
-
-// Brings K and V that the block's warps load first in the next layer into the L2 cache, and their pages' addresses into
-// the caches of addresses.
-__device__ inline void prefetch_states(const Tokens &tokens, const Layer &next) {
-    each_split(tokens, [&](int row, int head, int split) {
-        int position = tokens.positions[row], splits = tokens.splits[row];
-        int start = int(long(position + 1) * split / splits), end = int(long(position + 1) * (split + 1) / splits);
-        int token = start + threadIdx.x / 32 * AT_ONCE + threadIdx.x % AT_ONCE;
-        if (token >= at_most(end, position)) return;
-        const bf16 *cache = threadIdx.x % 32 < AT_ONCE ? next.keys : next.values;
-        prefetch(Held::slot(cache, tokens.tables + tokens.table_starts[row], token) + head * HEAD_DIM, 2 * HEAD_DIM);
-    });
 }
 
 // All of a layer's attention: first the splits, which wait for q, k and v alone, then the merges, which wait for splits.

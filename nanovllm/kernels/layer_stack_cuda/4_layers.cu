@@ -125,7 +125,6 @@ __device__ inline void run(const Step &step, Block &block, Ring ring, Parts part
                 add_to_residual(tile, pair, row, totals, step.middle, false);
             });
         }
-        if (STATES_AHEAD && at + 1 < step.num_layers) prefetch_states(tokens, block.layers[(at + 1) % 2]);
         {
             Inputs<HIDDEN> inputs;
             uint4 scale[inputs.COUNT];
