@@ -38,7 +38,7 @@ NUM_ROWS = (4, 8)  # supported numbers of rows, padding included
 TUNING = {
     "SPLIT": 128,  # tokens of a split of a decode's context
     "ALONE": 256,  # tokens of a context that is not split
-    "FLIGHT": 1,  # slots of weights in flight at once; more delay reads between blocks
+    "FLIGHT": 0,  # slots of weights in flight at once; more delay reads between blocks. 0: by the layers' size
     "HEAD_FLIGHT": 4,  # the same while the head is read
     "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
 }
@@ -50,6 +50,7 @@ _OWN_BYTES = 8192  # of shared memory
 # Largest weights of a layer: a gain at 31 and 122 MB; separate kernels read 386 MB as fast, see
 # docs/results/gpu_notes.md.
 _MAX_LAYER_BYTES = 128 * 2**20
+_LARGE_BYTES = 48 * 2**20  # of a layer; from these on two slots of weights are in flight
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
 
@@ -279,5 +280,6 @@ def machine_code(sizes: StackSizes, device: torch.device, *, has_norms: bool, ha
         "HEAD_DIM": sizes.head_dim, "BLOCK_SIZE": sizes.block_size, "PIECE": sizes.piece, "ROWS": NUM_ROWS[-1],
         "SLOTS": _slots(sizes, device), "GRID": _num_blocks(sizes, device), "PACKED_BYTES": PACKED_BYTES,
         "HAS_NORMS": int(has_norms), "HAS_BIAS": int(has_biases), **TUNING,
+        "FLIGHT": TUNING["FLIGHT"] or (1 if sizes.num_bytes < _LARGE_BYTES else 2),
     }  # fmt: skip
     return nvrtc.compile_source(source_text(), f"sm_{major}{minor}", definitions)

@@ -16,9 +16,10 @@ __device__ inline void fetch_head(const Step &step, Ring &ring) {
     int lane = threadIdx.x % 32, num_slots = share.num_groups * HIDDEN_PIECES * GROUP;
     for (int at = 0; at < num_slots; ++at) {
         int group = at / (HIDDEN_PIECES * GROUP), piece = at / GROUP % HIDDEN_PIECES, half = at % GROUP;
-        // The first ones come while blocks still read from one another.
+        // The first ones come while blocks still read from one another. Not all slots at once: one without rows is full at
+        // once, while a slow lane may still wait for its last round.
         ring.fill(Source(step.head, share.first + (group * GROUP + half) * 8, share.end, piece, lane % 8), lane,
-                  at < SLOTS ? FLIGHT : at_most(HEAD_FLIGHT, SLOTS));
+                  at < SLOTS ? FLIGHT : at_most(HEAD_FLIGHT, SLOTS - 1));
     }
 }
 
