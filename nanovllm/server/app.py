@@ -24,7 +24,7 @@ from nanovllm.server.answers.answer_format import answer_format, template_text
 from nanovllm.server.answers.template_options import takes_late_system, template_variables
 from nanovllm.server.anthropic import messages
 from nanovllm.server.body_limits import BodyLimits
-from nanovllm.server.connections import allow_open_files, find_writer, protocol_class
+from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.engine_process import front_door
 from nanovllm.server.hosts import HostGate, RootPath, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
@@ -189,7 +189,7 @@ def serve(
 def build_server(app: Any, engine: AsyncLLM, settings: ServerSettings) -> DrainingServer:
     """Configure uvicorn for an application, within the limits of `settings`."""
     config = uvicorn.Config(
-        with_abort(app, find_writer),
+        with_abort(app),
         host=settings.host,
         port=settings.port,
         http=protocol_class(settings),

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import logging
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -52,12 +51,6 @@ def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio
     from nanovllm.server.httptools_connection import HttpToolsConnection
 
     return type("Connection", (HttpToolsConnection,), {"settings": settings, "refusals": RefusalLog()})
-
-
-def find_writer(send: Any) -> Any:
-    """The `DirectWriter` of a request under httptools, by its `send`; None under h11."""
-    httptools = sys.modules.get("nanovllm.server.httptools_connection")
-    return None if httptools is None else httptools.DirectWriter.for_send(send)
 
 
 def allow_open_files(max_connections: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.server.connections import BODY, HEAD, LINE_BYTES, MAX_PIPELINED, NOTHING, BoundedConnection
 
@@ -77,30 +75,3 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
             self.refuse_headers()
         else:
             super().send_400_response(msg)
-
-
-class DirectWriter:
-    """Writes parts of a chunked body at once, without a coroutine for each; used in the event loop.
-
-    Args:
-        cycle: uvicorn's, of one request.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._flow = cycle, cycle.flow
-        self.write_bytes = cycle.transport.write
-
-    @classmethod
-    def for_send(cls, send: Any) -> DirectWriter | None:
-        """None where another server sends."""
-        cycle = getattr(send, "__self__", None)
-        return cls(cycle) if type(cycle) is RequestResponseCycle else None
-
-    def is_ready(self) -> bool:
-        """Whether the body has begun, and the client reads it."""
-        cycle = self._cycle
-        is_open = cycle.response_started and not cycle.response_complete and not cycle.disconnected
-        return is_open and bool(cycle.chunked_encoding) and not self._flow.write_paused
-
-    def write(self, data: bytes) -> None:
-        self.write_bytes(b"%x\r\n%b\r\n" % (len(data), data))

@@ -20,7 +20,6 @@ Result = TypeVar("Result")
 CLIENT_GONE = 499  # nginx's status of a disconnected client, for the log
 ABORT = "nanovllm.abort"  # key in the ASGI scope: function that aborts the connection
 SEND = "nanovllm.send"  # likewise: the server's own `send`, for parts of a body that no middleware reads
-WRITER = "nanovllm.writer"  # likewise: writes such parts at once; None if the server has no such writer
 EVENTS = "text/event-stream"
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -66,39 +65,17 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def with_abort(app: ASGIApp, find_writer: Callable[[Send], Any] = lambda send: None) -> ASGIApp:
-    """Add the keys ABORT, under uvicorn, SEND and WRITER: ASGI has no message to abort a connection with unread data.
-
-    Args:
-        find_writer: such as `DirectWriter.for_send`.
-    """
+def with_abort(app: ASGIApp) -> ASGIApp:
+    """Add the keys ABORT, under uvicorn, and SEND: ASGI has no message to abort a connection with unread data."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SEND], scope[WRITER] = send, find_writer(send)
+        scope[SEND] = send
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         if transport is not None:
             scope[ABORT] = transport.abort
         await app(scope, receive, send)
 
     return called
-
-
-class DirectWrites(bytes):
-    """No event: marks a request as admitted, and allows the generator of events to write them.
-
-    stream: set by an `EventStream` that allows it.
-    """
-
-    stream: EventStream | None = None
-
-    def is_ready(self) -> bool:
-        """Whether `write` may be called now; it never waits."""
-        return self.stream is not None and self.stream.is_ready()
-
-    def write(self, data: bytes) -> None:
-        if data:
-            assert self.stream is not None
-            self.stream.write_now(data)
 
 
 class EventStream(Response):
@@ -108,7 +85,7 @@ class EventStream(Response):
     comment sends the status. An ApiError before it becomes the response, one after it the last event.
 
     Args:
-        events: encoded events; an empty one marks the request as admitted: comments may follow. See `DirectWrites`.
+        events: encoded events; an empty one marks the request as admitted: comments may follow.
         error_event: encodes an error in mid-stream.
         send_timeout: seconds after which a client that does not read is disconnected.
         keep_alive: seconds without an event after which a comment is sent, since proxies close silent connections.
@@ -140,7 +117,6 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._abort = send, scope.get(ABORT)
         self._send_more = scope.get(SEND, send)  # every token passes here, and middleware reads how a response starts
-        self._writer: Any = scope.get(WRITER)
         try:
             await until_disconnect(receive, self._send_all())
         except (ClientGone, OSError):
@@ -160,8 +136,6 @@ class EventStream(Response):
             async for data in self._events:
                 if not data:
                     self._may_begin = True
-                    if isinstance(data, DirectWrites) and self._writer is not None:
-                        data.stream = self
                 elif self._comment is None:
                     await self._write(data, True)
                 else:
@@ -188,14 +162,6 @@ class EventStream(Response):
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send_more({"type": "http.response.body", "body": data, "more_body": more_body})
         self._busy_since, self._idle_since = None, self._loop.time()
-
-    def is_ready(self) -> bool:
-        """Whether the next event may be written at once: the status is sent, and the client reads."""
-        return self._has_begun and self._comment is None and self._writer.is_ready()
-
-    def write_now(self, data: bytes) -> None:
-        self._writer.write(data)
-        self._idle_since = self._loop.time()
 
     async def _write_comment(self) -> None:
         try:

@@ -39,7 +39,6 @@ class Stream:
         self._waiting: dict[str, RequestOutput] = {}  # by request id
         self._refusal: Callable[[], Exception] | None = None
         self._reader: asyncio.Future[None] | None = None
-        self.on_wake: Callable[[], bool] | None = None  # reads outputs in the reader's place, while it returns True
 
     def put(self, output: RequestOutput) -> None:
         """Add an output; called in the engine thread."""
@@ -56,14 +55,9 @@ class Stream:
             self._refusal = refusal
 
     def wake(self) -> None:
-        """Wake the reader, unless `on_wake` reads in its place; called in its event loop."""
-        if self._reader is None or self._reader.done():
-            return
-        try:
-            if self.on_wake is None or not self.on_wake():
-                self._reader.set_result(None)
-        except Exception as error:
-            self._reader.set_exception(error)
+        """Wake the reader; called in its event loop."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def take(self) -> RequestOutput | None:
         """Return the next pending output, if any; raises the exception that ended the stream."""
@@ -105,30 +99,6 @@ class OutputStream:
         if output.finished:
             self._unfinished.discard(output.request_id)
         return output
-
-    async def hand_over(self, handle: Callable[[RequestOutput], None], is_ready: Callable[[], bool]) -> None:
-        """Pass outputs to `handle` as they come, until it is not ready or all have ended; then the iteration goes on.
-
-        For readers of many streams: a call for each output instead of a future, a turn of the loop and a task's step.
-        Raises the errors of the iteration and of `handle`.
-        """
-        stream, unfinished = self._stream, self._unfinished
-
-        def pass_on() -> bool:
-            while unfinished and is_ready():
-                if (output := stream.take()) is None:
-                    return True
-                if output.finished:
-                    unfinished.discard(output.request_id)
-                handle(output)
-            return False
-
-        if pass_on():
-            stream.on_wake = pass_on
-            try:
-                await stream.woken()
-            finally:
-                stream.on_wake = None
 
     async def aclose(self) -> None:
         """End the iteration and abort unfinished requests before the next step; idempotent."""

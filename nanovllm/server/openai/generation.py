@@ -29,7 +29,6 @@ from nanovllm.server.sse import (
     DONE,
     EVENTS,
     ClientGone,
-    DirectWrites,
     compact,
     data_error,
     event,
@@ -315,34 +314,24 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
 
     opened: set[int] = set()
     ended: set[int] = set()  # ended choices, which stay in outputs until the whole prompt ends
-
-    def events_of(output: RequestOutput) -> bytes:
-        events = b""
-        for choice, completion in choices_of(job, output, tally):
-            if choice in ended:
-                continue
-            if completion.finish_reason is not None:
-                ended.add(choice)
-            if choice not in opened:
-                opened.add(choice)
-                if (opening := job.opening(choice, output)) is not None:
-                    events += chunk([opening])
-            delta = job.delta(choice, output, completion)
-            if isinstance(delta, str):
-                events += text_chunk(choice, delta)
-            elif delta is not None:
-                events += chunk([delta])
-        return events
-
-    direct = DirectWrites()
     with state.admission.open_answer():
         async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield direct
+            yield b""  # admitted
             async for output in outputs:
-                if events := events_of(output):
-                    yield events
-                if direct.is_ready():
-                    await outputs.hand_over(lambda output: direct.write(events_of(output)), direct.is_ready)
+                for choice, completion in choices_of(job, output, tally):
+                    if choice in ended:
+                        continue
+                    if completion.finish_reason is not None:
+                        ended.add(choice)
+                    if choice not in opened:
+                        opened.add(choice)
+                        if (opening := job.opening(choice, output)) is not None:
+                            yield chunk([opening])
+                    delta = job.delta(choice, output, completion)
+                    if isinstance(delta, str):
+                        yield text_chunk(choice, delta)
+                    elif delta is not None:
+                        yield chunk([delta])
         if with_usage:
             yield chunk([], is_last=True)
         yield DONE
