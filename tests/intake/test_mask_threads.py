@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLExecutor
 
 from nanovllm import StructuredOutput
 from nanovllm.requests.grammar import mask_threads
@@ -183,13 +181,13 @@ def test_steps_are_filled_in_threads_again_when_no_form_is_slow(monkeypatch):
         now[0] += 1.0
         return now[0]
 
-    split, steps = mask_threads._split, []
+    consume, steps = mask_threads._consume, []
 
     def noted(*arguments: Any) -> Any:
         steps[-1] = True
-        return split(*arguments)
+        return consume(*arguments)
 
-    monkeypatch.setattr(mask_threads, "_split", noted)
+    monkeypatch.setattr(mask_threads, "_consume", noted)
     monkeypatch.setattr(mask_threads, "perf_counter", slow_clock)
     for _ in range(MEASURED_STEPS + 3):
         steps.append(False)
@@ -214,95 +212,34 @@ def test_a_form_without_room_for_another_lexer_goes_on_with_those_it_has():
     assert len(lexers.states) == 1 and lexers.compile_state is None
 
 
-class _SlowWork:
-    """Work of llguidance's threads that takes a while, and sometimes panics."""
+class _SlowExecutor:
+    """llguidance's threads, which take a while, and sometimes panic."""
 
-    num_done = 0
+    def __init__(self) -> None:
+        self.num_filled = 0
 
-    def __init__(self, number: int, seconds: float) -> None:
-        self.number, self.seconds = number, seconds
-
-    def do(self) -> None:
-        time.sleep(self.seconds)
-        if self.number < 0:
+    def unsafe_compute_mask_ptr(self, number: int, seconds: float) -> None:
+        time.sleep(seconds)
+        if number < 0:
             raise RuntimeError("a panic")
-        _SlowWork.num_done += 1
+        self.num_filled += 1
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_a_call_that_nobody_waited_for_is_over_before_the_next_begins(pause):
     """As after an interrupt of the wait."""
-    caller, before = MaskCaller(), _SlowWork.num_done
-    caller.begin(_SlowWork(0, 0.05))  # lost
+    caller, executor = MaskCaller(), _SlowExecutor()
+    caller.begin(executor, 0, 0.05)  # lost
     time.sleep(pause)
     for number in range(1, 4):
-        wait = caller.begin(_SlowWork(number, 0.02))
-        assert _SlowWork.num_done == before + number  # the earlier ones
+        wait = caller.begin(executor, number, 0.02)
+        assert executor.num_filled == number  # the earlier ones
         assert wait() >= 0.02
-        assert _SlowWork.num_done == before + number + 1
+        assert executor.num_filled == number + 1
 
 
 def test_a_panic_reaches_who_waits_and_the_next_call_works():
-    caller = MaskCaller()
+    caller, executor = MaskCaller(), _SlowExecutor()
     with pytest.raises(RuntimeError, match="a panic"):
-        caller.begin(_SlowWork(-1, 0.0))()
-    assert caller.begin(_SlowWork(0, 0.0))() >= 0.0
-
-
-class _Executor:
-    """llguidance's threads, of which a call panics or waits before or after it is done."""
-
-    def __init__(self, own: Any, panics: str = "", waits: threading.Event | None = None) -> None:
-        self._own, self._panics, self._waits = own, panics, waits
-
-    def consume_token_par(self, pairs: list[Any]) -> list[bool]:
-        if self._waits is not None:
-            self._waits.wait(30.0)
-        if self._panics == "before":
-            raise RuntimeError("a panic")
-        consumed = self._own.consume_token_par(pairs[:1] if self._panics else pairs)
-        if self._panics:
-            raise RuntimeError("a panic")
-        return consumed
-
-    def unsafe_compute_mask_ptr(self, *arguments: Any) -> None:
-        self._own.unsafe_compute_mask_ptr(*arguments)
-
-
-@pytest.mark.parametrize("panics", ["before", "after one"])
-def test_after_a_panic_while_tokens_are_consumed_matchers_begin_anew(panics, monkeypatch):
-    ours, theirs = samples(ENDLESS, 2 * ROWS_A_LEXER), samples(ENDLESS, 2 * ROWS_A_LEXER)
-    threads, own = MaskThreads(2), LLExecutor(2)
-    monkeypatch.setattr(threads, "_executor", lambda _: _Executor(own))
-    for step in range(4):
-        if step == 2:
-            monkeypatch.setattr(threads, "_executor", lambda _: _Executor(own, panics))
-            with pytest.raises(RuntimeError, match="a panic"):
-                masks_of(ours, threads)
-            monkeypatch.setattr(threads, "_executor", lambda _: _Executor(own))
-        found, right = masks_of(ours, threads), masks_of(theirs, None)
-        assert (found == right).all()
-        for sequences in (ours, theirs):
-            draw(sequences, right, np.random.default_rng(step))
-
-
-def test_tokens_that_were_consumed_though_nobody_waited_are_not_consumed_again(monkeypatch):
-    """As after an interrupt of the wait."""
-    ours, theirs = samples(ENDLESS, 2 * ROWS_A_LEXER), samples(ENDLESS, 2 * ROWS_A_LEXER)
-    threads, own, may_go_on = MaskThreads(2), LLExecutor(2), threading.Event()
-    monkeypatch.setattr(threads, "_executor", lambda _: _Executor(own, waits=may_go_on))
-    for sequences in (ours, theirs):
-        draw(sequences, masks_of(theirs, None), np.random.default_rng(1))
-    lost = np.zeros((len(ours), -(-VOCAB_SIZE // 32)), np.int32)
-    begin_masks(ours, [len(sequence.token_ids) for sequence in ours], lost, threads)
-    threading.Timer(0.05, may_go_on.set).start()
-    assert (masks_of(ours, threads) == masks_of(theirs, None)).all()
-    assert [sequence.matcher.num_tokens for sequence in ours] == [1] * len(ours)
-
-
-def test_the_switch_interval_is_put_back():
-    before = sys.getswitchinterval()
-    sequences, threads = samples(ENDLESS, 2 * ROWS_A_LEXER), MaskThreads(2)
-    draw(sequences, masks_of(sequences, threads), np.random.default_rng(1))
-    masks_of(sequences, threads)
-    assert sys.getswitchinterval() == before
+        caller.begin(executor, -1, 0.0)()
+    assert caller.begin(executor, 0, 0.0)() >= 0.0

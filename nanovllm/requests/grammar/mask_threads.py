@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
 from threading import Thread
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar.matcher import Matcher
@@ -21,15 +20,10 @@ ROW_SECONDS = 60e-6  # for a usual mask; a step that takes longer, and one mask'
 SPREAD_STEPS = 8  # rows are spread anew after so many steps, and when their number changes
 # Steps after a slow one that fill masks one by one, because only then is the time of each form known.
 MEASURED_STEPS = 16
-# Python's switch interval while threads consume tokens: their caller then needs Python's lock to begin the masks, which
-# the engine's thread would keep for milliseconds.
-SWITCH_SECONDS = 50e-6
 
 
 # Place of the mask, matcher, prompt and output, the prompt's length, position of the token to be drawn.
 MaskRow: TypeAlias = tuple[int, Any, Sequence[int], int, int]
-# Place of the mask, matcher, token to be consumed before, if any.
-Filled: TypeAlias = tuple[int, Matcher, int | None]
 
 
 class MaskThreads:
@@ -52,13 +46,11 @@ class MaskThreads:
     def begin(
         self, rows: list[MaskRow], address: int, num_masks: int
     ) -> tuple[list[MaskRow], Callable[[], dict[int, GrammarError]] | None]:
-        """Start to consume the newest token of samples, and to write their masks to an array [num_masks, num_words].
+        """Consume the newest token of samples, and start to write their masks to an array [num_masks, num_words].
 
         Returns the rows that are left for `Matcher.follow`, and a function that waits for the masks and returns errors
         by their place; None if no thread is at work. Until then no other call may use the matchers.
         """
-        if self._caller is not None:
-            self._caller.settle()
         if self._num_threads < 2 or len(rows) <= ROWS_A_LEXER or self._measures(rows):
             return rows, None
         if len({id(row[1]) for row in rows}) < len(rows):  # a sample with drafts has several rows
@@ -66,28 +58,26 @@ class MaskThreads:
         self._num_steps += 1
         if len(rows) != self._num_rows or self._num_steps % SPREAD_STEPS == 0:
             self._num_rows, self._num_lexers = len(rows), self._spread(rows)
-        left, filled = _split(rows)
+        left, filled, failed = _consume(rows)
         if not filled:
-            return left, None
+            return left, lambda: failed
         filled.sort(key=_lexer_of)  # neighbours go to one thread: several would wait for their lexer
+        masks = [(matcher.state, place) for place, matcher in filled]
         if self._caller is None:
             self._caller = MaskCaller()
-        _, matcher, _ = filled[0]
-        work = Work(self._executor(self._num_lexers), filled, address, 4 * matcher.num_words, num_masks, set())
-        begun = self._caller.begin(work)
-        allowed = matcher.lexers.budget.allowed  # the same for all masks of a vocabulary
+        begun = self._caller.begin(
+            self._executor(self._num_lexers), masks, address, 4 * filled[0][1].num_words, num_masks
+        )
 
         def wait() -> dict[int, GrammarError]:
+            allowed = filled[0][1].lexers.budget.allowed  # the same for all masks of a vocabulary
             if begun() > allowed + ROW_SECONDS * len(filled):
                 self._num_measured = MEASURED_STEPS
-            failed: dict[int, GrammarError] = {}
-            for place, matcher, token_id in filled:
+            for place, matcher in filled:
                 try:
                     matcher.check()
                 except GrammarError as error:
                     failed[place] = error
-                if place in work.refused and place not in failed:
-                    failed[place] = GrammarError(f"{matcher.name}: token {token_id} is not allowed")
             return failed
 
         return left, wait
@@ -124,7 +114,7 @@ class MaskThreads:
         return num_used
 
 
-def _lexer_of(filled: Filled) -> int:
+def _lexer_of(filled: tuple[int, Matcher]) -> int:
     return filled[1].lexer_id
 
 
@@ -148,57 +138,31 @@ def _spread_form(rows: list[MaskRow], num_lexers: int) -> int:
     return sum(1 for own in by_lexer.values() if own)
 
 
-def _split(rows: list[MaskRow]) -> tuple[list[MaskRow], list[Filled]]:
-    """Rows that lack several tokens or time, and the others."""
+def _consume(rows: list[MaskRow]) -> tuple[list[MaskRow], list[tuple[int, Matcher]], dict[int, GrammarError]]:
+    """Consume the newest token of each sample, unless that is done.
+
+    Returns the rows that lack more tokens or time, (place, matcher) of rows with masks to fill, and errors.
+    """
     left: list[MaskRow] = []
-    filled: list[Filled] = []
+    filled: list[tuple[int, Matcher]] = []
+    failed: dict[int, GrammarError] = {}
     for row in rows:
         place, matcher, token_ids, start, position = row
         num_missing = position - start - matcher.num_tokens
         if num_missing > 1 or matcher.lexers.budget.is_exceeded:
             left.append(row)
+        elif num_missing < 1:
+            filled.append((place, matcher))
+        elif matcher.state.consume_token(token_ids[position - 1]):
+            matcher.num_tokens += 1
+            filled.append((place, matcher))
         else:
-            filled.append((place, matcher, token_ids[position - 1] if num_missing == 1 else None))
-    return left, filled
-
-
-class Work(NamedTuple):
-    """Tokens to consume and masks to fill.
-
-    filled: [num_rows]; matchers count the tokens that they consume.
-    refused: takes places of the other tokens.
-    """
-
-    executor: Any
-    filled: list[Filled]
-    address: int
-    mask_bytes: int
-    num_masks: int
-    refused: set[int]
-
-    def do(self) -> None:
-        """Runs in its own thread, so that an interrupt cannot come between a token and its count."""
-        if missing := [row for row in self.filled if row[2] is not None]:
-            self._consume(missing)
-        masks = [(matcher.state, place) for place, matcher, _ in self.filled]
-        self.executor.unsafe_compute_mask_ptr(masks, self.address, self.mask_bytes, self.num_masks)
-
-    def _consume(self, missing: list[Filled]) -> None:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval, SWITCH_SECONDS))
-        try:
-            are_consumed = self.executor.consume_token_par([(matcher.state, token) for _, matcher, token in missing])
-        except BaseException:  # a panic of llguidance: nobody knows which were consumed
-            for _, matcher, _ in missing:
-                matcher.restart()
-            raise
-        finally:
-            sys.setswitchinterval(interval)
-        for (place, matcher, _), is_consumed in zip(missing, are_consumed, strict=True):
-            if is_consumed:
-                matcher.num_tokens += 1
-            else:
-                self.refused.add(place)
+            try:
+                matcher.check()
+                failed[place] = GrammarError(f"{matcher.name}: token {token_ids[position - 1]} is not allowed")
+            except GrammarError as error:
+                failed[place] = error
+    return left, filled, failed
 
 
 class MaskCaller:
@@ -208,22 +172,19 @@ class MaskCaller:
         self._asked, self._has_begun, self._is_done = allocate_lock(), allocate_lock(), allocate_lock()
         for lock in (self._asked, self._has_begun, self._is_done):
             lock.acquire()
-        self._work: Any = None  # `Work`
+        self._executor: Any = None
+        self._arguments: tuple[Any, ...] = ()
         self._outcome: float | BaseException = 0.0
         self._num_begun = self._num_done = 0
         Thread(target=self._run, name="nanovllm-masks", daemon=True).start()
 
-    def settle(self) -> None:
-        """Wait for the earlier call, unless that was done: the wait for it may have been interrupted."""
-        while self._num_done < self._num_begun:
+    def begin(self, executor: Any, *arguments: Any) -> Callable[[], float]:
+        """Start to fill masks; returns a function to be called once, which waits and returns the seconds they took."""
+        while self._num_done < self._num_begun:  # the wait for an earlier call was interrupted
             self._is_done.acquire(timeout=0.01)
-
-    def begin(self, work: Any) -> Callable[[], float]:
-        """Start `work.do()`; returns a function to be called once, which waits and returns the seconds it took."""
-        self.settle()
         for lock in (self._is_done, self._has_begun):
             lock.acquire(blocking=False)
-        self._work = work
+        self._executor, self._arguments = executor, arguments
         self._num_begun += 1
         self._asked.release()
         self._has_begun.acquire()  # the thread now keeps Python's lock until its call releases that
@@ -241,11 +202,11 @@ class MaskCaller:
             self._has_begun.release()
             begin = perf_counter()
             try:
-                self._work.do()
+                self._executor.unsafe_compute_mask_ptr(*self._arguments)
                 self._outcome = perf_counter() - begin
             except BaseException as error:  # a panic of llguidance too
                 self._outcome = error
-            self._work = None
+            self._executor, self._arguments = None, ()
             self._num_done += 1
             if self._is_done.locked():
                 self._is_done.release()

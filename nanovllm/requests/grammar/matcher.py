@@ -174,10 +174,6 @@ class Matcher:
         if state.consume_tokens(token_ids):
             self.state, self.lexer, self.lexer_id = state, lexer, id(self.lexers) + lexer
 
-    def restart(self) -> None:
-        """Return to the start of the output; the next mask consumes its tokens again."""
-        self.state, self.num_tokens = self.lexers.states[self.lexer].deep_copy(), 0
-
     def check(self) -> None:
         """Raise GrammarError after an error of llguidance, which no later call undoes."""
         if self.state.is_error():
