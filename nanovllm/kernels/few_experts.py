@@ -74,7 +74,7 @@ def suits(sizes: Sizes, device: torch.device) -> bool:
     has_pieces = sizes.hidden % 256 == sizes.inner % 256 == 0 and MAX_ROWS * sizes.hidden >= sizes.inner
     if not has_pieces or MAX_ROWS * sizes.top_k > 32 * NUM_WARPS or not few_rows.is_available(device):
         return False
-    return sizes.slots(device) >= SLOTS[0]
+    return sizes.slots(device) >= SLOTS[0] and few_rows.holds(sizes.shared_bytes(device), device)
 
 
 class FewExperts:

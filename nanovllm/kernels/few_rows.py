@@ -41,6 +41,13 @@ def num_slots(slot_bytes: int, other_bytes: int, device: torch.device) -> int:
     return min(SLOTS[-1], available // (NUM_WARPS * slot_bytes))
 
 
+def holds(shared_bytes: int, device: torch.device) -> bool:
+    """Whether a block may have so much shared memory besides its own."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    fits: bool = shared_bytes + _OWN_BYTES <= properties.shared_memory_per_block_optin
+    return fits
+
+
 def function(
     files: tuple[str, ...], name: str, definitions: Mapping[str, int], device: torch.device, *, shared_bytes: int
 ) -> nvrtc.CudaFunction:

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.core.errors import ModelLoadError
-from nanovllm.core.outputs import RequestMetrics
+from nanovllm.core.outputs import RequestMetrics, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
 from nanovllm.process.gc_control import OldObjectsFrozen
@@ -57,6 +57,11 @@ class RayReporter(Reporter):
         if not self.is_stopping:
             logger.error("the replica ends, and its requests go on in others: %s", refusal())
             os._exit(1)  # the fronts and Serve notice at once
+
+    def deliver(self, outputs: list[RequestOutput]) -> list[str]:
+        """As in `Reporter`, each output whole: every front has its own placements and clock."""
+        self._report([self._sent(output) for output in outputs])
+        return []
 
 
 class Replica:

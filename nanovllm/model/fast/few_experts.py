@@ -57,9 +57,10 @@ def _run(
     (num_experts, hidden, inner), slots = down.shape, slots_in_step()
     kernel = few_experts(Sizes(hidden, inner, num_experts, top_k), states.device)
     rows, parts = states.reshape(-1, hidden).contiguous(), []
+    gate_up, down = gate_up.contiguous(), down.contiguous()  # no copies of a model's own
     for begin in range(0, len(rows), MAX_ROWS):  # once in a step of up to MAX_ROWS rows
         some = slice(begin, begin + MAX_ROWS)
-        own: Any = Router(choice[0], normalises, rounds, None if len(choice) == 1 else choice[1], epsilon)
+        own: Any = Router(choice[0].contiguous(), normalises, rounds, None if len(choice) == 1 else choice[1], epsilon)
         if choice[0].dtype == torch.int64:
             own = choice[0][some].contiguous(), choice[1][some].contiguous()
         parts.append(kernel.run(rows[some], gate_up, down, own, None if slots is None else slots[begin:]))
@@ -236,6 +237,7 @@ def _router(experts: _Experts) -> _Router | None:
         return None
     states, weight, *bias = product.args
     is_own = base_of(states, "view", "reshape") is base_of(experts.states, "view", "reshape")
+    is_own &= shape_of(weight)[0] == shape_of(experts.down)[0]  # one score for each expert, and no other
     return _Router(weight, normalises, rounds) if is_own and bias in ([], [None]) and not product.kwargs else None
 
 
