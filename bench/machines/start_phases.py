@@ -47,7 +47,7 @@ PHASES = (
     ("nanovllm.model.binding", "ModelBinding.pack_weights"),
     ("nanovllm.model_runner", "GraphExecutor.warm_up"),
     ("nanovllm.execution.compile_ahead", "_start_compiler"),
-    ("nanovllm.execution.compile_ahead", "_on_device"),
+    ("nanovllm.execution.option_kernels", "on_device"),
     ("nanovllm.model_runner", "run_some_rows"),
     ("nanovllm.model_runner", "run_few_decodes"),
     ("nanovllm.model_runner", "rehearse_at_start"),

@@ -160,8 +160,9 @@ class Buckets:
         self.max_captured_tiles = self._tiles(self.max_rows, min(MAX_MORE_TILES, self._more[-1]))
 
     def shape(self, layout: BatchLayout, num_tiles: int, *, is_wide: bool = False) -> GraphShape:
-        """The shape of a step with chunks of `num_tiles` tiles; a step without any may be wide."""
-        num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
+        """The shape of a step with chunks of `num_tiles` tiles, which may be padding; one without any may be wide."""
+        num_chunk_rows = max(layout.num_tokens - layout.num_decodes, min(1, num_tiles))
+        num_decodes, num_rows = self._sizes.padded(layout.num_decodes, num_chunk_rows)
         if num_tiles:
             num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
         return GraphShape(num_decodes, num_rows, num_tiles, is_wide and not num_tiles)

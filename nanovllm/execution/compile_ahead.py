@@ -19,7 +19,7 @@ from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS, TableInputs
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
-from nanovllm.execution.option_kernels import call_apart, call_together, option_calls
+from nanovllm.execution.option_kernels import call_apart, call_together, on_device, option_calls
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
@@ -54,7 +54,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
             *around,
         ]
     with DEVICE_LOCK, collector_paused():  # for the compiler's imports
-        call_together([partial(_on_device, binding.device, call) for call in calls])
+        call_together([partial(on_device, binding.device, call) for call in calls])
 
 
 def _start_compiler() -> None:
@@ -113,8 +113,3 @@ def _layer_calls(binding: ModelBinding, num_rows: int) -> list[Callable[[], Any]
     if not binding.mixers:  # with these, attention layers run uncompiled
         calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     return calls
-
-
-def _on_device(device: torch.device, call: Callable[[], Any]) -> None:
-    with torch.cuda.device(device):
-        call()

@@ -31,7 +31,7 @@ from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
-from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps
+from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps, reads_own_rows
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel, own_code, to_device
@@ -102,7 +102,8 @@ class GraphExecutor:
         Args:
             report: None if every sequence is plain.
         """
-        if self._stacked is not None and report is None and (draw_stacked := self._stacked.launch(batch, layout)):
+        chains = self._binding.stacked is not None and reads_own_rows(layout, self._block_size)
+        if self._stacked and report is None and not chains and (draw_stacked := self._stacked.launch(batch, layout)):
             return draw_stacked
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
@@ -111,7 +112,7 @@ class GraphExecutor:
             draws = self._sampler.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
-        shape = self._buckets.shape(layout, len(tiles.blocks), is_wide=tiles.has_wide_groups)
+        shape = self._buckets.shape(layout, max(chains, len(tiles.blocks)), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
         is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:

@@ -41,7 +41,8 @@ def use_gpu(model: Any, device: str, dtype: str) -> None:
         config = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         name = (config.get("dtype") or config["torch_dtype"]) if dtype == "auto" else dtype
-        call_together(option_calls(config["vocab_size"], getattr(torch, name), table.device))
+        calls = option_calls(config["vocab_size"], getattr(torch, name), table.device)
+        call_together([partial(on_device, table.device, call) for call in calls])
 
 
 def option_calls(vocab_size: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], Any]]:
@@ -100,7 +101,17 @@ def _token_masks(vocab_size: int, device: torch.device) -> Any:
 def call_apart(calls: Iterable[Callable[[], Any]]) -> None:
     """Call each in a thread, without waiting: a later use of a result waits for it, or sees the error."""
     for call in calls:
-        Thread(target=call).start()
+        Thread(target=_run_quietly, args=(call,)).start()
+
+
+def _run_quietly(call: Callable[[], Any]) -> None:
+    with suppress(Exception):
+        call()
+
+
+def on_device(device: torch.device, call: Callable[[], Any]) -> None:
+    with torch.cuda.device(device):
+        call()
 
 
 def call_together(calls: Iterable[Callable[[], Any]]) -> None:

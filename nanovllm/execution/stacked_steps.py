@@ -35,6 +35,7 @@ from nanovllm.sampling.noise import GAMMA_32, signed_32
 
 logger = logging.getLogger("nanovllm")
 
+_MOST_ROWS = 8  # of a stack
 _NUM_BUFFERS = 8  # for tokens of steps that the host has not read; two are in flight
 _DTYPES: dict[str, Any] = {
     **dict.fromkeys(("sample_rows", "noise_keys", "token_ids", "positions", "slot_mapping"), np.int64),
@@ -112,8 +113,10 @@ class StackedSteps:
         if batch.copies or not count == len(sequences) == layout.num_decodes:
             return None  # else each row is sampled, in some order
         launch = next((launch for num_rows, launch in self._launches.items() if num_rows >= count), None)
+        if launch is None:
+            return None
         inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
-        if launch is None or None in inverses or (num_tables := launch.pack(layout, self._block_size)) is None:
+        if None in inverses or (num_tables := launch.pack(layout, self._block_size)) is None:
             return None
         positions = layout.sampled_positions.tolist()
         for sample, (sequence, position, inverse) in enumerate(zip(sequences, positions, inverses, strict=True)):
@@ -145,6 +148,25 @@ class StackedSteps:
             raise NotFusedError(f"its logits are others: rows differ {differs}")
         if not torch.equal(own.gather(1, self._sampled[:count, None]), own.amax(dim=1, keepdim=True)):
             raise NotFusedError("its tokens are not the most probable ones")
+
+
+def reads_own_rows(layout: BatchLayout, block_size: int) -> bool:
+    """Whether a decode attends to a position that another decode of its step computes.
+
+    So do rows of drafts, and a request that claims the block which the last token of another one fills. A stack reads K
+    and V of earlier positions before they are written.
+    """
+    entries = layout.entries
+    if not 1 < layout.num_tokens == layout.num_decodes <= _MOST_ROWS:
+        return False
+    ends = [entry.start // block_size for entry in entries]
+    blocks = [entry.block_table[end] for entry, end in zip(entries, ends, strict=True)]
+    if len(set(blocks)) < len(blocks):
+        return True
+    filled = {block for entry, block in zip(entries, blocks, strict=True) if (entry.start + 1) % block_size == 0}
+    return any(
+        not filled.isdisjoint(entry.block_table[:end]) for entry, end in zip(entries, ends, strict=True) if filled
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -183,7 +205,7 @@ def build_stacked_steps(
         run_few_decodes(
             binding, config, lambda layout: steps.check(layout, binding.head(run_layers(layout)[: layout.num_tokens]))
         )
-    except (NotFusedError, launch_error) as error:
+    except (NotFusedError, launch_error, torch.OutOfMemoryError) as error:
         logger.info("steps of few decodes run as two graphs: %s", error)
         return None
     return steps

@@ -170,6 +170,4 @@ class CudaFunction:
 
 
 def _pointers(arguments: tuple[Any, ...]) -> Any:
-    return (ctypes.c_void_p * len(arguments))(
-        *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
-    )
+    return (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))

@@ -63,9 +63,10 @@ def test_kernels_are_those_of_the_vocabulary_and_dtype_that_a_folder_names(tmp_p
 
     monkeypatch.setattr(option_kernels, "option_calls", option_calls)
     monkeypatch.setattr(option_kernels, "find_kernel", lambda *_: None)
+    monkeypatch.setattr(option_kernels, "on_device", lambda device, call: call() or called.append(device))
     option_kernels.use_gpu(str(tmp_path), "cpu", dtype)
     assert asked == [(1000, torch.float16 if dtype == "auto" else torch.bfloat16, torch.device("cpu"))]
-    assert called == [True]
+    assert called == [True, torch.device("cpu")]
 
 
 def test_an_error_is_left_to_the_engine(tmp_path):

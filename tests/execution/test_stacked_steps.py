@@ -26,7 +26,7 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.compared_steps import run_few_decodes
-from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps
+from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
@@ -197,3 +197,39 @@ def test_rows_are_packed_as_for_graphs():
     assert has_noise.tolist() == [False, True, True, False] and own.noise_scales.tolist() == [0, 1, 1, 0]
     for name in ("noise_keys", "inverse_temperatures"):
         assert getattr(own, name)[has_noise].tolist() == getattr(expected, name)[has_noise].tolist(), name
+
+
+def decodes_at(*places: tuple[int, list[int]]) -> BatchLayout:
+    """Decodes, each at a position and with a block table."""
+    entries = []
+    for number, (position, table) in enumerate(places):
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        sequence = Sequence(NewRequest(str(number), [5] * 60, params), arrival=number, max_model_len=90)
+        entries.append(ScheduledSequence(sequence, position, 1, 1, table, 0))
+    return build_layout(tuple(entries), CONFIG.block_size, {}, longest_first=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([(31, [1, 2])], False),
+        ([(31, [1, 2]), (31, [1, 3]), (5, [4])], False),
+        ([(33, [1, 2, 3]), (32, [1, 2, 3])], True),
+        ([(31, [1, 2, 3]), (32, [1, 2, 3])], True),
+        ([(31, [1, 2]), (7, [5]), (32, [1, 2, 4])], True),
+        ([(30, [1, 2]), (32, [1, 6, 4])], False),
+    ],
+    ids=[
+        "one",
+        "a common prefix",
+        "drafts in a block",
+        "drafts in two blocks",
+        "a block that this step fills",
+        "others",
+    ],
+)
+def test_steps_with_rows_that_read_one_another_run_layer_by_layer(places, expected):
+    layout = decodes_at(*places)
+    assert reads_own_rows(layout, CONFIG.block_size) == expected
+    shape = Buckets(CONFIG).shape(layout, int(expected))
+    assert bool(shape.num_tiles) == bool(shape.num_chunk_rows) == expected  # a stack takes no step with tiles

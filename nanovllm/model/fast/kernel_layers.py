@@ -147,7 +147,7 @@ class KernelLayers:
         self.equations.check(index, kwargs, expected, [count])
         try:
             own = self._layers[index](before, *args, **kwargs)
-        except (TypeError, KeyError, AttributeError, IndexError) as error:
+        except (TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:  # or out of memory
             raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
         check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
         self.num_compared += 1
@@ -172,7 +172,10 @@ class KernelLayers:
             rotary: lambda states, position_ids: turns(position_ids, rotary.inv_freq, scale, states.dtype),
         }
         for module, given in ((norm, (rows,)), (rotary, (rows, ends.long()[None]))):
-            pairs = zip(_listed(calls[module](*given)), _listed(module._call_impl(*given)), strict=True)
+            try:
+                pairs = [*zip(_listed(calls[module](*given)), _listed(module._call_impl(*given)), strict=True)]
+            except Exception as error:  # the kernels' compiler raises whatever it likes
+                raise NotFusedError(f"their kernels fail: {error!r}") from error
             if any(own.shape != right.shape or difference_of_rows(own, right) for own, right in pairs):
                 raise NotFusedError(f"{type(module).__name__} around them computes something else")
         return calls
