@@ -39,7 +39,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
         config: with its block size and limits resolved.
     """
     assert config.block_size is not None and config.max_num_seqs is not None
-    call_apart(_cuda_calls(binding, config.block_size))
+    call_apart([partial(on_device, binding.device, call) for call in _cuda_calls(binding, config.block_size)])
     shape = GraphShape(MIN_ROWS, MIN_ROWS, 0)
     features = SampleInputs(), RowInputs(), TableInputs(config.block_size)
     packing = StepPacking(shape, MIN_ROWS, features)

@@ -112,7 +112,7 @@ class GraphExecutor:
             draws = self._sampler.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
-        shape = self._buckets.shape(layout, max(chains, len(tiles.blocks)), is_wide=tiles.has_wide_groups)
+        shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
         is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:

@@ -111,6 +111,7 @@ def _run_quietly(call: Callable[[], Any]) -> None:
 
 def on_device(device: torch.device, call: Callable[[], Any]) -> None:
     with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # PyTorch takes the GPU's context, which a driver's call in a new thread lacks
         call()
 
 

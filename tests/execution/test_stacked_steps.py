@@ -233,3 +233,10 @@ def test_steps_with_rows_that_read_one_another_run_layer_by_layer(places, expect
     assert reads_own_rows(layout, CONFIG.block_size) == expected
     shape = Buckets(CONFIG).shape(layout, int(expected))
     assert bool(shape.num_tiles) == bool(shape.num_chunk_rows) == expected  # a stack takes no step with tiles
+    packing = StepPacking(shape, 8, (SampleInputs(), RowInputs(), TableInputs(CONFIG.block_size)))
+    packed = torch.zeros(packing.num_words_for(layout), dtype=torch.int32)
+    packing.pack(layout, Tiles.from_layout(layout, CONFIG.block_size), None, packed.numpy())
+    inputs = packing.views(packed)
+    longest_first = sorted((position // 16 + 1 for position, _ in places), reverse=True)
+    assert inputs.decode_blocks[: len(places)].tolist() == longest_first
+    assert not inputs.tile_is_used.any() and not inputs.decode_blocks[len(places) :].any()

@@ -271,7 +271,9 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
 
     def error(owner: Any) -> float:
         calls, attend, given = [], owner.attend, {"max_num_batched_tokens": 384, "num_kv_blocks": 80, "max_num_seqs": 8}
-        monkeypatch.setattr(owner, "attend", lambda *arguments: calls.append(1) or attend(*arguments))
+        monkeypatch.setattr(
+            owner, "attend", lambda *arguments, **options: calls.append(1) or attend(*arguments, **options)
+        )
         with LLM(module, tokenizer=tiny_tokenizer(), max_model_len=1500, **given, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=0)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -307,7 +309,9 @@ def test_a_model_with_chunks_answers_as_near_to_float32_as_with_flex_attention(m
 
     def error(owner: Any) -> float:
         calls, attend, squares = [], owner.attend, []
-        monkeypatch.setattr(owner, "attend", lambda *arguments: calls.append(1) or attend(*arguments))
+        monkeypatch.setattr(
+            owner, "attend", lambda *arguments, **options: calls.append(1) or attend(*arguments, **options)
+        )
         with LLM(module, tokenizer=tiny_tokenizer(), max_model_len=1500, max_num_batched_tokens=384) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
             outputs = llm.generate(prompts, params, use_tqdm=False)
