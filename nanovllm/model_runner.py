@@ -21,7 +21,7 @@ from nanovllm.core.batch_layout import build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import runs_as_decodes
-from nanovllm.execution.compared_steps import run_few_decodes, run_some_rows
+from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
@@ -81,10 +81,10 @@ class ModelRunner:
         self._launch: Callable[..., Callable[[], Tensor]] = self._executor.launch
         if choice.compiles and not choice.kernels:
             if isinstance(self._executor, GraphExecutor):
-                run_layers = self._executor.run_layers
-                if not binding.use_kernel_layers(partial(run_some_rows, binding, config, run_layers)):
+                steps = binding, config, self._executor.run_layers
+                if not binding.use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
                     binding.compile_layers()
-                binding.stack_layers(config.block_size, partial(run_few_decodes, binding, config, run_layers))
+                binding.stack_layers(config.block_size, partial(run_few_decodes, *steps))
                 self._executor.warm_up()
                 if not binding.is_live:
                     rehearse_at_start(self, self._executor.capture_seen_head)

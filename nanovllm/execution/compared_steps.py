@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,18 @@ def run_few_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Cal
         for starts in (*batches[: -1 : len(batches) // 4 + 1], *batches[-1:]):
             batch = dummy_batch(binding, config, [(start, 1) for start in starts], apart=True)
             run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
+
+
+def run_many_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Callable[[BatchLayout], object]) -> None:
+    """Steps of 9 to 128 decodes without graphs, for a numerical check: one for each size of a kernel for that many."""
+    last = config.max_model_len - 2
+    with values_in_block_one(binding, config.block_size):
+        for fewer, most in itertools.pairwise((8, 16, 32, 64, 128)):
+            count = min(most - 3, config.max_num_seqs)
+            if fewer < count and count + 2 < config.num_kv_blocks:
+                spans = [(min(last, 3 * number), 1) for number in range(count)]
+                batch = dummy_batch(binding, config, spans, apart=True)
+                run_layers(build_layout(batch.entries, config.block_size, {}, longest_first=True))
 
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:

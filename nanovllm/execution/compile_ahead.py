@@ -24,6 +24,7 @@ from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import few_experts
+from nanovllm.model.fast.dense_layers import dense_layer_compilations
 from nanovllm.model.fast.kernel_layers import kernel_layer_calls
 from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
@@ -39,7 +40,8 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
         config: with its block size and limits resolved.
     """
     assert config.block_size is not None and config.max_num_seqs is not None
-    call_apart([partial(on_device, binding.device, call) for call in _cuda_calls(binding, config.block_size)])
+    cuda_calls = _cuda_calls(binding, config.block_size, config.max_num_seqs)
+    call_apart([partial(on_device, binding.device, call) for call in cuda_calls])
     shape = GraphShape(MIN_ROWS, MIN_ROWS, 0)
     features = SampleInputs(), RowInputs(), TableInputs(config.block_size)
     packing = StepPacking(shape, MIN_ROWS, features)
@@ -96,11 +98,12 @@ def _wide_calls(decodes: Any, tables: tuple[Any, ...], query: Tensor, caches: li
     return [fill, *(partial(decodes.attend_wide, query, *caches, 1.0, nothing, merges=each) for each in (False, True))]
 
 
-def _cuda_calls(binding: ModelBinding, block_size: int) -> list[Callable[[], Any]]:
-    """Kernels in CUDA C++: stacked layers, attention of prompts."""
+def _cuda_calls(binding: ModelBinding, block_size: int, max_num_seqs: int) -> list[Callable[[], Any]]:
+    """Kernels in CUDA C++: stacked layers, all between two layers' attention, attention of prompts."""
     calls: list[Callable[[], Any]] = []
     if binding.may_stack_layers:
-        calls += compile_calls_of(binding.layer_modules, binding.layers, binding.device, block_size)
+        layers = binding.layer_modules, binding.layers, binding.device
+        calls += [*compile_calls_of(*layers, block_size), *dense_layer_compilations(*layers, max_num_seqs)]
     for layer in layers_by_kind(binding.layers):
         if (compile_prompts := KernelOptions.for_layer(layer, binding.device, block_size).compile_prompts) is not None:
             calls.append(compile_prompts)

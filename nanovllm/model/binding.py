@@ -28,7 +28,7 @@ from nanovllm.core.errors import NotFusedError
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.fast import packed_linears
 from nanovllm.model.fast.compiled_layers import compile_calls, decoder_layers
-from nanovllm.model.fast.kernel_layers import uncompiled_calls
+from nanovllm.model.fast.dense_layers import uncompiled_calls
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
@@ -192,12 +192,12 @@ class ModelBinding:
         is_alone = self.ranks is None and not self.mixers  # a stack has no all-reduce, and attention alone
         return self._passes_keywords and not self.is_live and is_alone
 
-    def use_kernel_layers(self, run_rows: Callable[[], Any]) -> bool:
-        """Run the layers by our kernels instead of compiled, if `run_rows` shows the same results; whether they do."""
+    def use_kernel_layers(self, *run_steps: Callable[[], Any]) -> bool:
+        """Run layers by our kernels instead of compiled, if `run_steps` show the same results; whether they do."""
         if not self._rotary or not self.may_stack_layers:
             return False
         find = partial(uncompiled_calls, self.model, self.layer_modules, self.layers, self._rotary)
-        if (calls := self._compared("layers are compiled", find, run_rows)) is not None:
+        if (calls := self._compared("layers are compiled", find, *run_steps)) is not None:
             self._compiled_calls = calls
         return calls is not None
 
@@ -209,16 +209,16 @@ class ModelBinding:
         if self.stacked is not None:
             self._compiled_calls = self.stacked.layered_calls | self.stacked.calls()
 
-    def _compared(self, otherwise: str, find: Callable[..., Any], run_batches: Callable[[], Any]) -> Any:
+    def _compared(self, otherwise: str, find: Callable[..., Any], *run_batches: Callable[[], Any]) -> Any:
         """Layers from `find`, which runs the batches with `comparing_calls`; None if they compute something else."""
         before = self._compiled_calls
         self.uninstall()  # restores the modules for their inspection
 
-        def compare(form: Any) -> None:
+        def compare(form: Any, number: int = 0) -> None:
             self._compiled_calls = form.comparing_calls()
             self._install(RECORDING_NAME)  # stays installed for the batches
             with form.equations.watching():
-                run_batches()
+                run_batches[number]()
 
         try:
             return find(before, compare=compare)

@@ -9,43 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.kernel_layers import KernelLayer
 from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
+from tests.support.reference_parts import PARTS
 from tests.support.reference_stack import ReferenceStack
 from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import tiny_model
 
 
-def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    factor = (states.double().square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return (states.double() * factor * weight.double()).to(states.dtype)
-
-
-def add_and_norm(product: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return product + residual, norm(product + residual, weight, epsilon)
-
-
-def gated(product: Tensor) -> Tensor:
-    gate, up = product.double().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(product.dtype)
-
-
-def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = positions[..., None].float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-
 @pytest.fixture(autouse=True)
 def references(monkeypatch) -> dict[str, Any]:
     """The kernels by name; a test may replace one."""
-    found: dict[str, Any] = {"norm": norm, "add_and_norm": add_and_norm, "gated": gated, "turns": turns}
+    found = dict(PARTS)
     monkeypatch.setattr(kernel_layers, "find_kernel", lambda file, name: found[name])
     return found
 

@@ -62,10 +62,16 @@ class KernelLayer:
             raise NotFusedError(f"{block.kind} has no product of gate and up alone")
         self._attention, self._gate, self._down = attention, gate, block.linears["down"]
         self._norms, self._kernels = (block.norms["input"], block.norms["post"]), kernels
+        self.parts = block, attention, kernels
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether this thread runs the first layer alone, and this is another."""
+        return _thread.runs_first_alone and not self.is_first
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any) -> Tensor:
         """Compute the layer: [1, num_rows, hidden_size]; arguments as of its module."""
-        if _thread.runs_first_alone and not self.is_first:
+        if self.is_skipped:
             return hidden_states
         (first, epsilon), (second, second_epsilon) = self._norms
         normed = self._kernels["norm"](hidden_states, first.weight, epsilon)

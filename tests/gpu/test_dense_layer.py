@@ -1,0 +1,188 @@
+"""All between two layers' attention in one launch: equal to a reference, and for an engine as exact as its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import dense_layer as kernels
+from nanovllm.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
+from nanovllm.model.fast.dense_layers import DenseLayer
+from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
+
+QWEN3, LLAMA = DenseSizes(1024, 3072, 16, 8, 128), DenseSizes(512, 1280, 8, 2, 64)
+QWEN2, TINY = DenseSizes(896, 4864, 14, 2, 64), DenseSizes(256, 512, 4, 2, 64)
+OPTIONS = {
+    QWEN3: {"has_norms": True, "has_bias": False}, LLAMA: {"has_norms": False, "has_bias": False},
+    QWEN2: {"has_norms": False, "has_bias": True}, TINY: {"has_norms": True, "has_bias": True},
+}  # fmt: skip
+ROWS = (9, 16, 17, 40, 64, 100, 128)
+
+
+def is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.fixture(autouse=True)
+def traps_instead_of_hanging(monkeypatch):
+    monkeypatch.setitem(kernels.TUNING, "PATIENCE", 10**7)
+    if not is_hopper():
+        pytest.skip("the kernel is for Hopper")
+
+
+def kernel_of(sizes: DenseSizes, num_rows: int) -> DenseLayers:
+    assert why_not(sizes, torch.bfloat16, torch.device("cuda")) is None
+    size = next(size for size in NUM_ROWS if size >= num_rows)
+    return DenseLayers(sizes, torch.device("cuda"), size, **OPTIONS[sizes])
+
+
+def results(kernel: DenseLayers, layer: DenseWeights, step: DenseStep, index: int = 0) -> list[Tensor]:
+    """Hidden states, queries, K and V of the step's rows."""
+    states = kernel.run(index, layer, *step)
+    assert layer.keys is not None and layer.values is not None
+    return [*states, *(cache[step.slots].flatten(1) for cache in (layer.keys, layer.values))]
+
+
+def distance(own: Tensor, right: Tensor) -> float:
+    """Largest error of a row, by norm."""
+    own, right = own.float().flatten(1), right.float().flatten(1)
+    return float(((own - right).norm(dim=1) / right.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("sizes", OPTIONS, ids=str)
+def test_a_layer_gives_what_its_reference_does(sizes, num_rows):
+    torch.manual_seed(num_rows)
+    layer, step = random_weights(sizes, 2 * num_rows, "cuda", **OPTIONS[sizes]), random_step(sizes, num_rows, "cuda")
+    kernel = kernel_of(sizes, num_rows)
+    first = results(kernel, layer, step)
+    for own, right in zip(first, dense_layer(sizes, layer, *step[:3]), strict=True):
+        assert distance(own, right) < 0.012
+    for _ in range(200):  # the same bits again: no launch helps or disturbs the next
+        assert all(map(torch.equal, first, results(kernel, layer, step)))
+
+
+@pytest.mark.parametrize("num_rows", [9, 64, 128])
+def test_the_last_layer_gives_its_output_alone(num_rows):
+    torch.manual_seed(0)
+    layer = random_weights(QWEN3, 1, "cuda", **OPTIONS[QWEN3], is_last=True)
+    step, kernel = random_step(QWEN3, num_rows, "cuda"), kernel_of(QWEN3, num_rows)
+    assert distance(kernel.run(27, layer, *step)[0], dense_layer(QWEN3, layer, *step[:3])[0]) < 0.012
+
+
+@pytest.mark.parametrize("sizes", [QWEN3, QWEN2], ids=str)
+def test_a_row_has_the_same_bits_beside_any_others_within_a_compiled_size(sizes):
+    torch.manual_seed(0)
+    layer, step = random_weights(sizes, 256, "cuda", **OPTIONS[sizes]), random_step(sizes, 128, "cuda")
+    kernel = kernel_of(sizes, 128)
+    together = results(kernel, layer, step)
+    for first, last in ((0, 65), (30, 100), (63, 128), (120, 128)):
+        alone = results(kernel, layer, step.rows(slice(first, last)))
+        assert all(torch.equal(own, whole[first:last]) for own, whole in zip(alone, together, strict=True))
+
+
+def test_a_captured_launch_reads_the_step_that_is_there_when_it_is_replayed():
+    torch.manual_seed(0)
+    layer, kernel = random_weights(QWEN3, 80, "cuda", **OPTIONS[QWEN3]), kernel_of(QWEN3, 40)
+    held, steps = random_step(QWEN3, 40, "cuda"), [random_step(QWEN3, 40, "cuda") for _ in range(3)]
+    results(kernel, layer, held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        states = kernel.run(0, layer, *held)
+    for step in steps:
+        for own, given in zip((*held[:2], *held.turns, held.slots), (*step[:2], *step.turns, step.slots), strict=True):
+            own.copy_(given)
+        graph.replay()
+        own = [part.clone() for part in states]
+        assert all(map(torch.equal, own, kernel.run(0, layer, *step)))
+
+
+# ------------------------------------------------------------------------------------------------------------ engines
+
+FIELDS: dict[str, Any] = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+    "num_layers": 3,
+}  # fmt: skip
+ENGINE: dict[str, Any] = {"max_num_seqs": 48, "num_kv_blocks": 400, "max_model_len": 300}
+
+
+def is_used(llm: LLM) -> bool:
+    """Whether the layers run by it in steps of more rows than a stack serves; the stack is gone afterwards."""
+    binding = llm._engine.model_runner.binding
+    binding.unstack_layers()
+    return all(isinstance(binding._compiled_calls[module], DenseLayer) for module in binding.layer_modules)
+
+
+def log_probabilities(model: Any, output: Any, answer: Any) -> Tensor:
+    """Of the answer's tokens by a pass of `transformers`."""
+    tokens, count = [*output.prompt_token_ids, *answer.token_ids], len(answer.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens], device="cuda")).logits[0, -count - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
+
+
+def is_exact(outputs: list[Any], exact: Any, rounded: Any) -> bool:
+    """Whether the answers' log-probabilities are as near to float32's as those of the modules in bfloat16."""
+    errors = []
+    for output in outputs:
+        assert output.error is None
+        for answer in output.outputs:
+            own = [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)]
+            right = log_probabilities(exact, output, answer)
+            pair = torch.tensor(own, device="cuda"), log_probabilities(rounded, output, answer)
+            errors.append(torch.stack([(each - right).abs().mean() for each in pair]))
+    own_error, error = torch.stack(errors).mean(0).tolist()
+    print(f"mean error of a log-probability {own_error:.4f}, of the modules {error:.4f}")
+    return own_error < 1.5 * error
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": 16, "logprobs": 0, "ignore_eos": True} | options))
+
+
+def models(family: str, folder: Any) -> tuple[Any, Any, Any]:
+    """The folder of a model, the model in float32, and in bfloat16."""
+    saved = save_tiny(folder, family, dtype=torch.bfloat16, **FIELDS)
+    exact, rounded = (tiny_model(family, dtype=torch.bfloat16, **FIELDS) for _ in range(2))
+    return saved, exact.float().cuda(), rounded.cuda()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_engine_is_as_exact_with_it(family, tmp_path):
+    folder, *pair = models(family, tmp_path)
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **ENGINE) as llm:
+        assert is_exact(llm.generate(random_prompts(40), params(), use_tqdm=False), *pair)
+        assert is_used(llm)
+
+
+def test_an_engine_without_it_runs_its_layers_in_several_launches(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "why_not", lambda *_: "a test is without it")
+    folder, *_ = models("llama", tmp_path)
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **ENGINE) as llm:
+        assert not is_used(llm)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"num_kv_blocks": 60}], ids=str)
+def test_requests_of_all_kinds_stay_exact(options, tmp_path, monkeypatch):
+    """Preempted requests, cached prefixes, chunks beside decodes, several samples of a prompt, changed weights."""
+    folder, *pair = models("qwen3", tmp_path)
+    launches: list[int] = []
+    run = DenseLayers.run
+    monkeypatch.setattr(DenseLayers, "run", lambda self, *given: launches.append(len(given[2])) or run(self, *given))
+    sizes = ENGINE | {"block_size": 16, "max_num_batched_tokens": 256} | options
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **sizes) as llm:
+        prompts = random_prompts(40)
+        for given in (prompts, [[*prompts[0], *prompt] for prompt in prompts]):
+            assert is_exact(llm.generate(given, params(), use_tqdm=False), *pair)
+        several = params(n=3, temperature=1.0, seed=1)
+        assert is_exact(llm.generate(prompts[:12], several, use_tqdm=False), *pair)
+        launches.clear()
+        llm.weights_changed()
+        assert is_exact(llm.generate(prompts, params(), use_tqdm=False), *pair)
+        assert max(launches) > 16
+        assert is_used(llm)

@@ -1,0 +1,207 @@
+"""All between two layers' attention in one launch: where it runs, compared with layers by kernels, refused by reasons.
+
+References in PyTorch stand in for the kernels, which run on a GPU alone: see tests/gpu/test_dense_layer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import dense_layer, layer_stack
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast import kernel_layers
+from nanovllm.model.fast.dense_layers import DenseLayer, dense_layer_compilations
+from nanovllm.model.fast.kernel_layers import KernelLayer
+from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
+from tests.support.reference_dense import ReferenceDense
+from tests.support.reference_parts import PARTS
+from tests.support.reference_stack import ReferenceStack
+from tests.support.tiny_models import tiny_model
+
+POSITIONS = [0, 5, 20, 17, 3, 9]
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(kernel_layers, "find_kernel", lambda file, name: PARTS[name])
+    monkeypatch.setattr(dense_layer, "DenseLayers", ReferenceDense)
+    monkeypatch.setattr(dense_layer, "why_not", lambda *_: None)
+    yield
+    ReferenceDense.launches.clear()
+    ReferenceDense.compiled.clear()
+
+
+def tiny_binding(family: str = "llama", **fields: Any) -> ModelBinding:
+    return binding_of(tiny_model(family, dtype=torch.bfloat16, **fields), rotary=True)
+
+
+def some_rows(binding: ModelBinding) -> None:
+    hidden_step(binding, [0, 5, 20])
+
+
+def launched(binding: ModelBinding, num_rows: int = 16) -> list[tuple[int, int]]:
+    """The launches of a step of so many rows, after the layers were compared in steps of 16 rows."""
+    assert binding.use_kernel_layers(lambda: some_rows(binding), lambda: hidden_step(binding, POSITIONS, 16))
+    return launches_of(binding, num_rows)
+
+
+def launches_of(binding: ModelBinding, num_rows: int) -> list[tuple[int, int]]:
+    ReferenceDense.launches.clear()
+    hidden_step(binding, [1, 30], num_rows)
+    return [*ReferenceDense.launches]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+def test_layers_answer_as_their_modules_and_leave_the_same_k_and_v(family):
+    binding = tiny_binding(family, num_layers=3)
+    caches = [cache.clone() for cache in binding.caches.of_layers]
+    expected = hidden_step(binding, POSITIONS, 16)
+    written = [cache.clone() for cache in binding.caches.of_layers]
+    assert launched(binding) == [(0, 16), (1, 16), (2, 16)]
+    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
+        cache.copy_(before)
+    torch.testing.assert_close(hidden_step(binding, POSITIONS, 16), expected, atol=0.06, rtol=0.06)
+    for cache, right in zip(binding.caches.of_layers, written, strict=True):
+        own, right = cache[:, 2 * BLOCK_SIZE :], right[:, 2 * BLOCK_SIZE :]
+        assert (own - right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize(("num_rows", "is_launched"), [(4, False), (8, False), (9, True), (16, True), (17, False)])
+def test_steps_of_9_rows_up_to_the_largest_compared_ones_use_it(num_rows, is_launched):
+    assert bool(launched(tiny_binding(), num_rows)) == is_launched
+    assert ReferenceDense.compiled == [16]
+
+
+def test_a_later_layer_starts_with_attention(monkeypatch):
+    binding = tiny_binding(num_layers=3)
+    launched(binding)
+    normed: list[Tensor] = []
+    of_states = DenseLayer.normed
+    monkeypatch.setattr(DenseLayer, "normed", lambda layer, states: normed.append(states) or of_states(layer, states))
+    hidden_step(binding, POSITIONS, 16)
+    assert len(normed) == 1
+
+
+def test_a_layer_that_gets_other_states_than_the_last_ones_output_computes_its_own_queries():
+    binding = tiny_binding()
+    launched(binding)
+    calls = binding._compiled_calls
+    first, second = (calls[module] for module in binding.layer_modules)
+    calls[binding.layer_modules[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 2.0
+    binding.uninstall()
+    own = hidden_step(binding, POSITIONS, 16)
+    calls[binding.layer_modules[0]] = lambda *args, **kwargs: first.by_kernels(*args, **kwargs) * 2.0
+    calls[binding.layer_modules[1]] = second.by_kernels
+    binding.uninstall()
+    torch.testing.assert_close(hidden_step(binding, POSITIONS, 16), own, atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("place", ["hidden", "query", "keys", "values"])
+def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, caplog):
+    run = ReferenceDense.run
+
+    def wrong(self: Any, index: int, layer: Any, *args: Any) -> Any:
+        hidden, query = run(self, index, layer, *args)
+        if place in ("keys", "values") and layer.keys is not None:
+            getattr(layer, place)[args[-1]] *= 1.05
+        return hidden * (1.05 if place == "hidden" else 1), query * (1.05 if place == "query" else 1)
+
+    monkeypatch.setattr(ReferenceDense, "run", wrong)
+    binding = tiny_binding()
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert launched(binding) == []
+    assert re.search("layers run in several launches: (the next|.* computes something else)", caplog.text)
+    calls = [binding._compiled_calls[module] for module in binding.layer_modules]
+    assert all(type(call) is KernelLayer for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"mlp_bias": True}, "bias"), ({"attention_bias": True}, "bias")],
+)
+def test_biases_that_it_has_not_are_named(fields, reason, caplog):
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert launched(tiny_binding(**fields)) == []
+    assert f"layers run in several launches: LlamaDecoderLayer has a {reason}" in caplog.text
+
+
+def test_layers_larger_than_those_that_gain_are_left_as_they_are(monkeypatch, caplog):
+    monkeypatch.setattr(dense_layer, "MAX_LAYER_BYTES", 2**10)
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert launched(tiny_binding()) == []
+    assert "MiB a layer are more than" in caplog.text
+
+
+def test_without_a_step_of_so_many_decodes_it_is_not_used(caplog):
+    binding = tiny_binding()
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert binding.use_kernel_layers(lambda: some_rows(binding), lambda: None)
+    assert "no step of so many decodes fits" in caplog.text
+    assert launches_of(binding, 16) == []
+
+
+def test_the_layers_in_one_launch_serve_fewer_rows_and_leave_more_to_it(monkeypatch):
+    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
+    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
+    monkeypatch.setattr(ReferenceStack, "launches", [])
+    binding = tiny_binding()
+    assert launched(binding)
+    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    ReferenceStack.launches.clear()
+    assert launches_of(binding, 4) == [] and ReferenceStack.launches == [2]
+    assert launches_of(binding, 16) == [(0, 16), (1, 16)] and ReferenceStack.launches == [2]
+    binding.unstack_layers()
+    assert launches_of(binding, 4) == [] and launches_of(binding, 12) == [(0, 12), (1, 12)]
+
+
+def test_weights_that_moved_are_read_where_they_are():
+    binding = tiny_binding()
+    launched(binding)
+    before = hidden_step(binding, POSITIONS, 16)
+    down = binding.layer_modules[0].mlp.down_proj
+    down.weight = torch.nn.Parameter(down.weight * 3, requires_grad=False)
+    after = hidden_step(binding, POSITIONS, 16)
+    assert not torch.allclose(after, before, atol=0.01)
+    expected = [binding._compiled_calls[module].by_kernels for module in binding.layer_modules]
+    binding._compiled_calls |= dict(zip(binding.layer_modules, expected, strict=True))
+    binding.uninstall()
+    torch.testing.assert_close(after, hidden_step(binding, POSITIONS, 16), atol=0.06, rtol=0.06)
+
+
+def test_a_trial_run_of_a_capture_launches_the_first_layer_alone():
+    binding = tiny_binding(num_layers=3)
+    launched(binding)
+    with kernel_layers.first_layer_alone():
+        assert launches_of(binding, 16) == [(0, 16)]
+    assert launches_of(binding, 16) == [(0, 16), (1, 16), (2, 16)]
+
+
+@pytest.mark.parametrize(("max_rows", "sizes"), [(8, []), (9, [16]), (40, [16, 32, 64]), (300, [16, 32, 64, 128])])
+def test_what_an_engine_may_use_is_compiled_ahead(max_rows, sizes, monkeypatch):
+    compiled: list[int] = []
+    monkeypatch.setattr(dense_layer, "machine_code", lambda sizes, device, num_rows, **_: compiled.append(num_rows))
+    binding = tiny_binding()
+    calls = dense_layer_compilations(binding.layer_modules, binding.layers, binding.device, max_rows)
+    for call in calls:
+        call()
+    assert compiled == sizes
+
+
+def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
+    monkeypatch.undo()
+    sizes = dense_layer.DenseSizes(1024, 3072, 16, 8, 128)
+    assert dense_layer.why_not(sizes, torch.bfloat16, torch.device("cpu")) is not None
+    assert (sizes.query, sizes.qkv) == (2048, 4096)
+    available = 232_448  # bytes of a Hopper's multiprocessor
+    for served in (sizes, dense_layer.DenseSizes(256, 512, 4, 2, 64), dense_layer.DenseSizes(4096, 12_288, 32, 8, 128)):
+        for num_rows in dense_layer.NUM_ROWS:
+            plan = dense_layer.Plan.of(served, num_rows, num_processors=132, shared_bytes=available)
+            assert plan.shared_bytes(num_rows) <= available and plan.weight_slots >= 4 and plan.input_slots >= 2
+            for splits, depth in ((plan.output_splits, served.query), (plan.down_splits, served.inner)):
+                assert depth % (128 * splits) == 0 and num_rows % splits == 0
