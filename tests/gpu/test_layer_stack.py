@@ -13,7 +13,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.execution import cuda_graphs
 from nanovllm.kernels import layer_stack
-from nanovllm.kernels.gumbel_draw import draw_on_gpu
 from nanovllm.kernels.layer_stack import (
     NUM_ROWS,
     DecodeRows,
@@ -23,11 +22,14 @@ from nanovllm.kernels.layer_stack import (
     why_not,
 )  # fmt: skip
 from nanovllm.model.binding import ModelBinding
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.filters import FILTERS
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
+
+draw_on_gpu: Any = find_kernel("gumbel_draw", "draw_on_gpu")  # by name, since its file needs Triton
 
 QWEN3, LLAMA = StackSizes(1024, 3072, 16, 8, 128, 64), StackSizes(512, 1280, 8, 2, 64, 16)
 WIDE, ALONE = StackSizes(2560, 4096, 8, 8, 256, 32), StackSizes(256, 512, 4, 1, 64, 16)
