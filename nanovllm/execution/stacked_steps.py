@@ -164,9 +164,8 @@ def reads_own_rows(layout: BatchLayout, block_size: int) -> bool:
     if len(set(blocks)) < len(blocks):
         return True
     filled = {block for entry, block in zip(entries, blocks, strict=True) if (entry.start + 1) % block_size == 0}
-    return any(
-        not filled.isdisjoint(entry.block_table[:end]) for entry, end in zip(entries, ends, strict=True) if filled
-    )
+    earlier = (entry.block_table[:end] for entry, end in zip(entries, ends, strict=True))
+    return bool(filled) and any(not filled.isdisjoint(blocks) for blocks in earlier)
 
 
 @lru_cache(maxsize=1024)

@@ -29,10 +29,9 @@ from nanovllm.model.fast.graph_nodes import (
     users_of,
 )
 from nanovllm.model.fast.joined_sums import join_sum
-from nanovllm.model.fast.normed_linears import join_norms, product_calls
+from nanovllm.model.fast.normed_linears import MAX_ROWS, join_norms, product_calls
 from nanovllm.process.device import find_kernel
 
-MAX_ROWS = 8  # of a step
 _Call = Callable[..., Any]
 
 
