@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from nanovllm.execution.compared_steps import run_few_decodes
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.step_inputs import Packing
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast.distances import difference_of_rows
+from nanovllm.model.fast.distances import difference_of_rows, rewriting
 from nanovllm.model.fast.stacked_step import StackedStep
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs
@@ -135,14 +136,21 @@ class StackedSteps:
         return draw
 
     def check(self, layout: BatchLayout, expected: Tensor) -> None:
-        """Raise NotFusedError unless a greedy step gives the expected logits [num_samples, vocab_size], if it fits."""
+        """Raise NotFusedError unless a greedy step gives the expected logits [num_samples, vocab_size], if it fits.
+
+        So it writes the K and V that are at its slots already.
+        """
         count = len(expected)
         num_rows = next(size for size in self._step.num_rows if size >= count)
         logits = expected.new_zeros(num_rows, expected.shape[1])
         launch = PackedLaunch(self._step, num_rows, self._sampled, logits)
         if (num_tables := launch.pack(layout, self._block_size)) is None:
             return
-        launch.run(num_tables)
+        slots = torch.from_numpy(layout.slot_mapping).to(logits.device)
+        with ExitStack() as stack:
+            for cache in self._step.caches:
+                stack.enter_context(rewriting("the launch", cache, slots))
+            launch.run(num_tables)
         own = logits[torch.from_numpy(layout.sample_rows).to(logits.device)]
         if (differs := difference_of_rows(own, expected)) is not None:
             raise NotFusedError(f"its logits are others: rows differ {differs}")

@@ -31,7 +31,7 @@ from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.draw import DrawInputs
-from tests.support.reference_stack import DenseDecodes, ReferenceStack
+from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=30)
@@ -110,6 +110,17 @@ def test_a_head_that_gives_other_logits_keeps_the_graphs(monkeypatch, caplog):
     with caplog.at_level("INFO", logger="nanovllm"):
         assert harness.build() is None
     assert "logits" in caplog.text
+
+
+def test_a_launch_that_writes_k_and_v_elsewhere_keeps_the_graphs(monkeypatch, caplog):
+    harness = Harness(tiny_model("llama", dtype=torch.bfloat16))
+    read = ReferenceStep._input
+    monkeypatch.setattr(
+        ReferenceStep, "_input", lambda step, name, *of: read(step, name, *of) * (name != "slot_mapping")
+    )
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert harness.build() is None
+    assert "the launch computes something else: its keys differ by up to 2.0e+00" in caplog.text
 
 
 def batch_of(num_decodes: int, num_samples: int, **options: Any) -> ScheduledBatch:

@@ -121,6 +121,22 @@ def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, capl
     assert all(type(call) is KernelLayer for call in calls)
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monkeypatch, caplog):
+    run = ReferenceDense.run
+
+    def forgets(self: Any, index: int, layer: Any, *args: Any) -> Any:
+        cache = getattr(layer, name)
+        return run(self, index, layer if cache is None else layer._replace(**{name: cache.clone()}), *args)
+
+    monkeypatch.setattr(ReferenceDense, "run", forgets)
+    binding = tiny_binding()
+    hidden_step(binding, POSITIONS, 16)  # the same K and V
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert launched(binding) == []
+    assert f"its {name} differ by up to 2.0e+00" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [({"mlp_bias": True}, "bias"), ({"attention_bias": True}, "bias")],

@@ -161,6 +161,26 @@ def test_a_factor_before_fused_attention_keeps_the_modules():
     assert not stacked(binding)
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_kernel_that_writes_no_k_or_v_keeps_the_modules(name, monkeypatch, caplog):
+    run = ReferenceStack.run
+
+    def forgets(stack: ReferenceStack, *args: Any, **options: Any) -> Tensor:
+        before = [getattr(layer, name).clone() for layer in stack._layers]
+        output = run(stack, *args, **options)
+        for layer, old in zip(stack._layers, before, strict=True):
+            getattr(layer, name).copy_(old)
+        return output
+
+    monkeypatch.setattr(ReferenceStack, "run", forgets)
+    binding = binding_of(tiny_llama())
+    expected = hidden_step(binding, [0, 17])
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not stacked(binding)
+    assert f"its {name} differ by up to 2.0e+00" in caplog.text
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
+
+
 @pytest.mark.parametrize("multiplier", [0.98, 0.995])
 def test_scaled_residuals_keep_the_modules(multiplier, caplog):
     binding = binding_of(small(GraniteConfig, GraniteForCausalLM, residual_multiplier=multiplier))

@@ -27,7 +27,7 @@ from nanovllm.attention.operator import (
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.decoder_block import Parts, describe_blocks
-from nanovllm.model.fast.distances import check_change, difference_of_rows
+from nanovllm.model.fast.distances import check_change, difference_of_rows, rewriting
 from nanovllm.model.fast.kernel_layers import KernelLayer
 from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.merged_linears import is_plain_linear
@@ -120,14 +120,13 @@ class DenseLayer(KernelLayer):
         result: Tensor = self._kernels["norm"](hidden_states, norm.weight, epsilon)
         return result
 
-    def rotated(self, hidden_states: Tensor, turns: Any, slots: Tensor) -> list[Tensor]:
-        """Queries, K and V [num_rows, heads, head_dim] of this layer by kernels, K and V as written."""
-        cache = getattr(self._attention.attention, LAYER_CACHE)
-        query = self._attention.rotated(self.normed(hidden_states), turns, cache, slots)
-        return [query, *cache[:, slots]]
+    def rotated(self, hidden_states: Tensor, turns: Any, slots: Tensor) -> Tensor:
+        """Queries [num_rows, num_heads, head_dim] of this layer by kernels; writes its K and V."""
+        return self._attention.rotated(self.normed(hidden_states), turns, self.cache, slots)
 
-    def written(self, slots: Tensor) -> list[Tensor]:
-        return [*getattr(self._attention.attention, LAYER_CACHE)[:, slots]]
+    @property
+    def cache(self) -> Any:
+        return getattr(self._attention.attention, LAYER_CACHE)
 
     def _weights(self) -> Any:
         """The kernel's tensors, where they are now."""
@@ -198,11 +197,11 @@ class DenseLayers:
             check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1]
-                states = [query, *(part.flatten(1) for part in following.written(slots))]
-                right = [part.flatten(1) for part in following.rotated(own, position_embeddings, slots)]
-                for name, *pair in zip(("queries", "keys", "values"), states, right, strict=True):
-                    if (differs := difference_of_rows(*(rows[:count] for rows in pair))) is not None:
-                        raise NotFusedError(f"the next {name} of {kind} differ {differs}")
+                right = following.rotated(own, position_embeddings, slots).flatten(1)
+                if (differs := difference_of_rows(query[:count], right[:count])) is not None:
+                    raise NotFusedError(f"the next queries of {kind} differ {differs}")
+                with rewriting(kind, following.cache, slots[:count]):
+                    layer.launch(self._kernel(before.shape[1]), before, None, position_embeddings, kwargs)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise NotFusedError(f"they are called in another way: {error!r}") from error
         return expected

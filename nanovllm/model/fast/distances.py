@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -44,6 +47,25 @@ def difference_of_rows(own: Tensor, expected: Tensor) -> str | None:
     if worst <= ROW_TOLERANCE[own.dtype] and abs(scale) <= SCALE_TOLERANCE[own.dtype]:
         return None
     return f"by up to {worst:.1e} a row, by {scale:.1e} in scale"
+
+
+@contextmanager
+def rewriting(kind: str, cache: Tensor, slots: Tensor) -> Iterator[None]:
+    """Compare K and V that the block writes at these slots with those before it; raises NotFusedError.
+
+    They are negated when it begins, since old ones would hide that a kernel writes none; NaN could spread.
+    """
+    expected = cache[:, slots]
+    cache[:, slots] = -expected
+    try:
+        yield
+        own = cache[:, slots]
+    finally:
+        cache[:, slots] = expected
+    for name, *pair in zip(("keys", "values"), own.flatten(2), expected.flatten(2), strict=True):
+        worst = row_distances(*pair).max().item()  # a row of a decode has too few elements to compare scales
+        if not worst <= ROW_TOLERANCE[cache.dtype]:
+            raise NotFusedError(f"{kind} computes something else: its {name} differ by up to {worst:.1e} a row")
 
 
 def row_distances(own: Tensor, expected: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.decoder_block import Parts, check_attention, describe_blocks
-from nanovllm.model.fast.distances import check_change
+from nanovllm.model.fast.distances import check_change, rewriting
 from nanovllm.model.fast.kernel_layers import KernelLayer
 from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.merged_linears import is_plain_linear
@@ -48,6 +48,7 @@ class StackedLayers:
         if stack is None:
             raise NotFusedError("there is no kernel for them")
         self._blocks, device = describe_blocks(modules, layers), caches[0][0].device
+        self.caches: Sequence[Any] = caches
         sizes = _sizes(self._blocks[0], layers[0], block_size)
         reason = find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device)  # type: ignore[misc]
         if reason is not None:
@@ -133,7 +134,9 @@ class StackedLayers:
                 rows = self._rows(plain, kwargs)
                 if rows is None:
                     raise NotFusedError("they are called with other rows than the step's")
-                own = self._run(rows, plain, position_embeddings=embeddings, first=index, count=1)
+                slots = rows.slot_mapping[rows.block_counts > 0]
+                with rewriting(type(module).__name__, self.caches[index], slots):
+                    own = self._run(rows, plain, position_embeddings=embeddings, first=index, count=1)
             except self._launch_error as error:
                 raise NotFusedError(str(error)) from error
             except (TypeError, KeyError, AttributeError, IndexError) as error:

@@ -36,7 +36,7 @@ class StackedStep:
     def __init__(
         self, model: Any, stacked: StackedLayers, vocab_size: int, num_positions: int, draw_options: dict[str, int]
     ) -> None:
-        self.num_rows, self._stack = stacked.num_rows, stacked.stack
+        self.num_rows, self.caches, self._stack = stacked.num_rows, stacked.caches, stacked.stack
         self._vocab_size, self._draw_options = vocab_size, draw_options
         self._input_names: Any = find_kernel("token_steps", "STEP_INPUTS")
         parts = model_parts(model)
