@@ -19,13 +19,13 @@ STAND_IN_ROWS = 2048  # replaying a graph of so many rows takes less time than l
 class RowSizes:
     """Bucket sizes in ascending order: fine for short steps of decodes alone, coarse for steps with chunks.
 
-    decodes: of the decodes in a step without chunks.
+    decodes: of the decodes in a step without chunks, multiples of MIN_ROWS: few kernels serve any limit of requests.
     mixed_decodes: of the decodes in a step with chunks.
     mixed_rows: of all rows of a step with chunks, the decodes' padding included.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        most, budget = max(MIN_ROWS, max_num_seqs), max_num_batched_tokens
+        most, budget = -(-max_num_seqs // MIN_ROWS) * MIN_ROWS, max_num_batched_tokens
         quarters = (n << k for k in range(5, 12) for n in (4, 5, 6, 7))
         self.decodes = up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
         self.mixed_decodes = [0, *up_to(most, [16, 64, *(128 << n for n in range(8))])]

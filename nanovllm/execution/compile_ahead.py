@@ -18,7 +18,7 @@ from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS, TableInputs
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.buckets import MIN_ROWS, GraphShape
+from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape
 from nanovllm.execution.option_kernels import call_apart, call_together, on_device, option_calls
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.model import experts
@@ -50,7 +50,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
         around = kernel_layer_calls(binding.layer_modules, binding.layers, MIN_ROWS) if binding.may_stack_layers else []
         calls = [  # the longest first
             *([] if around else [_start_compiler]),
-            *_decode_calls(binding, config.block_size, max(MIN_ROWS, config.max_num_seqs), inputs),
+            *_decode_calls(binding, config.block_size, Buckets(config).max_decodes, inputs),
             *option_calls(binding.vocab_size, binding.dtype, binding.device),
             *_layer_calls(binding, MIN_ROWS),
             *around,

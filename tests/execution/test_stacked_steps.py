@@ -5,6 +5,7 @@ The kernel is stood in for by its reference in PyTorch; tests/gpu/test_layer_sta
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,21 +47,23 @@ def reference_stack(monkeypatch):
 class Harness:
     """The parts of an executor around `build_stacked_steps`, on a CPU."""
 
-    def __init__(self, model: Any) -> None:
-        self.binding = ModelBinding(model, is_live=False)
+    def __init__(self, model: Any, config: EngineConfig = CONFIG) -> None:
+        self.binding, self.config = ModelBinding(model, is_live=False), config
         self.binding.merge_linears()
-        self.binding.caches.allocate(CONFIG.num_kv_blocks * CONFIG.block_size)
-        self.features = SampleInputs(), RowInputs(), TableInputs(CONFIG.block_size)
+        self.binding.caches.allocate(self.config.num_kv_blocks * self.config.block_size)
+        self.features = SampleInputs(), RowInputs(), TableInputs(self.config.block_size)
         self.sampled = torch.zeros(8, dtype=torch.int64)
         self.begun: list[BatchLayout] = []
-        self.binding.stack_layers(CONFIG.block_size, partial(run_few_decodes, self.binding, CONFIG, self.run_layers))
+        self.binding.stack_layers(
+            self.config.block_size, partial(run_few_decodes, self.binding, self.config, self.run_layers)
+        )
 
     def run_layers(self, layout: BatchLayout) -> Tensor:
-        shape = Buckets(CONFIG).shape(layout, 0)
+        shape = Buckets(self.config).shape(layout, 0)
         packing = StepPacking(shape, 8, self.features)
         packed = torch.zeros(packing.num_words_for(layout), dtype=torch.int32)
-        packing.pack(layout, Tiles.from_layout(layout, CONFIG.block_size), None, packed.numpy())
-        inputs, decodes = packing.views(packed), DenseDecodes(CONFIG.block_size)
+        packing.pack(layout, Tiles.from_layout(layout, self.config.block_size), None, packed.numpy())
+        inputs, decodes = packing.views(packed), DenseDecodes(self.config.block_size)
         decodes.step = tables = StepTables.from_inputs(inputs)
         plan = GpuFlexPlan([SimpleNamespace(decodes=decodes)], [tables])  # type: ignore[list-item]
         step = AttentionStep(plan, shape.num_rows)
@@ -68,7 +71,7 @@ class Harness:
         return states[inputs.sample_rows]
 
     def build(self) -> StackedSteps | None:
-        parts = self.binding, CONFIG, self.run_layers
+        parts = self.binding, self.config, self.run_layers
         return build_stacked_steps(*parts, sampled=self.sampled, begin=self.begun.append)
 
 
@@ -82,6 +85,17 @@ def small(**fields: Any) -> Any:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_model_of_llamas_kind_runs_its_steps_in_one_launch(family):
     assert Harness(tiny_model(family, dtype=torch.bfloat16)).build() is not None
+
+
+@pytest.mark.parametrize("max_num_seqs", [5, 6, 7])
+def test_an_engine_of_five_to_seven_requests_pads_its_steps_to_rows_that_the_kernel_serves(max_num_seqs):
+    harness = Harness(tiny_model("llama", dtype=torch.bfloat16), replace(CONFIG, max_num_seqs=max_num_seqs))
+    assert harness.binding.stacked is not None and harness.build() is not None
+    for count in range(1, max_num_seqs + 1):
+        batch = batch_of(count, count)
+        ReferenceStack.launches.clear()
+        harness.run_layers(build_layout(batch.entries, CONFIG.block_size, {}, longest_first=True))
+        assert ReferenceStack.launches == [2], count
 
 
 NEUTRAL = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 0.25}
