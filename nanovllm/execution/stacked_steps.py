@@ -7,8 +7,9 @@ written number by number: with few rows NumPy's calls take longer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from nanovllm.core.batch import NON_FINITE, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import NotFusedError
-from nanovllm.core.sampling_params import FILTERS, GAMMA, mix64
+from nanovllm.core.sampling_params import FILTERS, GAMMA, SamplingParams, mix64
 from nanovllm.core.step_inputs import StepInput
 from nanovllm.execution.compared_steps import run_few_decodes
 from nanovllm.execution.pending_tokens import PendingTokens
@@ -31,7 +32,7 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.distances import difference_of_rows, rewriting
 from nanovllm.model.fast.stacked_step import StackedStep
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.draw import DrawInputs, draw
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 
 logger = logging.getLogger("nanovllm")
@@ -62,8 +63,11 @@ class PackedLaunch:
         self._launch = step.token_step(places, num_rows, sampled, logits)
         self._to, self._rows = packing.views(self._launch.packed), self._launch.packed[: packing.num_words]
 
-    def pack(self, layout: BatchLayout, block_size: int) -> int | None:
-        """Write greedy rows of a layout; returns the number of their blocks, or None if they are too many."""
+    def pack(self, layout: BatchLayout, block_size: int, sequences: Iterable[Any]) -> int | None:
+        """Write a layout's rows; returns the number of their blocks, or None if they are too many or draw otherwise."""
+        inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
+        if None in inverses:
+            return None
         to, positions = self._to, layout.positions.tolist()
         counts = [position // block_size + 1 for position in positions]
         num_tables = sum(counts)
@@ -79,12 +83,12 @@ class PackedLaunch:
         num_rows = len(positions)
         to.token_ids[:num_rows], to.positions[:num_rows] = layout.token_ids, layout.positions
         to.slot_mapping[:num_rows], to.sample_rows[:num_rows] = layout.slot_mapping, layout.sample_rows
+        samples = zip(sequences, layout.sampled_positions.tolist(), inverses, strict=True)
+        for sample, (sequence, position, inverse) in enumerate(samples):
+            if inverse:
+                to.noise_keys[sample] = _noise_key(sequence.seed, position)
+                to.inverse_temperatures[sample], to.noise_scales[sample] = inverse, 1.0
         return num_tables
-
-    def set_draw(self, sample: int, key: int, inverse: float) -> None:
-        """Let a sample draw with noise, at this inverse temperature."""
-        to = self._to
-        to.noise_keys[sample], to.inverse_temperatures[sample], to.noise_scales[sample] = key, inverse, 1.0
 
     def run(self, num_tables: int, host_sampled: Tensor | None = None) -> None:
         self._launch.launch(num_tables, host_sampled)
@@ -116,13 +120,8 @@ class StackedSteps:
         launch = next((launch for num_rows, launch in self._launches.items() if num_rows >= count), None)
         if launch is None:
             return None
-        inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
-        if None in inverses or (num_tables := launch.pack(layout, self._block_size)) is None:
+        if (num_tables := launch.pack(layout, self._block_size, sequences)) is None:
             return None
-        positions = layout.sampled_positions.tolist()
-        for sample, (sequence, position, inverse) in enumerate(zip(sequences, positions, inverses, strict=True)):
-            if inverse:
-                launch.set_draw(sample, _noise_key(sequence.seed, position), inverse)
 
         def draw() -> PendingTokens:
             tokens = self._buffers[self.num_launched % _NUM_BUFFERS]
@@ -136,26 +135,38 @@ class StackedSteps:
         return draw
 
     def check(self, layout: BatchLayout, expected: Tensor) -> None:
-        """Raise NotFusedError unless a greedy step gives the expected logits [num_samples, vocab_size], if it fits.
+        """Raise NotFusedError unless a step has the expected logits [num_samples, vocab_size] and K and V, if it fits.
 
-        So it writes the K and V that are at its slots already.
+        It runs greedy, then with noise and with tokens of a step before. The expected K and V are at its slots.
         """
+        self._check(layout, expected, temperature=0.0)
         count = len(expected)
+        self._sampled[:count] = torch.from_numpy(layout.token_ids[::-1].copy()).to(expected.device)
+        chained = replace(layout, token_ids=np.arange(count) - count)  # -1 - i for the i-th token of the step before
+        self._check(chained, expected, temperature=0.8)
+
+    def _check(self, layout: BatchLayout, expected: Tensor, temperature: float) -> None:
+        count, device, params = len(expected), expected.device, SamplingParams(temperature=temperature)
+        samples: Any = [SimpleNamespace(params=params, seed=sample) for sample in range(count)]
         num_rows = next(size for size in self._step.num_rows if size >= count)
         logits = expected.new_zeros(num_rows, expected.shape[1])
         launch = PackedLaunch(self._step, num_rows, self._sampled, logits)
-        if (num_tables := launch.pack(layout, self._block_size)) is None:
+        if (num_tables := launch.pack(layout, self._block_size, samples)) is None:
             return
-        slots = torch.from_numpy(layout.slot_mapping).to(logits.device)
+        slots = torch.from_numpy(layout.slot_mapping).to(device)
         with ExitStack() as stack:
             for cache in self._step.caches:
                 stack.enter_context(rewriting("the launch", cache, slots))
             launch.run(num_tables)
-        own = logits[torch.from_numpy(layout.sample_rows).to(logits.device)]
+        own, tokens = logits[torch.from_numpy(layout.sample_rows).to(device)], self._sampled[:count]
         if (differs := difference_of_rows(own, expected)) is not None:
             raise NotFusedError(f"its logits are others: rows differ {differs}")
-        if not torch.equal(own.gather(1, self._sampled[:count, None]), own.amax(dim=1, keepdim=True)):
-            raise NotFusedError("its tokens are not the most probable ones")
+        inputs: Any = DrawInputs.from_sequences(samples, layout.sampled_positions.tolist()).to_device(device)
+        is_right = tokens == draw(own, inputs, has_filters=False)
+        if not temperature:  # of equal logits either is right
+            is_right = own.gather(1, tokens[:, None])[:, 0] == own.amax(dim=1)
+        if not is_right.all():
+            raise NotFusedError("its tokens are others than its logits give")
 
 
 def reads_own_rows(layout: BatchLayout, block_size: int) -> bool:

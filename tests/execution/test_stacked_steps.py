@@ -5,6 +5,7 @@ The kernel is stood in for by its reference in PyTorch; tests/gpu/test_layer_sta
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -135,6 +136,29 @@ def test_a_launch_that_writes_k_and_v_elsewhere_keeps_the_graphs(monkeypatch, ca
     with caplog.at_level("INFO", logger="nanovllm"):
         assert harness.build() is None
     assert "the launch computes something else: its keys differ by up to 2.0e+00" in caplog.text
+
+
+WRONG: dict[str, Any] = {
+    "noise_keys": lambda keys: keys + 1,
+    "inverse_temperatures": lambda inverses: inverses * 2,
+    "noise_scales": lambda scales: scales * 0,
+    "token_ids": lambda tokens: torch.where(tokens < 0, -1, tokens),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_launch_that_reads_noise_or_earlier_tokens_wrongly_keeps_the_graphs(name, monkeypatch, caplog):
+    harness = Harness(tiny_model("llama", dtype=torch.bfloat16))
+    read = ReferenceStep._input
+
+    def misread(step: ReferenceStep, given: str, *of: Any) -> Tensor:
+        values = read(step, given, *of)
+        return WRONG[name](values) if given == name else values
+
+    monkeypatch.setattr(ReferenceStep, "_input", misread)
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert harness.build() is None
+    assert re.search("the launch computes something else|its tokens are others", caplog.text)
 
 
 def batch_of(num_decodes: int, num_samples: int, **options: Any) -> ScheduledBatch:

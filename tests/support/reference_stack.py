@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.kernels.layer_stack import DecodeRows
 from nanovllm.kernels.token_steps import PACKED_BYTES
+from nanovllm.sampling.draw import DrawTensors, draw
 from tests.support.llama_layers import run_layers
 
 
@@ -36,7 +37,7 @@ class ReferenceStack:
 
 
 class ReferenceStep:
-    """`TokenStep` of greedy rows, whose tokens are known."""
+    """`TokenStep` without a GPU."""
 
     def __init__(
         self, stack: ReferenceStack, weights: Any, places: dict[str, int], num_rows: int, sampled: Tensor, logits: Any
@@ -57,7 +58,9 @@ class ReferenceStep:
             for name, size in (("tables", num_tables), ("decode_tables", count), ("decode_blocks", count))
         )
         rows = DecodeRows(positions, slots, tables, *starts)
-        hidden = weights.embedding[self._input("token_ids", count)]
+        tokens = self._input("token_ids", count)
+        tokens = torch.where(tokens < 0, self._sampled[(-1 - tokens).clamp(min=0)], tokens)
+        hidden = weights.embedding[tokens]
         hidden = self._stack.run(hidden, weights.cosines[positions], weights.sines[positions], rows).float()
         normed = hidden * (hidden.square().mean(-1, keepdim=True) + weights.epsilon).rsqrt()
         head = weights.head[: weights.vocab_size] * self._stack.logits_factor
@@ -65,7 +68,11 @@ class ReferenceStep:
         if self._logits is not None:
             self._logits.copy_(logits)
         num_real = int((starts[1] > 0).sum())
-        self._sampled[:num_real] = logits[self._input("sample_rows", num_real)].argmax(1)
+        floats = (self._input(name, num_real, np.float32) for name in ("inverse_temperatures", "noise_scales"))
+        zeros = torch.zeros(len(DrawTensors._fields) - 3, num_real)
+        inputs = DrawTensors(self._input("noise_keys", num_real), *floats, *zeros)
+        rows = logits[self._input("sample_rows", num_real)]
+        self._sampled[:num_real] = draw(rows, inputs, has_filters=False)
         if host_sampled is not None:
             host_sampled[:num_real] = self._sampled[:num_real]
 
