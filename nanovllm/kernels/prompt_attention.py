@@ -13,7 +13,7 @@ from contextlib import suppress
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -96,22 +96,8 @@ def why_not(sizes: AttentionSizes, device: torch.device) -> str | None:
 
 
 def open_kernel(*sizes: Any, device: torch.device) -> PromptAttention | None:
-    """The kernel for layers of these `AttentionSizes`; None where they are unsupported, or if its check fails."""
-    own = AttentionSizes(*sizes)
-    if why_not(own, device) is not None:
-        return None
-    try:
-        kernel = PromptAttention(own, device)
-        error = kernel.error_of_a_step()
-    except nvrtc.CudaError as failure:
-        logger.warning("attention of prompts by FlexAttention, since the kernel for Hopper does not run: %s", failure)
-        return None
-    if not error <= TOLERANCE:
-        logger.warning(
-            "attention of prompts by FlexAttention, since the kernel for Hopper differs from float32 by %.1e", error
-        )
-        return None
-    return kernel
+    """See `HopperAttention.open`."""
+    return PromptAttention.open(AttentionSizes(*sizes), device)
 
 
 def compile_kernel(*sizes: Any, device: torch.device) -> None:
@@ -119,7 +105,7 @@ def compile_kernel(*sizes: Any, device: torch.device) -> None:
     own = AttentionSizes(*sizes)
     if why_not(own, device) is None:
         with suppress(nvrtc.CudaError):
-            machine_code(own, *shared_memory(own, device)[:2])
+            machine_code(own, *shared_memory(own, device)[:2], PromptAttention.name)
 
 
 def shared_memory(sizes: AttentionSizes, device: torch.device, most_buffers: int = 2) -> tuple[int, int, int]:
@@ -133,26 +119,69 @@ def shared_memory(sizes: AttentionSizes, device: torch.device, most_buffers: int
     return stages, buffers, _ALIGNMENT + buffers * query_bytes + stages * tile_bytes
 
 
-class PromptAttention:
-    """The kernel for layers of one kind; `why_not` must be None for their sizes."""
+class HopperAttention:
+    """A kernel over the paged KV cache for layers of one kind; `why_not` must be None for their sizes.
+
+    name: of the kernel's function.
+    failure, difference: warnings where it fails, or differs from float32.
+    most_buffers: of Q.
+    """
+
+    name = failure = difference = ""
+    most_buffers = 2
 
     def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
         self._sizes, self._device = sizes, device
+        stages, buffers, shared_bytes = shared_memory(sizes, device, self.most_buffers)
+        with torch.cuda.device(device):
+            code = machine_code(sizes, stages, buffers, self.name)
+            self._function = nvrtc.CudaFunction(code, self.name, num_threads=NUM_THREADS, shared_bytes=shared_bytes)
+        self._maps: dict[tuple[int, ...], Any] = {}  # of tensors by address: those of caches stay, others recur
+
+    @classmethod
+    def open(cls, sizes: AttentionSizes, device: torch.device) -> Self | None:
+        """The kernel for layers of these sizes; None where they are unsupported, or if its check fails."""
+        if why_not(sizes, device) is not None:
+            return None
+        try:
+            kernel = cls(sizes, device)
+            error = kernel.error_at_start()
+        except nvrtc.CudaError as failure:
+            logger.warning(cls.failure, failure)
+            return None
+        if not error <= TOLERANCE:
+            logger.warning(cls.difference, error)
+            return None
+        return kernel
+
+    def error_at_start(self) -> float:
+        """Largest difference from dense float32 attention, relative to the largest value."""
+        raise NotImplementedError
+
+    def _map(self, tensor: Tensor, num_rows: int) -> Any:
+        key = tensor.data_ptr(), num_rows, *tensor.shape, *tensor.stride()
+        if (found := self._maps.get(key)) is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            found = self._maps[key] = tensor_map(tensor, num_rows)
+        return found
+
+
+class PromptAttention(HopperAttention):
+    """The kernel of chunks."""
+
+    name = "prompt_attention"
+    failure = "attention of prompts by FlexAttention, since the kernel for Hopper does not run: %s"
+    difference = "attention of prompts by FlexAttention, since the kernel for Hopper differs from float32 by %.1e"
+
+    def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
+        super().__init__(sizes, device)
         properties: Any = torch.cuda.get_device_properties(device)
         self._num_processors = properties.multi_processor_count
-        stages, buffers, shared_bytes = shared_memory(sizes, device)
-        with torch.cuda.device(device):
-            self._function = nvrtc.CudaFunction(
-                machine_code(sizes, stages, buffers),
-                "prompt_attention",
-                num_threads=NUM_THREADS,
-                shared_bytes=shared_bytes,
-            )
         items, sums = 2 * self._num_processors, 8 * 32 * (sizes.row_bytes[1] // 4 + 4)  # of parts, and of an item
         self._workspace = torch.empty(items * sums, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(_MOST_CUT * sizes.num_heads * 8, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, ...], Any] = {}  # of tensors by address: those of caches stay, others recur
 
     def attend(
         self,
@@ -203,8 +232,8 @@ class PromptAttention:
             )
 
     @torch.inference_mode()
-    def error_of_a_step(self) -> float:
-        """Largest difference from dense float32 attention, relative to the largest value.
+    def error_at_start(self) -> float:
+        """See the base class.
 
         The step has two chunks, one of them beyond the window or across two chunks of positions, with sinks and
         without. Scores exceed the soft-cap.
@@ -240,14 +269,6 @@ class PromptAttention:
             right = torch.cat(expected)
             errors.append(float((output.float() - right).abs().max() / right.abs().max()))
         return max(errors) if all(error >= 0.0 for error in errors) else math.nan
-
-    def _map(self, tensor: Tensor, num_rows: int) -> Any:
-        key = tensor.data_ptr(), num_rows, *tensor.shape, *tensor.stride()
-        if (found := self._maps.get(key)) is None:
-            if len(self._maps) >= _MAX_MAPS:
-                self._maps.clear()
-            found = self._maps[key] = tensor_map(tensor, num_rows)
-        return found
 
 
 def _dense_attention(
@@ -296,14 +317,14 @@ def tensor_map(tensor: Tensor, num_rows: int) -> Any:
     return _TensorMap.from_buffer_copy(ctypes.string_at(address, 128))
 
 
-def source_text(is_wide: bool = False) -> str:
+def source_text(name: str) -> str:
     """The source files of the kernel of chunks, or of wide groups, concatenated."""
-    own = ("5_wide.cu",) if is_wide else ("3_items.h", "4_prompts.cu")
+    own = {"prompt_attention": ("3_items.h", "4_prompts.cu"), "wide_attention": ("5_wide.cu",)}[name]
     return "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("1_hopper.h", "2_products.h", *own))
 
 
 @cache
-def machine_code(sizes: AttentionSizes, stages: int, buffers: int, is_wide: bool = False) -> bytes:
+def machine_code(sizes: AttentionSizes, stages: int, buffers: int, name: str) -> bytes:
     """Machine code of the kernel; compilation takes half a second."""
     definitions = {
         "TYPE": _TYPES[sizes.dtype][0], "HEAD_DIM": sizes.head_dim, "HEADS": sizes.num_heads,
@@ -311,4 +332,4 @@ def machine_code(sizes: AttentionSizes, stages: int, buffers: int, is_wide: bool
         "KEYS": sizes.tile_keys, "SOFTCAP": f"{float(sizes.softcap or 0)}f", "VALUE_DIM": sizes.widths[1],
         "CHUNK": sizes.chunk or 0, "QUERIES": buffers,
     }  # fmt: skip
-    return nvrtc.compile_source(source_text(is_wide), "sm_90a", definitions)
+    return nvrtc.compile_source(source_text(name), "sm_90a", definitions)

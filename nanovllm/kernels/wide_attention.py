@@ -6,7 +6,6 @@ the decodes that share a prefix fill a tile of 128 rows, multiplied as prompts a
 
 from __future__ import annotations
 
-import logging
 import math
 from ctypes import c_float, c_void_p
 from functools import cache
@@ -15,50 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import nvrtc
-from nanovllm.kernels.prompt_attention import (
-    NUM_THREADS,
-    TILE_ROWS,
-    TOLERANCE,
-    AttentionSizes,
-    machine_code,
-    shared_memory,
-    tensor_map,
-    why_not,
-)
-
-logger = logging.getLogger("nanovllm")
+from nanovllm.kernels.prompt_attention import TILE_ROWS, AttentionSizes, HopperAttention
 
 
 @cache
 def open_kernel(sizes: AttentionSizes, device: torch.device) -> WideAttention | None:
-    """The kernel for layers of these sizes; None where they are unsupported, or if its check fails."""
-    if why_not(sizes, device) is not None:
-        return None
-    try:
-        kernel = WideAttention(sizes, device)
-        error = kernel.error_of_a_piece()
-    except nvrtc.CudaError as failure:
-        logger.warning("attention of wide groups by Triton, since the kernel for Hopper does not run: %s", failure)
-        return None
-    if not error <= TOLERANCE:
-        logger.warning("attention of wide groups by Triton, since the kernel for Hopper differs by %.1e", error)
-        return None
-    return kernel
+    """See `HopperAttention.open`."""
+    return WideAttention.open(sizes, device)
 
 
-class WideAttention:
-    """The kernel for layers of one kind; `prompt_attention.why_not` must be None for their sizes."""
+class WideAttention(HopperAttention):
+    """The kernel of wide groups."""
 
-    def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
-        self._sizes, self._device = sizes, device
-        stages, _, shared_bytes = shared_memory(sizes, device, most_buffers=1)
-        with torch.cuda.device(device):
-            code = machine_code(sizes, stages, 1, is_wide=True)
-            self._function = nvrtc.CudaFunction(
-                code, "wide_attention", num_threads=NUM_THREADS, shared_bytes=shared_bytes
-            )
-        self._maps: dict[tuple[Any, ...], Any] = {}  # of caches, by address
+    name = "wide_attention"
+    failure = "attention of wide groups by Triton, since the kernel for Hopper does not run: %s"
+    difference = "attention of wide groups by Triton, since the kernel for Hopper differs by %.1e"
+    most_buffers = 1
 
     def attend(
         self,
@@ -79,7 +50,7 @@ class WideAttention:
         with torch.cuda.device(self._device):
             self._function.launch(
                 num_pieces * self._sizes.num_kv_heads,
-                *(self._map(cache) for cache in caches),
+                *(self._map(cache, min(self._sizes.block_size, self._sizes.tile_keys)) for cache in caches),
                 c_void_p(query.data_ptr()),
                 *(c_void_p(part.data_ptr()) for part in step),
                 *(c_void_p(None if part is None else part.data_ptr()) for part in workspace),
@@ -87,8 +58,8 @@ class WideAttention:
             )
 
     @torch.inference_mode()
-    def error_of_a_piece(self) -> float:
-        """Largest difference from dense float32 attention, relative to the largest: of outputs, and of logarithms.
+    def error_at_start(self) -> float:
+        """See the base class: of outputs, and of logarithms.
 
         The second piece of a prefix, of two whole tiles and a part of one, for all decodes but one.
         """
@@ -124,9 +95,3 @@ class WideAttention:
         pairs = (outputs[3::2], attended), (logarithms[3::2], sums)
         errors = [float((found - right).abs().max() / right.abs().max()) for found, right in pairs]
         return max(errors) if all(error >= 0.0 for error in errors) else math.nan
-
-    def _map(self, cache: Tensor) -> Any:
-        key = cache.data_ptr(), *cache.shape, *cache.stride()
-        if (found := self._maps.get(key)) is None:
-            found = self._maps[key] = tensor_map(cache, min(self._sizes.block_size, self._sizes.tile_keys))
-        return found

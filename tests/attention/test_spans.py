@@ -85,16 +85,16 @@ class KernelOnCpu(PromptAttention):
 @pytest.mark.parametrize(("chunk", "value_dim"), [(None, None), (128, None), (2048, 96)])
 def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk, value_dim, window, softcap):
     sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap, chunk, value_dim)
-    assert KernelOnCpu(sizes).error_of_a_step() <= TOLERANCE
-    assert KernelOnCpu(sizes, has_sinks=False).error_of_a_step() > TOLERANCE
-    assert KernelOnCpu(sizes, scale=0.9).error_of_a_step() > TOLERANCE
+    assert KernelOnCpu(sizes).error_at_start() <= TOLERANCE
+    assert KernelOnCpu(sizes, has_sinks=False).error_at_start() > TOLERANCE
+    assert KernelOnCpu(sizes, scale=0.9).error_at_start() > TOLERANCE
     if softcap is not None:
-        assert KernelOnCpu(sizes, softcap=None).error_of_a_step() > TOLERANCE
-        assert KernelOnCpu(sizes, softcap=1.1 * softcap).error_of_a_step() > TOLERANCE
+        assert KernelOnCpu(sizes, softcap=None).error_at_start() > TOLERANCE
+        assert KernelOnCpu(sizes, softcap=1.1 * softcap).error_at_start() > TOLERANCE
     if window is not None and window < (chunk or window + 1):
-        assert KernelOnCpu(sizes, window=None).error_of_a_step() > TOLERANCE
+        assert KernelOnCpu(sizes, window=None).error_at_start() > TOLERANCE
     if chunk is not None and chunk < (window or chunk + 1):
-        assert KernelOnCpu(sizes, chunk=None).error_of_a_step() > TOLERANCE
+        assert KernelOnCpu(sizes, chunk=None).error_at_start() > TOLERANCE
 
 
 class WideKernelOnCpu(WideAttention):
@@ -131,9 +131,9 @@ class WideKernelOnCpu(WideAttention):
 @pytest.mark.parametrize(("block_size", "value_dim"), [(16, None), (64, 96), (128, None)])
 def test_the_check_of_wide_groups_sees_scales_places_and_lost_tokens(block_size, value_dim, heads, softcap):
     sizes = AttentionSizes(*heads, block_size, torch.bfloat16, None, softcap, None, value_dim)
-    assert WideKernelOnCpu(sizes).error_of_a_piece() <= TOLERANCE
+    assert WideKernelOnCpu(sizes).error_at_start() <= TOLERANCE
     for wrong in ({"scale": 0.9}, {"shift": -1}, {"lost": 1}):
-        assert not WideKernelOnCpu(sizes, **wrong).error_of_a_piece() <= TOLERANCE
+        assert not WideKernelOnCpu(sizes, **wrong).error_at_start() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)

@@ -162,7 +162,7 @@ def test_the_comparison_at_start_admits_each_form(head_dim, window, softcap, chu
     sizes = AttentionSizes(8, 4, head_dim, 64, torch.bfloat16, window, softcap, chunk, value_dim)
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
-    assert PromptAttention(sizes, CUDA).error_of_a_step() <= START_TOLERANCE
+    assert PromptAttention(sizes, CUDA).error_at_start() <= START_TOLERANCE
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -205,14 +205,14 @@ def test_a_wrong_kernel_is_found_at_start(monkeypatch):
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
     kernel = PromptAttention(sizes, CUDA)
-    assert kernel.error_of_a_step() < 8e-3
+    assert kernel.error_at_start() < 8e-3
     attend = kernel.attend
 
     def wrong(query, keys, values, step, scaling, output, sinks=None):
         attend(query, keys, values, step, 0.9 * scaling, output, sinks)
 
     monkeypatch.setattr(kernel, "attend", wrong)
-    assert kernel.error_of_a_step() > 8e-3
+    assert kernel.error_at_start() > 8e-3
 
 
 SIZES: dict[str, Any] = {

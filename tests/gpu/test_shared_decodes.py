@@ -78,10 +78,10 @@ def test_the_check_of_wide_groups_admits_each_form_and_no_wrong_one(
     if reason := why_not(sizes, torch.device("cuda")):
         pytest.skip(reason)
     kernel = WideAttention(sizes, torch.device("cuda"))
-    assert kernel.error_of_a_piece() <= TOLERANCE
+    assert kernel.error_at_start() <= TOLERANCE
     attend = kernel.attend
     monkeypatch.setattr(kernel, "attend", lambda *args: attend(*args[:-1], 0.9 * args[-1]))
-    assert kernel.error_of_a_piece() > TOLERANCE
+    assert kernel.error_at_start() > TOLERANCE
 
 
 def test_wide_groups_are_read_by_the_kernel_for_hopper_and_by_triton_alike():

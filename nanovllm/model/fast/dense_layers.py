@@ -25,10 +25,9 @@ from nanovllm.attention.operator import (
     step_tensors,
 )
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.decoder_block import Parts, describe_blocks
 from nanovllm.model.fast.distances import check_change, difference_of_rows, rewriting
-from nanovllm.model.fast.kernel_layers import KernelLayer
+from nanovllm.model.fast.kernel_layers import KernelLayer, KernelLayers
 from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.model.patches import Change
@@ -235,7 +234,10 @@ def uncompiled_calls(
         compare: runs steps with an object's `comparing_calls`, while its `equations` watches: some rows, or, given 1,
             many decodes.
     """
-    by_kernels = kernel_layers.uncompiled_calls(model, modules, layers, attention, calls, compare=compare)
+    kernel_layers = KernelLayers(model, modules, layers, attention)
+    compare(kernel_layers)
+    with torch.no_grad():
+        by_kernels = calls | kernel_layers.calls()
     try:
         dense = DenseLayers(modules, layers, by_kernels)
         compare(dense, 1)

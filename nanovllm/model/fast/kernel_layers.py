@@ -187,27 +187,6 @@ class KernelLayers:
         return calls
 
 
-def uncompiled_calls(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    layers: Sequence[AttentionLayer],
-    attention: Iterable[Change],
-    calls: dict[nn.Module, Callable[..., Any]],
-    *,
-    compare: Callable[[KernelLayers], None],
-) -> dict[nn.Module, Callable[..., Any]]:
-    """`calls` and those of `KernelLayers`; raises NotFusedError.
-
-    Args:
-        calls: replacements of other modules' calls.
-        compare: runs some steps with `comparing_calls`, while `equations` watches.
-    """
-    kernel_layers = KernelLayers(model, modules, layers, attention)
-    compare(kernel_layers)
-    with torch.no_grad():
-        return calls | kernel_layers.calls()
-
-
 def _listed(output: Any) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
