@@ -12,6 +12,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.execution import cuda_graphs
+from nanovllm.execution.stacked_steps import reads_own_rows
 from nanovllm.kernels import layer_stack
 from nanovllm.kernels.layer_stack import (
     NUM_ROWS,
@@ -26,6 +27,7 @@ from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.filters import FILTERS
 from nanovllm.sampling.noise import GAMMA_32, signed_32
+from nanovllm.speculation import costs
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
@@ -35,6 +37,9 @@ QWEN3, LLAMA = StackSizes(1024, 3072, 16, 8, 128, 64), StackSizes(512, 1280, 8, 
 WIDE, ALONE = StackSizes(2560, 4096, 8, 8, 256, 32), StackSizes(256, 512, 4, 1, 64, 16)
 NUM_BLOCKS = 200
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_model_len": 300}
+FIELDS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+          "intermediate_size": 512, "num_layers": 3}  # fmt: skip
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 DRAW_OPTIONS: dict[str, Any] = {"non_finite": NON_FINITE, "gamma": signed_32(GAMMA_32)}
 STEPS = [[1], [700], [64, 65], [3, 500, 17], [900, 1, 63, 128], [5] * 4, [40, 700] * 2, [256, 257, 1, 2, 600], [9] * 8]
 
@@ -226,8 +231,7 @@ def tokens_of(folder: Any, options: list[SamplingParams]) -> tuple[list[list[int
 
 
 def test_an_engine_draws_the_same_tokens_with_its_steps_in_one_launch(tmp_path, monkeypatch):
-    fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    folder = save_tiny(tmp_path, "qwen3", dtype=torch.bfloat16, intermediate_size=512, num_layers=3, **fields)
+    folder = save_tiny(tmp_path, "qwen3", dtype=torch.bfloat16, **FIELDS)
     options = [SamplingParams(temperature=0.8 * (n > 0), seed=n, max_tokens=10 + n, ignore_eos=True) for n in range(5)]
     own, is_one = tokens_of(folder, options)
     assert is_one
@@ -239,13 +243,8 @@ def test_an_engine_draws_the_same_tokens_with_its_steps_in_one_launch(tmp_path, 
     assert sum(same) > 0.8 * len(same)
 
 
-def error_of(folder: Any, exact: Any) -> tuple[float, bool]:
-    """How far the log-probabilities of greedy tokens are from float32's, on average; whether layers ran as one."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
-    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
-        outputs = llm.generate(random_prompts(5), params, use_tqdm=False)
-        calls = llm._engine.model_runner.binding._compiled_calls.values()
-        is_stacked = any("StackedLayers" in repr(call) for call in calls)
+def error_of(outputs: list[Any], exact: Any) -> float:
+    """How far the log-probabilities of greedy tokens are from float32's, on average."""
     errors = []
     for output in outputs:
         assert output.error is None
@@ -255,20 +254,87 @@ def error_of(folder: Any, exact: Any) -> tuple[float, bool]:
             right = exact(tokens).logits[0].log_softmax(-1)
         for place, (token, own) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
             errors.append(abs(own[token].logprob - right[len(output.prompt_token_ids) + place - 1, token].item()))
-    return sum(errors) / len(errors), is_stacked
+    return sum(errors) / len(errors)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_an_engine_is_as_exact_with_its_layers_in_one_launch(family, tmp_path, monkeypatch):
-    fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    fields |= {"intermediate_size": 512, "num_layers": 3}
-    folder = save_tiny(tmp_path, family, dtype=torch.bfloat16, **fields)
-    exact = tiny_model(family, dtype=torch.bfloat16, **fields).float().cuda()
-    own, is_stacked = error_of(folder, exact)
+def run_greedy(folder: Any, **options: Any) -> tuple[list[Any], bool]:
+    """Outputs of five requests with log-probabilities, and whether layers ran as one."""
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **(OPTIONS | options)) as llm:
+        outputs = llm.generate(random_prompts(5), SamplingParams(logprobs=0, **GREEDY), use_tqdm=False)
+        calls = llm._engine.model_runner.binding._compiled_calls.values()
+        return outputs, any("StackedLayers" in repr(call) for call in calls)
+
+
+@pytest.mark.parametrize(("family", "max_num_seqs"), [("llama", 8), ("qwen3", 6)])
+def test_an_engine_is_as_exact_with_its_layers_in_one_launch(family, max_num_seqs, tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path, family, dtype=torch.bfloat16, **FIELDS)
+    exact = tiny_model(family, dtype=torch.bfloat16, **FIELDS).float().cuda()
+    own, is_stacked = run_greedy(folder, max_num_seqs=max_num_seqs)
     assert is_stacked
     monkeypatch.setattr(ModelBinding, "stack_layers", lambda *_: None)
-    other, is_stacked = error_of(folder, exact)
-    assert not is_stacked and own < 1.5 * other
+    other, is_stacked = run_greedy(folder, max_num_seqs=max_num_seqs)
+    assert not is_stacked and error_of(own, exact) < 1.5 * error_of(other, exact)
+
+
+class ExactDrafter:
+    """Greedy tokens of a float32 model, of which a bfloat16 one draws most."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def propose(self, requests: Any) -> list[list[int]]:
+        return [self._continuation([*request.token_ids], request.max_tokens) for request in requests]
+
+    def _continuation(self, token_ids: list[int], count: int) -> list[int]:
+        for _ in range(count):
+            with torch.no_grad():
+                logits = self._model(torch.tensor([token_ids], device=self._model.device)).logits
+            token_ids.append(int(logits[0, -1].argmax()))
+        return token_ids[len(token_ids) - count :]
+
+
+def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(tmp_path, monkeypatch):
+    """Cold, and with prompts from the prefix cache; in blocks that hold large K and V before."""
+    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # every draft is verified
+    chains: list[bool] = []
+
+    def noted(*step: Any) -> bool:
+        chains.append(reads_own_rows(*step))
+        return chains[-1]
+
+    monkeypatch.setattr(cuda_graphs, "reads_own_rows", noted)
+    folder = save_tiny(tmp_path, "qwen3", dtype=torch.bfloat16, **FIELDS)
+    exact = tiny_model("qwen3", dtype=torch.bfloat16, **FIELDS).float().cuda()
+    plain, is_stacked = run_greedy(folder)
+    assert is_stacked
+    options = OPTIONS | {"block_size": 16, "speculation": ExactDrafter(exact)}
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **options) as llm:
+        runner: Any = llm._engine.model_runner
+        launch = runner._executor._stacked.launch
+
+        def only_without_chains(*step: Any) -> Any:
+            assert not chains[-1]
+            return launch(*step)
+
+        monkeypatch.setattr(runner._executor._stacked, "launch", only_without_chains)
+        for cache in runner.binding.caches.of_layers:
+            cache[:, 16:].normal_(std=20)
+
+        def answers(batch: list[Any], **params: Any) -> list[Any]:
+            chains.clear()
+            before = llm.stats().speculation
+            prompts = [output.prompt_token_ids for output in batch]
+            outputs = llm.generate(prompts, SamplingParams(**GREEDY, **params), use_tqdm=False)
+            drafted, accepted = (
+                getattr(llm.stats().speculation, name) - getattr(before, name)
+                for name in ("num_draft_tokens", "num_accepted_tokens")
+            )
+            assert any(chains) and accepted > 0.4 * drafted > 0
+            return outputs
+
+        for batch in (plain[:1], plain[1:3], plain) * 2:
+            assert error_of(answers(batch, logprobs=0), exact) < 2 * error_of(batch, exact)
+            assert all(len(output.outputs[0].token_ids) == 24 for output in answers(batch))
 
 
 @pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"attention_bias": True}], ids=str)
