@@ -42,6 +42,10 @@ class GraphPool:
                         run()
                     finally:
                         graph.capture_end()
+            except BaseException:
+                if self._is_empty:
+                    self.reset()  # a pool ends with its only graph
+                raise
             finally:
                 current.wait_stream(self._stream)
         self._is_empty = False

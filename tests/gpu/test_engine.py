@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import itertools
 import os
 import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.rehearsal import rehearse
 from nanovllm.model import default_model
 from tests.support import logprobs, samples
@@ -341,6 +344,23 @@ def test_an_interrupt_while_graphs_are_captured_anew_leaves_the_rest_to_the_next
         assert len(executor._forwards.graphs) == 5
         assert [answer[0] for answer in answers(llm, long_prompts(), GREEDY)] == expected("llama")
         assert captured(executor) == at_start
+
+
+def test_a_pool_whose_first_capture_was_interrupted_takes_the_next():
+    numbers = torch.ones(8, device="cuda")
+
+    def interrupted() -> None:
+        numbers.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+
+    pool = GraphPool(numbers.device)
+    with suppress(KeyboardInterrupt):
+        pool.capture(interrupted)
+    gc.collect()  # the graph
+    graph = pool.capture(lambda: numbers.add_(1))
+    graph.replay()
+    assert numbers.tolist() == [4.0] * 8  # two trial runs and the replay
 
 
 @pytest.mark.parametrize("graphs", [True, False])
