@@ -1,7 +1,8 @@
 """From one layer's attention to the next one's in one launch on Hopper, for up to 128 rows: `dense_layer_cuda/`.
 
-Separate kernels take longer to start and end than to read a layer's weights. Here one thread block stays on each
-multiprocessor, and fetches weights of the next product while it waits for the inputs of this one::
+Separate kernels take longer to start and end than to read a small layer's weights. Here one thread block stays on each
+multiprocessor, and fetches weights of the next product while it waits for the inputs of this one, and those of a large
+layer's first product while attention ends::
 
     output product, sum | norm, gate up, SiLU | down product, sum | norm, q k v, norms, rotary, KV write
 """
@@ -22,14 +23,16 @@ from nanovllm.kernels import nvrtc
 
 NUM_ROWS = (16, 32, 64, 128)  # compiled sizes; fewer rows run as the next of them
 TUNING = {"PATIENCE": 0}  # reads before a wait traps, for tests; 0: for ever
-# Largest weights of a layer that an engine runs by it. A gain at 31 MB and, with 64 rows, at 122; more is not measured.
-MAX_LAYER_BYTES = 128 * 2**20
+# Largest weights of a layer that an engine runs by it. A gain at 31, 201 and 386 MB; more is not measured.
+MAX_LAYER_BYTES = 512 * 2**20
+_LARGE_BYTES = 128 * 2**20  # of a layer's weights
+_MOST_ROWS_OF_LARGE, _FLIGHT_OF_LARGE = 64, 4  # with 128 rows cuBLAS is faster
 _THREADS = 384
 _PANEL = 64  # elements of a box of the copy engine: 128 bytes, the swizzle's width
 _STEP = 2 * _PANEL
 _MOST_COLUMNS = 128  # rows of the batch in one product
 _WEIGHT_BYTES = 2 * 64 * _PANEL * 2  # of a slot
-_MAX_SPLITS = 8
+_MAX_SPLITS = 8  # MEETING_ROUND of the source
 _MOST_BLOCKS = 256
 _MOST_INPUT_BYTES = 112 * 1024  # of slots for inputs
 _ALIGNMENT, _BARRIER_BYTES = 1024, 512  # of shared memory
@@ -122,6 +125,12 @@ def why_not(sizes: DenseSizes, dtype: torch.dtype, device: torch.device) -> str 
     return None
 
 
+def compiled_rows(sizes: DenseSizes) -> tuple[int, ...]:
+    """Those of NUM_ROWS for which it is faster than a layer's products one by one."""
+    most = _MOST_ROWS_OF_LARGE if sizes.num_bytes > _LARGE_BYTES else NUM_ROWS[-1]
+    return tuple(size for size in NUM_ROWS if size <= most)
+
+
 class Plan(NamedTuple):
     """Division of the products into items, for one number of rows; see `dense_layer_cuda/1_parts.h`."""
 
@@ -137,17 +146,18 @@ class Plan(NamedTuple):
         columns = min(num_rows, _MOST_COLUMNS)
         tiles = num_rows // columns
 
-        def splits(features: int, depth: int, width: int) -> int:
-            items, most = features // width * tiles, 1
-            while (
-                2 * most <= _MAX_SPLITS
-                and 2 * most * items <= num_processors
-                and depth % (2 * most * _STEP) == 0
-                and columns % (2 * most) == 0
-            ):
-                most *= 2
-            return most
+        def rounds(items: int) -> int:
+            return -(-items // num_processors)
 
+        def splits(features: int, depth: int, width: int) -> int:
+            """As many as give a block at most one item, of equal depths unless far fewer blocks would have one."""
+            items, steps = features // width * tiles, depth // _STEP
+            fit = [n for n in range(1, min(_MAX_SPLITS, steps) + 1) if n == 1 or n * items <= num_processors]
+            fit = [n for n in fit if tiles == 1 or columns % n == 0]
+            equal = max(n for n in fit if steps % n == 0 and columns % n == 0)
+            return fit[-1] if 2 * fit[-1] >= 3 * equal else equal
+
+        gates = 2 * sizes.inner // 64 * tiles
         input_bytes = columns * _STEP * 2
         input_slots = min(8, _MOST_INPUT_BYTES // input_bytes)
         own_bytes = _ALIGNMENT + _BARRIER_BYTES + 8 * num_rows
@@ -156,7 +166,7 @@ class Plan(NamedTuple):
             splits(sizes.hidden, sizes.query, 64),
             splits(sizes.hidden, sizes.inner, 64),
             splits(sizes.qkv, sizes.hidden, 128),
-            1 if 2 * sizes.inner // 64 * tiles <= num_processors else 2,
+            1 if rounds(gates) < 2 * rounds(gates // 2) else 2,
             weight_slots,
             input_slots,
         )
@@ -182,6 +192,7 @@ class DenseLayers:
         self.sizes, self._device, self.num_rows = sizes, device, num_rows
         code = machine_code(sizes, device, num_rows, has_norms=has_norms, has_bias=has_bias)
         self._num_blocks, plan = _plan(sizes, device, num_rows)
+        self._starts_early = sizes.num_bytes > _LARGE_BYTES  # a gain there; less is not measured
         self._structs: dict[int, tuple[tuple[Any, ...], _LayerStruct]] = {}  # by layer, with addresses of its weights
 
         def space(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -258,7 +269,10 @@ class DenseLayers:
         for name, tensor in given.items():
             setattr(struct, name, tensor.data_ptr())
         with torch.cuda.device(self._device):
-            self._function.launch_at_once(self._num_blocks, struct)
+            # Blocks of an early launch start one by one, and meet all the same: kernels of one priority start in turn,
+            # so none takes a multiprocessor from blocks still to come. Cooperative launches wait for the kernel before.
+            launch = self._function.launch_early if self._starts_early else self._function.launch_at_once
+            launch(self._num_blocks, struct)
         return output, query
 
 
@@ -317,4 +331,5 @@ def definitions_of(sizes: DenseSizes, plan: Plan, num_rows: int) -> dict[str, An
         "KV_HEADS": sizes.num_kv_heads, "HEAD_DIM": sizes.head_dim, "ROWS": num_rows,
         "WEIGHT_SLOTS": plan.weight_slots, "INPUT_SLOTS": plan.input_slots, "O_SPLITS": plan.output_splits,
         "DOWN_SPLITS": plan.down_splits, "QKV_SPLITS": plan.qkv_splits, "GATE_BLOCKS": plan.gate_blocks,
+        "FLIGHT": min(_FLIGHT_OF_LARGE, plan.weight_slots) if sizes.num_bytes > _LARGE_BYTES else plan.weight_slots,
     }  # fmt: skip

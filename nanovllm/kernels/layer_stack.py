@@ -49,7 +49,7 @@ _PIECES = (1024, 512, 256)
 _OWN_BYTES = 8192  # of shared memory
 # Largest weights of a layer: a gain at 31 and 122 MB; separate kernels read 386 MB as fast, see
 # docs/results/gpu_notes.md.
-_MAX_LAYER_BYTES = 128 * 2**20
+MAX_LAYER_BYTES = 128 * 2**20
 _LARGE_BYTES = 48 * 2**20  # of a layer; from these on two slots of weights are in flight
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
@@ -159,7 +159,7 @@ def why_not(sizes: StackSizes, dtype: torch.dtype, device: torch.device) -> str 
         return "there is no libnvrtc to compile CUDA C++"
     if sizes.piece == 0 or sizes.head_dim not in (64, 128, 256):
         return f"of the sizes {sizes} one is not a multiple of 256, or heads are not of 64, 128 or 256"
-    if sizes.num_bytes > _MAX_LAYER_BYTES:
+    if sizes.num_bytes > MAX_LAYER_BYTES:
         return f"their weights of {sizes.num_bytes / 2**20:.0f} MiB a layer are read faster one by one"
     if sizes.num_heads > _MAX_GROUPS * sizes.num_kv_heads:
         return f"more than {_MAX_GROUPS} query heads share a KV head"

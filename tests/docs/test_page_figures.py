@@ -256,7 +256,7 @@ QUOTED = {
         f"(classes: {', '.join(f'`{each.name}`' for each in processor_classes.X86)};",
         f"a shape of which {forward_graphs.STEPS_TO_CAPTURE} steps had none",
         f"up to {WORDS[max(layer_stack.NUM_ROWS)]} decodes run all layers of Llama's kind",
-        f"up to {layer_stack._MAX_LAYER_BYTES // MIB} MiB of weights a layer",
+        f"up to {layer_stack.MAX_LAYER_BYTES // MIB} MiB of weights a layer",
     ],
     "docs/decisions/two_graphs_a_step.md": [
         f"half as many rows again, and more than {buckets.STAND_IN_ROWS:,}, it runs without",

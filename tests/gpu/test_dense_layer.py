@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import dense_layer as kernels
+from nanovllm.kernels import layer_stack
 from nanovllm.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
 from nanovllm.model.fast.dense_layers import DenseLayer
 from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
@@ -17,10 +18,12 @@ from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tin
 
 QWEN3, LLAMA = DenseSizes(1024, 3072, 16, 8, 128), DenseSizes(512, 1280, 8, 2, 64)
 QWEN2, TINY = DenseSizes(896, 4864, 14, 2, 64), DenseSizes(256, 512, 4, 2, 64)
+LARGE, UNEVEN = DenseSizes(4096, 12_288, 32, 8, 128), DenseSizes(2560, 9728, 32, 8, 128)
 OPTIONS = {
     QWEN3: {"has_norms": True, "has_bias": False}, LLAMA: {"has_norms": False, "has_bias": False},
     QWEN2: {"has_norms": False, "has_bias": True}, TINY: {"has_norms": True, "has_bias": True},
 }  # fmt: skip
+LARGE_OPTIONS = {"has_norms": True, "has_bias": False}
 ROWS = (9, 16, 17, 40, 64, 100, 128)
 
 
@@ -38,7 +41,7 @@ def traps_instead_of_hanging(monkeypatch):
 def kernel_of(sizes: DenseSizes, num_rows: int) -> DenseLayers:
     assert why_not(sizes, torch.bfloat16, torch.device("cuda")) is None
     size = next(size for size in NUM_ROWS if size >= num_rows)
-    return DenseLayers(sizes, torch.device("cuda"), size, **OPTIONS[sizes])
+    return DenseLayers(sizes, torch.device("cuda"), size, **OPTIONS.get(sizes, LARGE_OPTIONS))
 
 
 def results(kernel: DenseLayers, layer: DenseWeights, step: DenseStep, index: int = 0) -> list[Tensor]:
@@ -65,6 +68,48 @@ def test_a_layer_gives_what_its_reference_does(sizes, num_rows):
         assert distance(own, right) < 0.012
     for _ in range(200):  # the same bits again: no launch helps or disturbs the next
         assert all(map(torch.equal, first, results(kernel, layer, step)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 16, 40, 64])
+@pytest.mark.parametrize("sizes", [LARGE, UNEVEN], ids=str)
+def test_a_large_layer_gives_what_its_reference_does_and_writes_no_other_slot(sizes, num_rows):
+    torch.manual_seed(num_rows)
+    layer, step = random_weights(sizes, 2 * num_rows, "cuda", **LARGE_OPTIONS), random_step(sizes, num_rows, "cuda")
+    kernel = kernel_of(sizes, num_rows)
+    first = results(kernel, layer, step)
+    for own, right in zip(first, dense_layer(sizes, layer, *step[:3]), strict=True):
+        assert distance(own, right) < 0.012
+    others = torch.ones(2 * num_rows, dtype=torch.bool, device="cuda").index_fill_(0, step.slots, False)
+    assert layer.keys is not None and layer.values is not None
+    assert not layer.keys[others].any() and not layer.values[others].any()
+    for _ in range(50):
+        assert all(map(torch.equal, first, results(kernel, layer, step)))
+
+
+def test_launches_of_few_rows_one_after_the_other_do_not_disturb_each_other():
+    """A launch may begin before the one before it ends, and reads what that one wrote."""
+    torch.manual_seed(0)
+    layers = [random_weights(LARGE, 16, "cuda", **LARGE_OPTIONS) for _ in range(3)]
+    step, kernel = random_step(LARGE, 3, "cuda"), kernel_of(LARGE, 3)
+
+    def pass_through() -> list[Tensor]:
+        attended, states = step.attended, step.residual
+        for index, layer in enumerate(layers):
+            states, attended = kernel.run(index, layer, attended, states, *step[2:])
+        return [states, attended]
+
+    expected = [step.residual.float(), step.attended.float()]
+    for layer in layers:
+        states, query, *_ = dense_layer(LARGE, layer, expected[1].bfloat16(), expected[0].bfloat16(), step.turns)
+        expected = [states, query.flatten(1)]
+    own = pass_through()
+    assert all(distance(*pair) < 0.03 for pair in zip(own, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = pass_through()
+    for _ in range(50):
+        graph.replay()
+        assert all(map(torch.equal, captured, own))
 
 
 @pytest.mark.parametrize("num_rows", [9, 64, 128])
@@ -157,6 +202,21 @@ def test_an_engine_is_as_exact_with_it(family, tmp_path):
     folder, *pair = models(family, tmp_path)
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **ENGINE) as llm:
         assert is_exact(llm.generate(random_prompts(40), params(), use_tqdm=False), *pair)
+        assert is_used(llm)
+
+
+def test_few_decodes_of_layers_too_large_for_a_stack_run_by_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 0)
+    monkeypatch.setattr(kernels, "_LARGE_BYTES", 0)
+    launches: list[int] = []
+    run = DenseLayers.run
+    monkeypatch.setattr(DenseLayers, "run", lambda self, *given: launches.append(len(given[2])) or run(self, *given))
+    folder, *pair = models("qwen3", tmp_path)
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **ENGINE | {"max_num_seqs": 6}) as llm:
+        assert llm._engine.model_runner.binding.stacked is None
+        for count in (1, 3, 6):
+            assert is_exact(llm.generate(random_prompts(count), params(), use_tqdm=False), *pair)
+        assert min(launches) <= 4
         assert is_used(llm)
 
 

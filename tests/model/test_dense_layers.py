@@ -78,6 +78,13 @@ def test_steps_of_9_rows_up_to_the_largest_compared_ones_use_it(num_rows, is_lau
     assert ReferenceDense.compiled == [16]
 
 
+@pytest.mark.parametrize("num_rows", [2, 8, 16])
+def test_steps_of_fewer_rows_use_it_where_layers_are_too_large_for_a_stack(num_rows, monkeypatch):
+    monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 2**10)
+    assert launched(tiny_binding(), num_rows)
+    assert ReferenceDense.compiled == [16]
+
+
 def test_a_later_layer_starts_with_attention(monkeypatch):
     binding = tiny_binding(num_layers=3)
     launched(binding)
@@ -154,6 +161,15 @@ def test_layers_larger_than_those_that_gain_are_left_as_they_are(monkeypatch, ca
     assert "MiB a layer are more than" in caplog.text
 
 
+def test_rows_with_which_it_is_no_faster_run_by_kernels(monkeypatch):
+    monkeypatch.setattr(dense_layer, "_LARGE_BYTES", 2**10)
+    binding = tiny_binding()
+    compare = lambda: [hidden_step(binding, POSITIONS, count) for count in (128, 64)]  # noqa: E731
+    assert binding.use_kernel_layers(lambda: some_rows(binding), compare)
+    assert launches_of(binding, 64) and not launches_of(binding, 65)
+    assert ReferenceDense.compiled == [64]
+
+
 def test_without_a_step_of_so_many_decodes_it_is_not_used(caplog):
     binding = tiny_binding()
     with caplog.at_level("INFO", logger="nanovllm"):
@@ -200,13 +216,22 @@ def test_a_trial_run_of_a_capture_launches_the_first_layer_alone():
 
 @pytest.mark.parametrize(("max_rows", "sizes"), [(8, []), (9, [16]), (40, [16, 32, 64]), (300, [16, 32, 64, 128])])
 def test_what_an_engine_may_use_is_compiled_ahead(max_rows, sizes, monkeypatch):
+    assert sizes_compiled_ahead(max_rows, monkeypatch) == sizes
+
+
+def test_few_decodes_of_layers_too_large_for_a_stack_have_it_compiled(monkeypatch):
+    monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 2**10)
+    assert sizes_compiled_ahead(1, monkeypatch) == [16]
+
+
+def sizes_compiled_ahead(max_rows: int, monkeypatch: Any) -> list[int]:
     compiled: list[int] = []
     monkeypatch.setattr(dense_layer, "machine_code", lambda sizes, device, num_rows, **_: compiled.append(num_rows))
     binding = tiny_binding()
     calls = dense_layer_compilations(binding.layer_modules, binding.layers, binding.device, max_rows)
     for call in calls:
         call()
-    assert compiled == sizes
+    return compiled
 
 
 def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
@@ -220,4 +245,8 @@ def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
             plan = dense_layer.Plan.of(served, num_rows, num_processors=132, shared_bytes=available)
             assert plan.shared_bytes(num_rows) <= available and plan.weight_slots >= 4 and plan.input_slots >= 2
             for splits, depth in ((plan.output_splits, served.query), (plan.down_splits, served.inner)):
-                assert depth % (128 * splits) == 0 and num_rows % splits == 0
+                assert 1 <= splits <= depth // 128
+    plan = dense_layer.Plan.of(
+        dense_layer.DenseSizes(2560, 9728, 32, 8, 128), 16, num_processors=132, shared_bytes=available
+    )
+    assert plan[:4] == (3, 3, 2, 1)  # 40 tiles by 3 give 120 of 132 blocks an item, by 2 only 80

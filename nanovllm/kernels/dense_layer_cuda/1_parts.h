@@ -2,7 +2,7 @@
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM (64 or 128), ROWS (16 to 256, a power of 2), HAS_NORMS,
 // HAS_BIAS, WEIGHT_SLOTS, INPUT_SLOTS; O_SPLITS, DOWN_SPLITS, QKV_SPLITS of the depth; GATE_BLOCKS of 64 rows of weights;
-// PATIENCE (reads before a wait traps; 0: for ever).
+// FLIGHT (slots of weights on their way, at most), PATIENCE (reads before a wait traps; 0: for ever).
 
 typedef unsigned short bf16;
 typedef unsigned int u32;
@@ -13,18 +13,20 @@ constexpr int COLUMNS = ROWS < 128 ? ROWS : 128, ROW_TILES = ROWS / COLUMNS;  //
 constexpr int PANEL = 64, STEP = 2 * PANEL;                                   // depth of a box, and of a step
 constexpr u32 BLOCK_BYTES = 64 * PANEL * 2, WEIGHT_BYTES = 2 * BLOCK_BYTES;   // of 64 rows of weights; of a slot
 constexpr u32 PANEL_BYTES = COLUMNS * PANEL * 2, INPUT_BYTES = 2 * PANEL_BYTES;
+constexpr int MEETING_ROUND = 8;                                              // the most splits of a depth
 constexpr int CONSUMERS = 256, HELPERS = 64, THREADS = 128 + CONSUMERS;
 
 // A product of weights [FEATURES, DEPTH] and the batch. An item is BLOCKS * 64 features, COLUMNS rows, a split of the depth.
 template <int FEATURES, int DEPTH, int BLOCKS_, int SPLITS_>
 struct Product {
-    static constexpr int BLOCKS = BLOCKS_, SPLITS = SPLITS_, WIDTH = 64 * BLOCKS, STEPS = DEPTH / SPLITS / STEP;
+    static constexpr int BLOCKS = BLOCKS_, SPLITS = SPLITS_, WIDTH = 64 * BLOCKS, STEPS = DEPTH / STEP;
     static constexpr int ITEMS = FEATURES / WIDTH * ROW_TILES * SPLITS;
     // Two warpgroups share an item: half of its columns each, or 64 features.
     static constexpr int OWN_COLUMNS = BLOCKS == 1 ? COLUMNS / 2 : COLUMNS, SUMS = OWN_COLUMNS / 2;
-    static constexpr int SHARE = COLUMNS / SPLITS;               // rows that each split completes
-    static constexpr int BATCH = SHARE <= 8 ? 1 : SHARE == 16 ? 2 : 4;  // rows of a warp at once
-    static_assert(DEPTH % (SPLITS * STEP) == 0 && FEATURES % WIDTH == 0 && COLUMNS % SPLITS == 0, "sizes");
+    static constexpr int SHARE = (COLUMNS + SPLITS - 1) / SPLITS;       // rows that each split completes
+    static constexpr int BATCH = SHARE <= 8 ? 1 : SHARE <= 16 ? 2 : 4;  // rows of a warp at once
+    static_assert(DEPTH % STEP == 0 && FEATURES % WIDTH == 0 && SPLITS <= MEETING_ROUND, "sizes");
+    static_assert(ROW_TILES == 1 || COLUMNS % SPLITS == 0, "rows");
 };
 typedef Product<HIDDEN, QUERY, 1, O_SPLITS> Output;
 typedef Product<2 * INNER, HIDDEN, GATE_BLOCKS, 1> Gate;
@@ -66,6 +68,9 @@ DEVICE float sum_lanes(float value, int lanes) {
 // ------------------------------------------------------------------------------------------------------ barriers
 
 DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+// The next kernel may begin where blocks of this one end, as far as `await_previous`, if it is launched so.
+DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Between writes to global memory and the copy engine's reads of them.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -92,11 +97,12 @@ DEVICE void await(const u32* counter, u32 arrived, u32 begin, u32 count) {
     }
 }
 
-// Arrives as one of `count` and waits for the others.
-DEVICE void meet(u32* counter, u32 count) {
+// Arrives as one of `count`, up to MEETING_ROUND, and waits for the others.
+DEVICE void meet(u32* counter, u32 own, u32 count) {
+    const u32 amount = own == 0 ? MEETING_ROUND + 1 - count : 1;
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    await(counter, before + 1, before / count * count, count);
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(amount) : "memory");
+    await(counter, before + amount, before / MEETING_ROUND * MEETING_ROUND, MEETING_ROUND);
 }
 
 // A place in a ring of slots that a role goes through.

@@ -13,16 +13,16 @@
 
 struct Item {
     int tile, row, split, index;  // row: the first; index: of the tile among all row tiles
+    int begin, steps;             // of the depth
     template <class P>
     static DEVICE Item of(int number, P) {
-        const int part = number / P::SPLITS;
-        return {part / ROW_TILES, part % ROW_TILES * COLUMNS, number % P::SPLITS, part};
+        constexpr bool IS_EVEN = P::STEPS % P::SPLITS == 0;  // then a constant
+        const int part = number / P::SPLITS, split = number % P::SPLITS, begin = P::STEPS * split / P::SPLITS;
+        const int steps = IS_EVEN ? P::STEPS / P::SPLITS : P::STEPS * (split + 1) / P::SPLITS - begin;
+        return {part / ROW_TILES, part % ROW_TILES * COLUMNS, split, part, begin, steps};
     }
     // The depth of a step. Tiles begin at different steps, so that blocks do not all read the same inputs at once.
-    template <class P>
-    DEVICE int depth(int step, P) const {
-        return (split * P::STEPS + (step + tile) % P::STEPS) * STEP;
-    }
+    DEVICE int depth(int step) const { return (begin + (step + tile) % steps) * STEP; }
 };
 
 // ------------------------------------------------------------------------------------------------------- fetching
@@ -33,17 +33,31 @@ DEVICE void fetch_block(u32 to, const TensorMap* map, u32 barrier, int depth, in
     else fetch(to, map, barrier, depth, row);
 }
 
+// Slots are filled in order, with few on their way: more would only delay what blocks read from one another.
+struct WeightPlaces {
+    Place<WEIGHT_SLOTS> next, arriving;
+    int num_begun = 0;
+    // Waits until the next slot may be filled.
+    DEVICE void wait(const Memory& memory) {
+        barrier_wait(memory.weight_empty + 8 * next.slot, next.parity ^ 1);
+        if (FLIGHT == WEIGHT_SLOTS || num_begun++ < FLIGHT) return;
+        barrier_wait(memory.weight_full + 8 * arriving.slot, arriving.parity);
+        arriving.advance();
+    }
+};
+
 template <class P, bool IS_GATE = false>
-DEVICE void fetch_weights(const Memory& memory, const TensorMap* map, Place<WEIGHT_SLOTS>& place) {
+DEVICE void fetch_weights(const Memory& memory, const TensorMap* map, WeightPlaces& places) {
+    Place<WEIGHT_SLOTS>& place = places.next;
 #pragma unroll 1
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
         const Item item = Item::of(number, P());
         const int row = item.tile * P::WIDTH;
 #pragma unroll 1
-        for (int part = 0; part < P::STEPS * P::BLOCKS; ++part, place.advance()) {
+        for (int part = 0; part < item.steps * P::BLOCKS; ++part, place.advance()) {
             const u32 full = memory.weight_full + 8 * place.slot, to = memory.weights + place.slot * WEIGHT_BYTES;
-            const int depth = item.depth(part / P::BLOCKS, P()) + part % P::BLOCKS * PANEL;
-            barrier_wait(memory.weight_empty + 8 * place.slot, place.parity ^ 1);
+            const int depth = item.depth(part / P::BLOCKS) + part % P::BLOCKS * PANEL;
+            places.wait(memory);
             barrier_expect(full, WEIGHT_BYTES);
             fetch_block<P, IS_GATE>(to, map, full, depth, row);
             if (P::BLOCKS == 1) fetch_block<P, IS_GATE>(to + BLOCK_BYTES, map, full, depth + PANEL, row);
@@ -58,9 +72,9 @@ DEVICE void fetch_inputs(const Memory& memory, const TensorMap* map, Place<INPUT
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
         const Item item = Item::of(number, P());
 #pragma unroll 1
-        for (int step = 0; step < P::STEPS; ++step, place.advance()) {
+        for (int step = 0; step < item.steps; ++step, place.advance()) {
             const u32 full = memory.input_full + 8 * place.slot, to = memory.inputs + place.slot * INPUT_BYTES;
-            const int depth = item.depth(step, P());
+            const int depth = item.depth(step);
             barrier_wait(memory.input_empty + 8 * place.slot, place.parity ^ 1);
             barrier_expect(full, INPUT_BYTES);
             fetch(to, map, full, depth, item.row);
@@ -104,7 +118,7 @@ struct Places {
 
 // Sums [64 features, OWN_COLUMNS] of one item.
 template <class P>
-DEVICE void multiply_item(float (&sums)[P::SUMS], const Memory& memory, Places& places) {
+DEVICE void multiply_item(float (&sums)[P::SUMS], const Item& item, const Memory& memory, Places& places) {
     const int half = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
     const u32 weight_offset = P::BLOCKS == 1 ? 0 : half * BLOCK_BYTES;
     const u32 input_offset = P::BLOCKS == 1 ? half * (P::OWN_COLUMNS * PANEL * 2) : 0;
@@ -115,7 +129,7 @@ DEVICE void multiply_item(float (&sums)[P::SUMS], const Memory& memory, Places& 
         read_weights = read_inputs = 0;
     };
 #pragma unroll 1
-    for (int step = 0; step < P::STEPS; ++step) {
+    for (int step = 0; step < item.steps; ++step) {
         barrier_wait(memory.input_full + 8 * places.inputs.slot, places.inputs.parity);
 #pragma unroll
         for (int panel = 0; panel < 2; ++panel) {
@@ -157,7 +171,7 @@ DEVICE const float* exchange(const float (&sums)[P::SUMS], const Item& item, flo
 #pragma unroll
     for (int i = 0; i < P::SUMS; ++i) __stcg(to + (first + i / 4 * 8 + i % 2) * P::WIDTH + i / 2 % 2 * 8, sums[i]);
     sync_consumers();
-    if (thread == 0) meet(counters + item.index, P::SPLITS);
+    if (thread == 0) meet(counters + item.index, item.split, P::SPLITS);
     sync_consumers();
     return tile;
 }

@@ -13,7 +13,7 @@ struct Rows {
         return place(at) < P::SHARE && item.row + item.split * P::SHARE + place(at) < num_rows;
     }
     // Others are read in place of rows that are not there, so that no branch keeps rows from being computed together.
-    DEVICE int column(int at) const { return item.split * P::SHARE + min(place(at), P::SHARE - 1); }
+    DEVICE int column(int at) const { return min(item.split * P::SHARE + min(place(at), P::SHARE - 1), COLUMNS - 1); }
     DEVICE int row(int at) const { return min(item.row + column(at), num_rows - 1); }
 
     DEVICE void load(const float* tile, int first, int second, float2 (&parts)[COUNT][P::SPLITS][P::BLOCKS]) const {
@@ -48,7 +48,7 @@ DEVICE void add_rows(const Layer& layer, const Memory& memory, Places& places, u
         const int feature = item.tile * 64 + 2 * lane;
         const u32 factors = weight ? load_pair(weight + feature) : 0;
         float sums[P::SUMS];
-        multiply_item<P>(sums, memory, places);
+        multiply_item<P>(sums, item, memory, places);
         const float* tile = exchange<P>(sums, item, layer.partial, counters);
 #pragma unroll 1
         for (int from = 0; from < P::SHARE; from += Batch::COUNT * Batch::STRIDE) {
@@ -89,7 +89,7 @@ DEVICE void gate_rows(const Layer& layer, const Memory& memory, Places& places) 
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
         const Item item = Item::of(number, P());
         float sums[P::SUMS];
-        multiply_item<P>(sums, memory, places);
+        multiply_item<P>(sums, item, memory, places);
         if (number == blockIdx.x) await_scales(2);
         const int first = item.row + (P::BLOCKS == 1 ? half * P::OWN_COLUMNS : 0);
         const int block = item.tile * P::BLOCKS + (P::BLOCKS == 2 ? half : 0);
@@ -144,7 +144,7 @@ DEVICE void store_heads(const Layer& layer, const Memory& memory, Places& places
         if (HAS_NORMS) weights.load((is_query ? layer.q_norm : layer.k_norm) + dim);
         if (HAS_BIAS) biases.load(layer.bias + feature);
         float sums[P::SUMS];
-        multiply_item<P>(sums, memory, places);
+        multiply_item<P>(sums, item, memory, places);
         if (number == blockIdx.x) await_scales(3);
         const float* tile = exchange<P>(sums, item, layer.partial, counters);
 #pragma unroll 1
@@ -193,6 +193,7 @@ DEVICE void arrive_before(int product, const Layer& layer) {
 
 DEVICE void multiply_all(const Layer& layer, const Memory& memory) {
     Places places;
+    if (blockIdx.x >= Output::ITEMS) barrier_wait(memory.passed, 0);  // it arrives at once, at counters that are read before
     u32 *output = layer.exchanged, *down = output + NUM_TILES, *next = down + NUM_TILES;
     add_rows<Output>(layer, memory, places, output, layer.residual, layer.middle_norm, layer.middle_rows,
                      layer.middle_scaled, layer.middle_squares);
@@ -225,25 +226,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_layer(const __gri
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    u32 begins[4] = {};  // read before this block arrives
-    if (threadIdx.x == 32)
-        for (int i = 1; i < 4; ++i) begins[i] = begin_of_round(layer.passed + i);
     __syncthreads();
+    start_next();
     const int warp = threadIdx.x / 32;
     if (warp >= 4) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        await_previous();
         return multiply_all(layer, memory);
     }
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp == 0 && threadIdx.x == 0) {
-        Place<WEIGHT_SLOTS> place;
-        fetch_weights<Output>(memory, &layer.output_weight, place);
+        WeightPlaces places;
+        fetch_weights<Output>(memory, &layer.output_weight, places);
         barrier_wait(memory.passed, 0);  // else the first inputs would wait for all these weights
-        fetch_weights<Gate, true>(memory, &layer.gate_weight, place);
-        fetch_weights<Down>(memory, &layer.down_weight, place);
-        if (layer.has_next) fetch_weights<Next>(memory, &layer.next_weight, place);
+        fetch_weights<Gate, true>(memory, &layer.gate_weight, places);
+        fetch_weights<Down>(memory, &layer.down_weight, places);
+        if (layer.has_next) fetch_weights<Next>(memory, &layer.next_weight, places);
     } else if (warp == 1 && threadIdx.x == 32) {
         Place<INPUT_SLOTS> place;
+        u32 begins[4];  // read before this block arrives
+        await_previous();
+        for (int i = 1; i < 4; ++i) begins[i] = begin_of_round(layer.passed + i);
         fetch_inputs<Output>(memory, &layer.attended, place);
         barrier_arrive(memory.passed);
         prefetch_map(&layer.gate_weight), prefetch_map(&layer.middle), prefetch_map(&layer.down_weight);

@@ -35,7 +35,7 @@ from nanovllm.process.device import find_kernel
 
 logger = logging.getLogger("nanovllm")
 
-LEAST_ROWS = 9  # a stack of layers serves fewer
+LEAST_ROWS = 9  # of layers that a stack serves, which is faster for fewer
 
 
 class _Passed(NamedTuple):
@@ -50,12 +50,13 @@ class _Passed(NamedTuple):
 class _Step:
     """Kernels by number of rows, and the running step's inputs of the next layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_rows: int) -> None:
+        self.least_rows = least_rows
         self.kernels: dict[int, Any] = {}
         self.passed: _Passed | None = None
 
     def kernel_for(self, num_rows: int) -> Any | None:
-        sizes = [size for size in self.kernels if size >= num_rows >= LEAST_ROWS]
+        sizes = [size for size in self.kernels if size >= num_rows >= self.least_rows]
         return self.kernels[min(sizes)] if sizes else None
 
     def query_for(self, index: int, hidden_states: Tensor, position_embeddings: Any) -> Tensor | None:
@@ -165,8 +166,8 @@ class DenseLayers:
             _check(block)
         self._device = blocks[0].norms["input"].module.weight.device
         self._modules, self._calls, self._blocks = modules, calls, blocks
-        self._step = _Step()
-        self._num_rows: Any = find_kernel("dense_layer", "NUM_ROWS")
+        self._step = _Step(_least_rows(self._sizes))
+        self._num_rows: Any = find_kernel("dense_layer", "compiled_rows")(self._sizes)  # type: ignore[misc]
         self._launch_error: Any = find_kernel("nvrtc", "CudaError")
         self._layers: list[DenseLayer] = []
         for index in reversed(range(len(modules))):
@@ -190,8 +191,10 @@ class DenseLayers:
     ) -> Tensor:
         layer, before, slots = self._layers[index], hidden_states.clone(), kwargs[STEP_SLOT_MAPPING]
         expected = layer.by_kernels(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+        if (kernel := self._kernel(before.shape[1])) is None:
+            return expected
         try:
-            own, query = layer.launch(self._kernel(before.shape[1]), before, None, position_embeddings, kwargs)
+            own, query = layer.launch(kernel, before, None, position_embeddings, kwargs)
             kind, count = self._blocks[index].kind, int((slots > 0).sum())  # padding comes last
             check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
             if index + 1 < len(self._layers):
@@ -205,11 +208,11 @@ class DenseLayers:
             raise NotFusedError(f"they are called in another way: {error!r}") from error
         return expected
 
-    def _kernel(self, num_rows: int) -> Any:
-        """The kernel of a compared step, used from then on."""
-        if num_rows < LEAST_ROWS or num_rows > self._num_rows[-1]:
-            raise NotFusedError(f"they are compared in a step of {num_rows} rows")
-        size = next(size for size in self._num_rows if size >= num_rows)
+    def _kernel(self, num_rows: int) -> Any | None:
+        """The kernel of a compared step, used from then on; None for rows that run without."""
+        size = next((size for size in self._num_rows if size >= num_rows >= self._step.least_rows), None)
+        if size is None:
+            return None
         if size not in self._step.kernels:
             try:
                 self._step.kernels[size] = self._make(self._sizes, self._device, size, **self._options)
@@ -252,7 +255,7 @@ def dense_layer_compilations(
 ) -> list[Callable[[], Any]]:
     """Calls that compile the kernel for steps of up to `max_rows`, for threads at start; empty if it is not used."""
     compile_code: Any = find_kernel("dense_layer", "machine_code")
-    if compile_code is None or max_rows < LEAST_ROWS:
+    if compile_code is None:
         return []
     try:
         block = describe_blocks(modules[:1], layers[:1])[0]
@@ -260,13 +263,15 @@ def dense_layer_compilations(
         _check(block)
     except NotFusedError:
         return []
+    if max_rows < _least_rows(sizes):
+        return []
 
     def call(num_rows: int) -> None:
         with suppress(find_kernel("nvrtc", "CudaError")):  # type: ignore[arg-type]
             compile_code(sizes, device, num_rows, **options)
 
-    all_sizes: Any = find_kernel("dense_layer", "NUM_ROWS")
-    return [partial(call, size) for size in all_sizes if size < 2 * max_rows]
+    all_sizes: Any = find_kernel("dense_layer", "compiled_rows")(sizes)  # type: ignore[misc]
+    return [partial(call, size) for size in all_sizes if size < max(17, 2 * max_rows)]
 
 
 def _served(block: Parts, layer: AttentionLayer) -> tuple[Any, dict[str, bool]]:
@@ -282,6 +287,12 @@ def _served(block: Parts, layer: AttentionLayer) -> tuple[Any, dict[str, bool]]:
     if reason is not None:
         raise NotFusedError(reason)
     return sizes, {"has_norms": "q" in block.norms, "has_bias": block.linears["q"].bias is not None}
+
+
+def _least_rows(sizes: Any) -> int:
+    """Rows from which a step's layers run by it."""
+    largest: Any = find_kernel("layer_stack", "MAX_LAYER_BYTES")
+    return LEAST_ROWS if largest is not None and sizes.num_bytes <= largest else 1
 
 
 def _check(block: Parts) -> None:
