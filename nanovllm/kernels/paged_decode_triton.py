@@ -321,7 +321,8 @@ def merge_pieces(
     """A program merges the pieces of one split decode and query head. HEAD_DIM: of values."""
     row, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     slot, count = tl.load(splits + 2 * row), tl.load(splits + 2 * row + 1)
-    if OVERLAPS:
+    if OVERLAPS:  # the next kernel may fetch its weights meanwhile
+        gdc_launch_dependents()
         gdc_wait()
     if count > 1:
         first = slot * NUM_HEADS + head
