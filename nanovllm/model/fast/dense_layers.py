@@ -203,7 +203,7 @@ class DenseLayers:
                 if (differs := difference_of_rows(query[:count], right[:count])) is not None:
                     raise NotFusedError(f"the next queries of {kind} differ {differs}")
                 with rewriting(kind, following.cache, slots[:count]):
-                    layer.launch(self._kernel(before.shape[1]), before, None, position_embeddings, kwargs)
+                    layer.launch(kernel, before, None, position_embeddings, kwargs)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise NotFusedError(f"they are called in another way: {error!r}") from error
         return expected
