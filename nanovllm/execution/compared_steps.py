@@ -52,7 +52,7 @@ def few_decodes(config: EngineConfig) -> list[list[int]]:
     return [
         [min(last, max(0, first + step * number)) for number in range(count)]
         for first, step in places
-        for count in (1, 3, 6)
+        for count in sorted({1, 3, min(6, config.max_num_seqs)})
         if count <= config.max_num_seqs and count + 2 < config.num_kv_blocks
     ]
 

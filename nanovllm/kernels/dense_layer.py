@@ -192,7 +192,7 @@ class DenseLayers:
         self.sizes, self._device, self.num_rows = sizes, device, num_rows
         code = machine_code(sizes, device, num_rows, has_norms=has_norms, has_bias=has_bias)
         self._num_blocks, plan = _plan(sizes, device, num_rows)
-        self._starts_early = sizes.num_bytes > _LARGE_BYTES  # a gain there; less is not measured
+        self._starts_early, self._has_run = sizes.num_bytes > _LARGE_BYTES, False  # a gain there; less is not measured
         self._structs: dict[int, tuple[tuple[Any, ...], _LayerStruct]] = {}  # by layer, with addresses of its weights
 
         def space(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -270,9 +270,11 @@ class DenseLayers:
             setattr(struct, name, tensor.data_ptr())
         with torch.cuda.device(self._device):
             # Blocks of an early launch start one by one, and meet all the same: kernels of one priority start in turn,
-            # so none takes a multiprocessor from blocks still to come. Cooperative launches wait for the kernel before.
-            launch = self._function.launch_early if self._starts_early else self._function.launch_at_once
-            launch(self._num_blocks, struct)
+            # so none takes a multiprocessor from blocks still to come. Cooperative launches wait for the kernel before;
+            # the first one is, since the driver refuses it if the blocks do not fit at once.
+            is_early = self._starts_early and self._has_run and torch.cuda.current_stream().priority == 0
+            (self._function.launch_early if is_early else self._function.launch_at_once)(self._num_blocks, struct)
+        self._has_run = True
         return output, query
 
 

@@ -27,7 +27,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.compared_steps import run_few_decodes
+from nanovllm.execution.compared_steps import few_decodes, run_few_decodes
 from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels import layer_stack
@@ -90,6 +90,7 @@ def test_a_model_of_llamas_kind_runs_its_steps_in_one_launch(family):
 
 @pytest.mark.parametrize("max_num_seqs", [5, 6, 7])
 def test_an_engine_of_five_to_seven_requests_pads_its_steps_to_rows_that_the_kernel_serves(max_num_seqs):
+    assert max(map(len, few_decodes(replace(CONFIG, max_num_seqs=max_num_seqs)))) > 4, "both sizes are compared"
     harness = Harness(tiny_model("llama", dtype=torch.bfloat16), replace(CONFIG, max_num_seqs=max_num_seqs))
     assert harness.binding.stacked is not None and harness.build() is not None
     for count in range(1, max_num_seqs + 1):

@@ -5,6 +5,7 @@ References in PyTorch stand in for the kernels, which run on a GPU alone: see te
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import dense_layer, layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.dense_layers import DenseLayer, dense_layer_compilations
+from nanovllm.model.fast.distances import rewriting
 from nanovllm.model.fast.kernel_layers import KernelLayer
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_dense import ReferenceDense
@@ -142,6 +145,19 @@ def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monk
     with caplog.at_level("INFO", logger="nanovllm"):
         assert launched(binding) == []
     assert f"its {name} differ by up to 2.0e+00" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_k_and_v_that_err_by_a_hundredth_in_scale_differ(part, factor):
+    cache = torch.randn(2, 32, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before, slots = cache.clone(), torch.arange(5, 15)
+    written = cache[:, slots] + 0.002 * cache[:, slots].roll(1, dims=1)  # rounded otherwise
+    written[part] *= factor
+    expectation = pytest.raises(NotFusedError, match="in scale") if factor != 1 else contextlib.nullcontext()
+    with expectation, rewriting("a layer", cache, slots):
+        cache[:, slots] = written
+    assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ ROW_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015, torch.float16: 0.00
 # Distance of the elements' mean ratio from 1. In bfloat16 rounding changes an element by up to 0.2 % in both
 # directions, the mean of 64 elements by up to 0.1 %; a factor of 0.995 changes it by 0.5 %.
 SCALE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.0025, torch.float16: 5e-4}
+_LEAST_SCALED = 2048  # elements; the mean ratio of a row of 128 may be 0.0026 by rounding alone
 _MOST_COUNTED = 4  # clamp of an element's error, in roundings: cancellation makes single ratios large
 
 
@@ -63,9 +64,11 @@ def rewriting(kind: str, cache: Tensor, slots: Tensor) -> Iterator[None]:
     finally:
         cache[:, slots] = expected
     for name, *pair in zip(("keys", "values"), own.flatten(2), expected.flatten(2), strict=True):
-        worst = row_distances(*pair).max().item()  # a row of a decode has too few elements to compare scales
-        if not worst <= ROW_TOLERANCE[cache.dtype]:
-            raise NotFusedError(f"{kind} computes something else: its {name} differ by up to {worst:.1e} a row")
+        worst = row_distances(*pair).max().item()
+        scale = _scale_error(*pair) if pair[0].numel() >= _LEAST_SCALED else 0.0
+        if not (worst <= ROW_TOLERANCE[cache.dtype] and abs(scale) <= SCALE_TOLERANCE[cache.dtype]):
+            differs = f"by up to {worst:.1e} a row, by {scale:.1e} in scale"
+            raise NotFusedError(f"{kind} computes something else: its {name} differ {differs}")
 
 
 def row_distances(own: Tensor, expected: Tensor) -> Tensor:
