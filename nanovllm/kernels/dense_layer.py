@@ -307,8 +307,7 @@ def _tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], bo
 
 def source_text() -> str:
     """The kernel's source files, concatenated."""
-    paths = [_HOPPER, *sorted(_SOURCES.glob("[0-9]*"))]
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    return nvrtc.joined_sources(_HOPPER, nvrtc.BFLOAT16, *sorted(_SOURCES.glob("[0-9]*")))
 
 
 def _plan(sizes: DenseSizes, device: torch.device, num_rows: int) -> tuple[int, Plan]:

@@ -53,7 +53,7 @@ def function(
 ) -> nvrtc.CudaFunction:
     """A kernel of some source files; machine code is cached on disk."""
     major, minor = torch.cuda.get_device_capability(device)
-    source = "\n".join((_SOURCES / file).read_text(encoding="utf-8") for file in ("1_parts.h", *files))
+    source = nvrtc.joined_sources(nvrtc.BFLOAT16, *(_SOURCES / file for file in ("1_parts.h", *files)))
     own = {"ROWS": MAX_ROWS, "GRID": num_blocks(device), "PATIENCE": PATIENCE}
     with torch.cuda.device(device):
         code = nvrtc.compile_source(source, f"sm_{major}{minor}", {**own, **definitions})

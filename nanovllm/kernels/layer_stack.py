@@ -47,8 +47,8 @@ _MAX_SPLITS = 32  # of a decode's context
 _MAX_SLOT_BYTES = 176_000  # more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
 _OWN_BYTES = 8192  # of shared memory
-# Largest weights of a layer: a gain at 31 and 122 MB; separate kernels read 386 MB as fast, see
-# docs/results/gpu_notes.md.
+# Largest weights of a layer: a gain at 31 and 122 MB; 386 MB are read faster between two attentions at a time
+# (`dense_layer.py`).
 MAX_LAYER_BYTES = 128 * 2**20
 _LARGE_BYTES = 48 * 2**20  # of a layer; from these on two slots of weights are in flight
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
@@ -160,7 +160,7 @@ def why_not(sizes: StackSizes, dtype: torch.dtype, device: torch.device) -> str 
     if sizes.piece == 0 or sizes.head_dim not in (64, 128, 256):
         return f"of the sizes {sizes} one is not a multiple of 256, or heads are not of 64, 128 or 256"
     if sizes.num_bytes > MAX_LAYER_BYTES:
-        return f"their weights of {sizes.num_bytes / 2**20:.0f} MiB a layer are read faster one by one"
+        return f"their weights of {sizes.num_bytes / 2**20:.0f} MiB a layer are read faster a layer at a time"
     if sizes.num_heads > _MAX_GROUPS * sizes.num_kv_heads:
         return f"more than {_MAX_GROUPS} query heads share a KV head"
     properties: Any = torch.cuda.get_device_properties(device)
@@ -258,7 +258,7 @@ class LayerStack:
 
 def source_text() -> str:
     """The kernel's source files, concatenated."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.glob("[0-9]*")))
+    return nvrtc.joined_sources(nvrtc.BFLOAT16, *sorted(_SOURCES.glob("[0-9]*")))
 
 
 def _num_blocks(sizes: StackSizes, device: torch.device) -> int:

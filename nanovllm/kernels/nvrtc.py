@@ -19,6 +19,7 @@ import torch
 
 from nanovllm.core.paths import cache_root
 
+BFLOAT16 = Path(__file__).with_name("bfloat16.h")  # a source that others begin with
 _MAX_SHARED_BYTES = 8  # number of a function attribute
 _STARTS_EARLY = 6  # of a launch attribute
 _locks: defaultdict[str, Lock] = defaultdict(Lock)  # by file of the cache
@@ -26,6 +27,11 @@ _locks: defaultdict[str, Lock] = defaultdict(Lock)  # by file of the cache
 
 class CudaError(RuntimeError):
     """An error of the compiler or the driver."""
+
+
+def joined_sources(*paths: Path) -> str:
+    """The text of some source files, in their order, as one."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 @cache

@@ -320,7 +320,7 @@ def tensor_map(tensor: Tensor, num_rows: int) -> Any:
 def source_text(name: str) -> str:
     """The source files of the kernel of chunks, or of wide groups, concatenated."""
     own = {"prompt_attention": ("3_items.h", "4_prompts.cu"), "wide_attention": ("5_wide.cu",)}[name]
-    return "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("1_hopper.h", "2_products.h", *own))
+    return nvrtc.joined_sources(*(_SOURCES / file for file in ("1_hopper.h", "2_products.h", *own)))
 
 
 @cache

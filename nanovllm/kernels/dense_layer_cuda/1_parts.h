@@ -1,12 +1,8 @@
-// Sizes, arguments, grid barrier and copies of the kernel; follows prompt_attention_cuda/1_hopper.h.
+// Sizes, arguments, grid barrier and copies of the kernel; follows prompt_attention_cuda/1_hopper.h and bfloat16.h.
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM (64 or 128), ROWS (16 to 256, a power of 2), HAS_NORMS,
 // HAS_BIAS, WEIGHT_SLOTS, INPUT_SLOTS; O_SPLITS, DOWN_SPLITS, QKV_SPLITS of the depth; GATE_BLOCKS of 64 rows of weights;
 // FLIGHT (slots of weights on their way, at most), PATIENCE (reads before a wait traps; 0: for ever).
-
-typedef unsigned short bf16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int QUERY = HEADS * HEAD_DIM, KV = KV_HEADS * HEAD_DIM, QKV = QUERY + 2 * KV;
 constexpr int COLUMNS = ROWS < 128 ? ROWS : 128, ROW_TILES = ROWS / COLUMNS;  // rows of the batch are columns here
@@ -47,14 +43,6 @@ struct Layer {
     int num_rows, has_next;
 };
 
-DEVICE float low(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE u32 narrow2(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-DEVICE float rounded(float value) { return low(narrow2(value, 0.f)); }
 DEVICE u32 load_pair(const bf16* from) { return *reinterpret_cast<const u32*>(from); }
 DEVICE u32 load_fresh(const bf16* from) { return __ldcg(reinterpret_cast<const u32*>(from)); }  // other blocks wrote it
 DEVICE void store_pair(bf16* to, float first, float second) { *reinterpret_cast<u32*>(to) = narrow2(first, second); }

@@ -1,28 +1,11 @@
-// bfloat16, the grid barrier and rings of weights, for kernels with one block per multiprocessor.
+// The grid barrier and rings of weights, behind `bfloat16.h`, for kernels with one block per multiprocessor.
 //
 // Set by the caller: GRID (blocks, at most one per multiprocessor), ROWS (the most of a call, up to 8), SLOTS (of a warp's
 // ring), PATIENCE (reads before a wait traps).
 
-typedef unsigned short bf16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ constexpr int at_least(int one, int other) { return one > other ? one : other; }
-__device__ constexpr int up(int count, int by) { return (count + by - 1) / by; }
-
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ALL_WARPS = GRID * WARPS;
 static_assert(ROWS <= WARPS && GRID <= 256, "sizes");
 
-__device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline float wide(bf16 value) { return __uint_as_float(u32(value) << 16); }
-__device__ inline u32 narrow2(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-__device__ inline bf16 narrow(float value) { return bf16(narrow2(value, 0.f)); }
-__device__ inline float rounded(float value) { return low(narrow2(value, 0.f)); }
 __device__ inline float sum_lanes(float value) {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(~0u, value, step);

@@ -1,17 +1,9 @@
-// Shared by the kernel's parts: sizes, addresses of a layer and a step, bfloat16, words with epochs.
+// Shared by the kernel's parts: sizes, addresses of a layer and a step, words with epochs; behind `bfloat16.h`.
 //
 // Set by the caller: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, PIECE, SLOTS, ROWS, GRID (blocks of the
 // launch), HAS_NORMS, HAS_BIAS, SPLIT (tokens of a context's split), ALONE (tokens of a context without splits), FLIGHT
 // (slots of weights on their way at once; HEAD_FLIGHT: while the head is read), PACKED_BYTES (of
 // inputs as launch arguments), PATIENCE (reads before a wait traps; 0: for ever).
-
-typedef unsigned short bf16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ constexpr int at_least(int one, int other) { return one > other ? one : other; }
-__device__ constexpr int at_most(int one, int other) { return one < other ? one : other; }
-__device__ constexpr int up(int count, int by) { return (count + by - 1) / by; }
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // computing warps; one more warp fetches weights
 constexpr int QUERY = HEADS * HEAD_DIM, KV = KV_HEADS * HEAD_DIM, QKV = QUERY + 2 * KV, GROUPS = HEADS / KV_HEADS;
@@ -57,20 +49,11 @@ template <typename T> __device__ inline const T *given(const Step &step, const P
     return step.is_packed ? reinterpret_cast<const T *>(reinterpret_cast<const unsigned char *>(packed.words) + u64(from)) : from;
 }
 
-__device__ inline float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline float wide(bf16 value) { return __uint_as_float(u32(value) << 16); }
-__device__ inline u32 narrow2(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
 __device__ inline u32 multiply2(u32 pair, u32 other) {
     u32 product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(other));
     return product;
 }
-__device__ inline float rounded(float value) { return low(narrow2(value, 0.f)); }
 __device__ inline void widen(uint4 packed, float *values) {
     values[0] = low(packed.x), values[1] = high(packed.x), values[2] = low(packed.y), values[3] = high(packed.y);
     values[4] = low(packed.z), values[5] = high(packed.z), values[6] = low(packed.w), values[7] = high(packed.w);
