@@ -7,7 +7,7 @@ written number by number: with few rows NumPy's calls take longer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -63,7 +63,7 @@ class PackedLaunch:
         self._launch = step.token_step(places, num_rows, sampled, logits)
         self._to, self._rows = packing.views(self._launch.packed), self._launch.packed[: packing.num_words]
 
-    def pack(self, layout: BatchLayout, block_size: int, sequences: Iterable[Any]) -> int | None:
+    def pack(self, layout: BatchLayout, block_size: int, sequences: Sequence[Any]) -> int | None:
         """Write a layout's rows; returns the number of their blocks, or None if they are too many or draw otherwise."""
         inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
         if None in inverses:
@@ -161,9 +161,10 @@ class StackedSteps:
         own, tokens = logits[torch.from_numpy(layout.sample_rows).to(device)], self._sampled[:count]
         if (differs := difference_of_rows(own, expected)) is not None:
             raise NotFusedError(f"its logits are others: rows differ {differs}")
-        inputs: Any = DrawInputs.from_sequences(samples, layout.sampled_positions.tolist()).to_device(device)
-        is_right = tokens == draw(own, inputs, has_filters=False)
-        if not temperature:  # of equal logits either is right
+        if temperature:
+            inputs: Any = DrawInputs.from_sequences(samples, layout.sampled_positions.tolist()).to_device(device)
+            is_right = tokens == draw(own, inputs, has_filters=False)
+        else:  # of equal logits either is right
             is_right = own.gather(1, tokens[:, None])[:, 0] == own.amax(dim=1)
         if not is_right.all():
             raise NotFusedError("its tokens are others than its logits give")
