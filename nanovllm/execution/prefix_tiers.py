@@ -132,11 +132,17 @@ class PrefixTiers(Observer):
             return False
 
     def _store_one(self) -> bool:
-        copies = self.manager.stores_now()
-        self.memory.store(copies)
-        if self._orders is not None:
-            self._orders.store(copies)
-        return bool(copies)
+        stores = self.manager.stores_now()
+        copies = [store.copy for store in stores]
+        try:
+            self.memory.store(copies)
+            if self._orders is not None:
+                self._orders.store(copies)
+        except BaseException:  # idle work ends and requests go on: the slots have no content
+            for node, copy in stores:
+                self.books.drop(node, copy.group)
+            raise
+        return bool(stores)
 
     def _may_write(self) -> bool:
         """Whether the files still name the engine's model, and all ranks write theirs."""
@@ -170,12 +176,14 @@ class PrefixTiers(Observer):
     def _has_content(self, node: StoredBlock, group: int) -> bool:
         """Whether there is something to write; of a group without content a record of the tokens."""
         is_empty = not self.books.block_bytes[group]
-        return is_empty or group in node.slots or self.manager.settled_block(group, node) != NULL_BLOCK
+        manager = self.manager
+        has_slot = manager.settled_slot(group, node) is not None
+        return is_empty or has_slot or manager.settled_block(group, node) != NULL_BLOCK
 
     def _write(self, node: StoredBlock, group: int) -> bool:
         assert self.directory is not None
         block = self.manager.settled_block(group, node) if self.books.block_bytes[group] else NULL_BLOCK
-        slot = node.slots.get(group)
+        slot = self.manager.settled_slot(group, node)
         if not self.directory.append(node, group, self.memory.content(group, block, slot)):
             return False
         if self._orders is not None:

@@ -43,7 +43,7 @@ def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
         long_prefill_token_threshold=rng.randint(1, 4) * block_size,
     )
     loop = TieredLoop(scheduler, rng, num_slots=rng.randint(2, 30), has_files=rng.random() < 0.8)
-    walk_at_random(loop, rng, num_calls, samples=(1,) if seed < NUM_WALKS else (1, 2, 4))
+    walk_at_random(loop, rng, num_calls, samples=(1,) if seed < NUM_WALKS else (1, 2, 4), more={loop.idle: 20})
     return loop
 
 
@@ -55,6 +55,7 @@ def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
     seen = sum((loop.seen for loop in loops), Counter())
     for situation in ("loads", "stores", "written", "read late", "non-finite"):
         assert seen[situation] > 0, situation
+    assert seen["idle beside queued copies"] > 10
     assert bool(loops[0].model.states) or sum(loop.model.num_forked for loop in loops) > 50
     assert sum(loop.books.num_evictions for loop in loops) > 50
     reads = [loop.reads for loop in loops if loop.reads is not None]

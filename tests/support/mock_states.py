@@ -8,6 +8,7 @@ from zlib import crc32
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.core.sequence import Sequence
 
 UNWRITTEN = None  # a slot that no successful step has written
 
@@ -38,6 +39,10 @@ class Poison:
     is_known: bool = False  # reported to the scheduler
     holders: set[str] = field(default_factory=set)  # requests that held the block at that time
 
+    def may_be_read_by(self, sequence: Sequence) -> bool:
+        """Whether a request found it before it was reported, or began as the fork of one that did."""
+        return not self.is_known or any(sample.request_id in self.holders for sample in (sequence, *sequence.samples))
+
 
 class MockStates:
     """The records of one cache group. A step reads all of its states before it writes any."""
@@ -59,8 +64,10 @@ class MockStates:
         content = self.slots[slot]
         check(slot != NULL_BLOCK, f"{request_id} has no state after {entry.start} tokens")
         if isinstance(content, Poison):
-            is_own = not content.is_known or request_id in content.holders
-            check(is_own, f"{request_id} found state {slot}, whose owner had turned non-finite")
+            check(
+                content.may_be_read_by(entry.sequence),
+                f"{request_id} found state {slot}, whose owner had turned non-finite",
+            )
             return True
         kind = "another" if content else "none"
         check(

@@ -1,6 +1,7 @@
 """Any order of calls of a scheduler, by hypothesis or by a seeded walk, on a loop that checks every invariant."""
 
 import random
+from collections.abc import Callable, Mapping
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -126,9 +127,18 @@ class SchedulerRules(RuleBasedStateMachine):
 
 
 def walk_at_random(
-    loop: Loop, rng: random.Random, num_calls: int, *, samples: tuple[int, ...] = (1, 1, 1, 2, 4)
+    loop: Loop,
+    rng: random.Random,
+    num_calls: int,
+    *,
+    samples: tuple[int, ...] = (1, 1, 1, 2, 4),
+    more: Mapping[Callable[[], object], int] | None = None,
 ) -> Loop:
-    """`num_calls` calls in random order, then to the end; a request has one of these numbers of samples."""
+    """`num_calls` calls in random order, then to the end; a request has one of these numbers of samples.
+
+    Args:
+        more: calls besides those of any scheduler, each with its weight; `launch` has 100.
+    """
     max_model_len = loop.scheduler.config.max_model_len
     depth = rng.randint(1, MAX_IN_FLIGHT)
 
@@ -169,8 +179,8 @@ def walk_at_random(
     def turn_non_finite() -> None:
         launch(tuple(sequence.request_id for sequence in one_of_the_unfinished()))
 
-    calls = {add: 30, launch: 100, read: 10, fail: 5, abort: 4, turn_non_finite: 4}
-    calls |= {lambda: reset_prefix_cache(loop): 1, lambda: drop_computed(loop): 1}
+    calls: dict[Callable[[], object], int] = {add: 30, launch: 100, read: 10, fail: 5, abort: 4, turn_non_finite: 4}
+    calls |= {lambda: reset_prefix_cache(loop): 1, lambda: drop_computed(loop): 1} | dict(more or {})
     for call in rng.choices(list(calls), list(calls.values()), k=num_calls):
         call()
     end(loop, depth)

@@ -344,7 +344,7 @@ class MockModel(MockBlocks):
             if isinstance(content, Poison):
                 poisoned = True
                 check(
-                    not content.is_known or request_id in content.holders,
+                    content.may_be_read_by(entry.sequence),
                     f"{request_id} found block {content.block}, whose owner had turned non-finite",
                 )
             else:

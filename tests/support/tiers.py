@@ -1,9 +1,13 @@
-"""Tiers without memory and files: a mock model that executes copies, and files read late, wrongly or never."""
+"""Tiers without memory and files: a mock model that executes copies, idle work, and files read late, wrongly or never.
+
+Every slot of host memory and every block of a file is checked against the KV of the tokens that the books name for it.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from nanovllm.cache.cache_groups import CacheGroups
@@ -13,12 +17,15 @@ from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cache.tiers.segments import Place
 from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
-from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
+from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch
+from nanovllm.core.block_hashes import root_hash
+from nanovllm.execution.prefix_tiers import PrefixTiers
 from nanovllm.scheduler import Scheduler
-from tests.support.mock_states import UNWRITTEN, Poison, check
+from tests.support.mock_states import UNWRITTEN, Poison, check, empty_prefix, extend_prefix
 from tests.support.scheduling import Loop, MockModel, make_config
 
 Content = list[int | Poison | None]
+SALTS = ("", "salt")
 
 
 class TieredModel(MockModel):
@@ -27,14 +34,27 @@ class TieredModel(MockModel):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self.host: dict[tuple[int, int], Content] = {}  # by (group, slot)
+        self.reads: FakeReads | None = None
 
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
         destinations = [(copy.group, copy.destination) for copy in batch.copies]
         check(len(set(destinations)) == len(destinations), "two copies of a step have one destination")
-        for group, source, destination in batch.copies:
+        if self.reads is not None:
+            self.reads.finish_some()  # the thread waits for no step that is not launched
+        self.store(batch.copies)
+        return super().execute(batch, non_finite)
+
+    def store(self, copies: Iterable[Copy]) -> None:
+        """Execute the copies to host memory, before any other of a step."""
+        for group, source, destination in copies:
             if destination < 0:
                 self.host[group, ~destination] = self.block(group, source)
-        return super().execute(batch, non_finite)
+
+    def content(self, group: int, block: int, slot: int | None) -> Content:
+        """The content of a block: from the KV cache, from a slot for the null block, nothing without either."""
+        if block != NULL_BLOCK:
+            return self.block(group, block)
+        return [] if slot is None else self.host[group, slot]
 
     def _copy(self, batch: ScheduledBatch) -> None:
         super()._copy(replace(batch, copies=tuple(copy for copy in batch.copies if min(copy[1:]) >= 0)))
@@ -100,6 +120,28 @@ class FakeReads(FileReads):
         super().wait(sequence, may_block=False)
 
 
+class FakeFiles:
+    """The directory of `FakeIdleWork`."""
+
+    is_writer = True
+
+    def __init__(self, loop: TieredLoop) -> None:
+        self._loop = loop
+
+    def append(self, node: StoredBlock, group: int, content: Content) -> bool:
+        self._loop.write(node, group, content)
+        return True
+
+
+class FakeIdleWork(PrefixTiers):
+    """The idle work of an engine's tiers over a mock model's memory."""
+
+    def __init__(self, loop: TieredLoop) -> None:
+        self.manager, self.memory, self.books, self.reads = loop.manager, loop.model, loop.books, loop.reads  # type: ignore[assignment]
+        self.directory = None if loop.reads is None else FakeFiles(loop)  # type: ignore[assignment]
+        self._keeps_all, self._orders, self._is_alone, self._lock = True, None, False, threading.Lock()
+
+
 class TieredLoop(Loop):
     """A loop with a tier of few slots, and files that come and go."""
 
@@ -110,6 +152,7 @@ class TieredLoop(Loop):
         super().__init__(scheduler)
         self.model = TieredModel(scheduler)
         self.rng = rng
+        self._known: dict[StoredBlock, list[int]] = {}  # hashes of prefixes
         num_groups = len(self.manager.pools)
         self.books = TierBooks([1] * num_groups, num_slots)
         costs = LoadCosts(lambda start, count: rng.choice((None, 1.0, 0.0)))
@@ -120,6 +163,32 @@ class TieredLoop(Loop):
             stores_while_busy=rng.random() < 0.5, max_load_bytes=lambda: rng.choice((1, 3, 100)),
             max_step_blocks=8,
         )  # fmt: skip
+        self.model.reads = self.reads
+        self.idle_work = FakeIdleWork(self)
+
+    def idle(self) -> None:
+        """Use idle time as the engine does, with no step in flight: some pieces of work.
+
+        Sometimes all requests end before, the last step beside a schedule without work; else some may wait.
+        """
+        if self.rng.random() < 0.3:
+            self.drain(depth=2)
+        while self.in_flight:
+            self.read()
+        for _ in range(self.rng.randint(1, 10)):
+            if not self.use_idle_time():
+                break
+            self.check()
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of idle work; False if there is none to do."""
+        if self.reads is not None and self.rng.random() < 0.3:
+            self.reads.finish_some()
+        queued = len(self.manager.copies)
+        does_work = self.idle_work.save_idle()
+        check(len(self.manager.copies) == queued, "idle work takes copies of the next batch")
+        self.seen["idle beside queued copies"] += does_work and queued > 0
+        return does_work
 
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         before = self.manager.num_loaded_blocks
@@ -160,16 +229,50 @@ class TieredLoop(Loop):
                 continue
             block = self.manager.settled_block(group, node)
             if block != NULL_BLOCK and not self.in_flight:
-                content = self.model.block(group, block)
-                place = Place(0, len(self.reads.disk), 1, b"")
-                self.reads.disk[place] = content
-                node.places[group] = place
-                self.seen["written"] += 1
+                self.write(node, group, self.model.block(group, block))
+
+    def write(self, node: StoredBlock, group: int, content: Content) -> None:
+        """Write a block to the files."""
+        assert self.reads is not None
+        self._check_content(node, group, content, "file")
+        place = Place(0, len(self.reads.disk), 1, b"")
+        self.reads.disk[place] = content
+        node.places[group] = place
+        self.seen["written"] += 1
 
     def check(self) -> None:
         super().check()
         if hasattr(self, "books"):
             self.books.check()
+            for root in self.books.roots.values():
+                for node in root.below():
+                    for group in node.slots:
+                        if (slot := self.manager.settled_slot(group, node)) is not None:
+                            self._check_content(node, group, self.model.host[group, slot], f"slot {slot}")
+
+    def _check_content(self, node: StoredBlock, group: int, content: Content, place: str) -> None:
+        """Check that a content is the KV of the tokens before and in a block, or poison."""
+        expected = self._prefixes(node)[-self.model.size_of(group) :]
+        is_right = len(content) == len(expected) and all(
+            isinstance(found, Poison) or found == right for found, right in zip(content, expected, strict=True)
+        )
+        check(is_right, f"{place} of group {group} has another content than that of its tokens")
+
+    def _prefixes(self, node: StoredBlock) -> list[int]:
+        """The hashes of the prefixes that end in a block."""
+        if node not in self._known:
+            assert node.parent is not None
+            if node.parent.parent is None:
+                prefix = next(
+                    empty_prefix(salt) for salt in SALTS if root_hash(self.manager.root_seed, salt) == node.parent.key
+                )
+            else:
+                prefix = self._prefixes(node.parent)[-1]
+            found = self._known[node] = []
+            for token_id in memoryview(node.key).cast("i"):
+                prefix = extend_prefix(prefix, token_id)
+                found.append(prefix)
+        return self._known[node]
 
 
 def make_tiered_scheduler(

@@ -1,7 +1,8 @@
 """Books of a tier: prefixes by the tokens on their path, and the slots of host memory with their content. No torch.
 
-Invariant: a slot is free, or belongs to one `StoredBlock` and group, or to a read in progress. A block in a tier is
-found by its tokens and those of all blocks before it, never by a number that another process would assign anew.
+Invariant: a slot is free, or belongs to one `StoredBlock` and group, or to a read in progress. A queued copy pins the
+slot that it reads or writes: it is not free before its last pin has gone, even if its block is forgotten. A block in a
+tier is found by its tokens and those of all blocks before it, never by a number that another process would assign anew.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class TierBooks:
         self._num_slots = [0] * len(self.block_bytes)
         self._free: list[list[int]] = [[] for _ in self.block_bytes]
         self._used: list[OrderedDict[StoredBlock, None]] = [OrderedDict() for _ in self.block_bytes]
-        self._pins: Counter[tuple[StoredBlock, int]] = Counter()
+        self._pins: Counter[tuple[int, int]] = Counter()  # by (group, slot)
+        self._forgotten: set[tuple[int, int]] = set()  # pinned slots of no block, free once they are unpinned
 
     @property
     def num_stored(self) -> int:
@@ -134,7 +136,7 @@ class TierBooks:
                 self.num_bytes += size
                 self._num_slots[group] += 1
                 return self._num_slots[group] - 1
-            victim = next((node for node in self._used[group] if not self.is_pinned(node, group)), None)
+            victim = next((node for node in self._used[group] if not self.is_pinned(group, node.slots[group])), None)
             if victim is None:
                 return None
             self.num_evictions += 1
@@ -164,23 +166,30 @@ class TierBooks:
         if node.num_hits == 0:
             self.found_share += (is_found - self.found_share) / max(MIN_MEMORY, sum(self._num_slots))
 
-    def pin(self, node: StoredBlock, group: int) -> None:
-        self._pins[node, group] += 1
+    def pin(self, group: int, slot: int) -> None:
+        """Keep a slot for a copy that is not executed yet."""
+        self._pins[group, slot] += 1
 
-    def is_pinned(self, node: StoredBlock, group: int) -> bool:
-        return self._pins[node, group] > 0
+    def is_pinned(self, group: int, slot: int) -> bool:
+        return (group, slot) in self._pins
 
-    def unpin(self, node: StoredBlock, group: int) -> None:
-        self._pins[node, group] -= 1
-        if self._pins[node, group] <= 0:
-            del self._pins[node, group]
+    def unpin(self, group: int, slot: int) -> None:
+        self._pins[group, slot] -= 1
+        if not self._pins[group, slot]:
+            del self._pins[group, slot]
+            if (group, slot) in self._forgotten:
+                self._forgotten.remove((group, slot))
+                self._free[group].append(slot)
 
     def drop(self, node: StoredBlock, group: int) -> None:
         """Forget a block's content in host memory, if it is there."""
         slot = node.slots.pop(group, None)
         if slot is not None:
             del self._used[group][node]
-            self._free[group].append(slot)
+            if self.is_pinned(group, slot):
+                self._forgotten.add((group, slot))
+            else:
+                self._free[group].append(slot)
             if self.on_change is not None:
                 self.on_change(node, group, False)
         self.prune(node)
@@ -205,13 +214,19 @@ class TierBooks:
             self.prune(block)
 
     def clear(self) -> None:
-        """Forget everything: KV computed from now on is of another model, or not to be mixed with the former."""
+        """Forget everything: KV computed from now on is of another model, or not to be mixed with the former.
+
+        The caller has dropped the copies that pinned slots.
+        """
         for group, used in enumerate(self._used):
             for node in list(used):
                 self._free[group].append(node.slots.pop(group))
                 if self.on_change is not None:
                     self.on_change(node, group, False)
             used.clear()
+        for group, slot in self._forgotten:
+            self._free[group].append(slot)
+        self._forgotten.clear()
         self.roots.clear()
         self._pins.clear()
         self.generation += 1
@@ -219,7 +234,8 @@ class TierBooks:
     def check(self) -> None:
         """Verify the invariant, except for reads in progress; raises RuntimeError. A diagnostic."""
         for group, used in enumerate(self._used):
-            slots = [*self._free[group], *(node.slots[group] for node in used)]
+            forgotten = [slot for of_group, slot in self._forgotten if of_group == group]
+            slots = [*self._free[group], *forgotten, *(node.slots[group] for node in used)]
             if len(set(slots)) != len(slots) or not set(slots) <= set(range(self._num_slots[group])):
                 raise RuntimeError(f"tier: a slot of group {group} has two owners")
         sizes = [count * size for count, size in zip(self._num_slots, self.block_bytes, strict=True)]

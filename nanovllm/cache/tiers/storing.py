@@ -18,6 +18,13 @@ MAX_EXAMINED = 256  # queued blocks examined in one step
 WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no whole number of steps apart, for repeats
 
 
+class Store(NamedTuple):
+    """A copy of a block's content to a slot of host memory."""
+
+    node: StoredBlock
+    copy: Copy
+
+
 class Load(NamedTuple):
     """A copy from host memory that no batch has taken yet."""
 
@@ -28,6 +35,9 @@ class Load(NamedTuple):
 
 class StoringBlocks(BlockManager):
     """The part of `TieredBlocks` that stores.
+
+    Invariant: slots of copies that no batch has taken yet are pinned, whatever idle time does, and only later copies of
+    that batch read them.
 
     Attributes:
         books: of the tiers.
@@ -46,8 +56,8 @@ class StoringBlocks(BlockManager):
         self._passed: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]  # by others, as queues: for idle time
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
-        self._storing: list[tuple[StoredBlock, int]] = []  # by copies that no batch has taken yet
-        self._stored_in: dict[int, list[tuple[StoredBlock, int]]] = {}  # step id -> blocks that it stores
+        self._storing: dict[tuple[int, int], StoredBlock] = {}  # (group, slot) of copies that no batch has taken yet
+        self._stored_in: dict[int, dict[tuple[int, int], StoredBlock]] = {}  # by step id, those that its batch took
 
     # ---------------------------------------------------------------------------------------- the tree of tokens
 
@@ -105,6 +115,11 @@ class StoringBlocks(BlockManager):
             return NULL_BLOCK
         return NULL_BLOCK if self._is_superseded(group, block, node.entry) else block
 
+    def settled_slot(self, group: int, node: StoredBlock) -> int | None:
+        """The slot that has this content; None if there is none, or if no batch has taken the copy into it yet."""
+        slot = node.slots.get(group)
+        return None if slot is None or (group, slot) in self._storing else slot
+
     def _evicts_soon(self, group: int) -> bool:
         """Whether the step that is being scheduled may evict content of a group."""
         pool = self.pools[group]
@@ -136,8 +151,10 @@ class StoringBlocks(BlockManager):
         self._credit -= is_turn
         return is_turn
 
-    def stores(self, group: int, max_bytes: int, *, stores_new: bool = True) -> list[Copy]:
+    def stores(self, group: int, max_bytes: int, *, stores_new: bool = True) -> list[Store]:
         """Copies of a group's idle blocks to host memory, for the next batch or with no step in flight.
+
+        Blocks are hits from now on: the caller executes the copies before anything else, or pins their slots.
 
         Args:
             stores_new: content that is not `is_worth` it too; else it is left to idle time.
@@ -164,28 +181,34 @@ class StoringBlocks(BlockManager):
         for block, node in chosen:
             del self.queues[group][block]
             self.books.hold(node, group, slot_of[block])
-            self.books.pin(node, group)
-            self._storing.append((node, group))
         self.num_stored_blocks += len(chosen)
-        return [Copy(group, block, ~slot) for block, slot in slot_of.items()]
+        node_of = dict(chosen)
+        return [Store(node_of[block], Copy(group, block, ~slot)) for block, slot in slot_of.items()]
 
-    def stores_now(self) -> list[Copy]:
-        """Copies of an idle block, for the caller to execute at once; with no step in flight."""
+    def _queue(self, stores: Iterable[Store]) -> None:
+        """Leave copies to the next batch."""
+        for node, copy in stores:
+            slot = ~copy.destination
+            self.books.pin(copy.group, slot)
+            self._storing[copy.group, slot] = node
+            self.copies.append(copy)
+
+    def stores_now(self) -> list[Store]:
+        """A copy of an idle block, for the caller to execute at once or to drop; with no step in flight."""
         for group, size in enumerate(self.books.block_bytes):
             if not self.queues[group]:
                 self.queues[group], self._passed[group] = self._passed[group], {}
             goes_on = self._is_cut  # of a step's turn, which one block of many is not
-            copies = self.stores(group, size) if self.queues[group] else []
+            stores = self.stores(group, size) if self.queues[group] else []
             self._is_cut = goes_on
-            if copies:
-                self._take_storing()
-                return copies
+            if stores:
+                return stores
         return []
 
-    def _take_storing(self) -> list[tuple[StoredBlock, int]]:
-        storing, self._storing = self._storing, []
-        for node, group in storing:
-            self.books.unpin(node, group)
+    def _take_storing(self) -> dict[tuple[int, int], StoredBlock]:
+        storing, self._storing = self._storing, {}
+        for group, slot in storing:
+            self.books.unpin(group, slot)
         return storing
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
@@ -194,13 +217,14 @@ class StoringBlocks(BlockManager):
 
     def withdraw(self, step_id: int) -> None:
         super().withdraw(step_id)
-        for node, group in self._stored_in.pop(step_id, ()):
-            for key in [key for key, load in self._loads.items() if key[0] == group and load.node is node]:
+        for (group, slot), node in self._stored_in.pop(step_id, {}).items():
+            for key in [key for key, load in self._loads.items() if key[0] == group and load[:2] == (slot, node)]:
                 self._unpin_load(*key)
                 self.pools[group].forget_block(key[1])
-            self.books.drop(node, group)
+            if node.slots.get(group) == slot:
+                self.books.drop(node, group)
 
     def _unpin_load(self, group: int, block: int) -> None:
         """Forget a load into a block, if there is one: its source may be evicted."""
         if (load := self._loads.pop((group, block), None)) is not None:
-            self.books.unpin(load.node, group)
+            self.books.unpin(group, load.slot)

@@ -254,7 +254,7 @@ class TieredBlocks(StoringBlocks):
                         continue
                     self._unpin_load(group, block)
                     self.books.count_use(node, is_found=True)
-                    self.books.pin(node, group)
+                    self.books.pin(group, node.slots[group])
                     self._loads[group, block] = Load(node.slots[group], node, entry)
                     self.copies.append(Copy(group, ~node.slots[group], block))
             parent, last = entry.prefix_id, entry
@@ -288,7 +288,7 @@ class TieredBlocks(StoringBlocks):
         stores_new = bool(due) and self.stores_new()
         for group, evicts in due:
             most = EVICTED_BYTES if evicts and self.stores_while_busy else STEP_BYTES
-            self.copies += self.stores(group, most, stores_new=stores_new)
+            self._queue(self.stores(group, most, stores_new=stores_new))
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
