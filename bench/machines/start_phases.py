@@ -54,7 +54,7 @@ PHASES = (
     ("nanovllm.execution.memory", "measure_peaks"),
     ("nanovllm.execution.cuda_graphs", "GraphExecutor._capture_forward"),
     ("nanovllm.execution.graph_pool", "GraphPool.capture"),
-    ("nanovllm.execution.cuda_graphs", "GraphExecutor._captured_head"),
+    ("nanovllm.execution.cuda_graphs", "GraphExecutor._capture_head"),
     ("nanovllm.execution.option_kernels", "use_gpu"),
     ("nanovllm.kernels.prompt_attention", "open_kernel"),
     ("nanovllm.kernels.nvrtc", "compile_source"),

@@ -10,7 +10,7 @@ without a graph.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -28,7 +28,7 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.step_inputs import StepFeature
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
-from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
+from nanovllm.execution.forward_graphs import ForwardGraphs, HeadGraphs
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps, reads_own_rows
@@ -89,9 +89,8 @@ class GraphExecutor:
         self._stacked: StackedSteps | None = None
         self._pool = GraphPool(binding.device)
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
-        self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
+        self._heads = HeadGraphs()
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
-        self._seen: Counter[HeadShape] = Counter()  # steps of heads with rare options, not yet captured
         self._addresses = binding.weight_addresses()  # of the weights that the graphs read
 
     def launch(
@@ -99,48 +98,48 @@ class GraphExecutor:
     ) -> Callable[[], Tensor]:
         """Compute a step; returns its draw: of tokens [num_samples] int64, valid until the next launch.
 
-        Args:
-            report: None if every sequence is plain.
+        A step of plain sequences alone has no report.
         """
         chains = self._binding.stacked is not None and reads_own_rows(layout, self._block_size)
         if self._stacked and report is None and not chains and (draw_stacked := self._stacked.launch(batch, layout)):
             return draw_stacked
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
-        count, draws = len(sequences), None
+        count = len(sequences)
         extras = self._extras.needed(sequences, positions)
-        if extras is not None:
-            draws = self._sampler.draw_inputs(sequences, positions)
+        draws = None if extras is None else self._sampler.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
         is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
         if not is_whole and self._captures:
-            shape = self._captured_shape(shape)
+            shape = self._captured_shape(shape, head if count else None)
         if batch.copies:
             self._binding.caches.copy_blocks(batch.copies, self._block_size)
         self._upload(shape, layout, tiles, draws)
-        if is_whole and report is not None:
-            report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
         if not is_whole:
             self._run(self._forwards.graphs.get(shape), partial(self._forward, shape))
+        elif report is not None:
+            report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
 
+        @torch.no_grad()
         def draw() -> Tensor:
             latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
             errors = {} if report is None else report.errors
             if head.is_rare and self._extras.upload(head, sequences, positions, latest, errors):
-                self._drop_penalising_heads()
+                self._pool.synchronize()
+                self._heads.drop_penalising()
             if is_whole:
                 self._run_whole(shape, head, report)
             elif count:
-                self._run(self._head_graph(head), partial(self._head, head))
+                self._heads.add_step(head)
+                self._run(self._heads.graphs.get(head), partial(self._head, head))
             if head.num_top is not None and report is not None:
                 report.add_measured(range(count), self._extras.measured(head, count))
             if draws is None and count:
                 assert self._logits is not None
-                with torch.no_grad():
-                    drawn = self._sampler.sample(self._logits[:count], sequences, positions, latest(), report)
-                    self._sampled[:count] = drawn
+                drawn = self._sampler.sample(self._logits[:count], sequences, positions, latest(), report)
+                self._sampled[:count] = drawn
             return self._sampled[:count]
 
         return draw if is_whole else partial(self._extras.begin_draw, head, sequences, positions, draw, report)
@@ -158,12 +157,11 @@ class GraphExecutor:
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
-        num_words = packing.num_words_for(layout)
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
-        buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
+        buffer = torch.empty(packing.num_words_for(layout), dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
         self._begin(layout)
-        self._inputs[:num_words].copy_(buffer, non_blocking=True)
+        self._inputs[: len(buffer)].copy_(buffer, non_blocking=True)
 
     def _begin(self, layout: BatchLayout) -> None:
         self._extras.launch_late_draw()  # it reads the inputs of the step before
@@ -225,8 +223,8 @@ class GraphExecutor:
                     self._logits = logits.new_zeros(len(self._sampled), logits.shape[1])
             self._logits[:count].copy_(logits)
 
-    def _captured_shape(self, shape: GraphShape) -> GraphShape:
-        """The captured shape that a step runs as; its own where none holds it."""
+    def _captured_shape(self, shape: GraphShape, head: HeadShape | None = None) -> GraphShape:
+        """The captured shape that a step runs as; its own where none holds it. Its head is captured if that is due."""
         if self._lacking:  # the model was changed, or an interrupt ended an earlier call
             self._capture_lacking()
         # Nothing is captured for a live module while idle, since it is its owner's then.
@@ -234,34 +232,41 @@ class GraphExecutor:
             self._capture_forward(shape)
         own, shape = shape, self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
         self._forwards.capture_due(own, self._capture_forward)  # offline nothing is idle
+        if head is not None and self._heads.is_due(head):
+            self._capture_head(head)
         return shape
 
+    def _capture(self, shape: GraphShape | HeadShape, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Capture `run`, after a trial, over inputs of padding alone; before the coming step's inputs are sent."""
+        self._extras.launch_late_draw()  # it reads the inputs of the step before
+        sampled = self._sampled.clone()  # by the step before, for the coming one
+        self._clear_inputs()
+        try:
+            graph = self._pool.capture(run, frees_trial=isinstance(shape, HeadShape) and shape.copies_logits)
+        finally:
+            self._sampled.copy_(sampled)
+        logger.debug("captured %s", shape)
+        return graph
+
+    def _clear_inputs(self) -> None:
+        """Fill every input of both graphs with padding alone, of all sizes: no entry is an earlier step's."""
+        for inputs in filter(torch.is_tensor, (self._inputs, self._sampled, self._states)):
+            inputs.zero_()
+        self._extras.clear()
+
     def _capture_forward(self, shape: GraphShape) -> None:
-        self._extras.launch_late_draw()
         if not self._forwards.graphs:
             self._addresses = self._binding.weight_addresses()
         if self._forwards.is_full:
             self._pool.synchronize()
             self._forwards.make_room()
-        self._inputs.zero_()  # a step of padding alone
-        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape)))
-        logger.debug("captured %s", shape)
+        self._forwards.add(shape, self._capture(shape, partial(self._forward, shape)))
 
-    def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
-        """The captured head; None for rare options until STEPS_TO_CAPTURE steps had them."""
-        if head.is_rare and head not in self._heads:
-            self._seen[head] += 1
-            if self._seen[head] < STEPS_TO_CAPTURE:
-                return None
-        return self._captured_head(head)
-
-    def _captured_head(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
-        if self._captures and head not in self._heads:
-            sampled = self._sampled.clone()  # by the step before, for the one that waits for this head
-            self._heads[head] = self._pool.capture(partial(self._head, head), frees_trial=head.copies_logits)
-            self._sampled.copy_(sampled)
-            logger.debug("captured %s", head)
-        return self._heads.get(head)
+    def _capture_head(self, head: HeadShape) -> bool:
+        """Returns whether the head has a graph now; the first forward pass makes what it reads."""
+        if self._captures and self._states is not None and head not in self._heads.graphs:
+            self._heads.graphs[head] = self._capture(head, partial(self._head, head))
+        return head in self._heads.graphs
 
     def warm_up(self) -> None:
         """Compile the step's code and capture the usual shapes."""
@@ -273,7 +278,7 @@ class GraphExecutor:
             self._capture_lacking()
             return
         for shape in dict.fromkeys(self._buckets.common()):
-            self._inputs.zero_()
+            self._clear_inputs()
             self._forward(shape)
 
     def _start_up(self) -> list[GraphShape | HeadShape]:
@@ -288,7 +293,7 @@ class GraphExecutor:
                 shape = self._lacking[0]
                 try:
                     if isinstance(shape, HeadShape):
-                        self._captured_head(shape)
+                        self._capture_head(shape)
                     else:
                         self._capture_forward(shape)
                 except Exception:  # not an interrupt: the next step runs with the graphs captured so far
@@ -299,21 +304,20 @@ class GraphExecutor:
 
     def capture_ahead(self) -> bool:
         """Capture one shape: missing from start-up, else missed by steps, else usual; False if none is left."""
-        if not self._captures:
-            return False
         if self._lacking:
             self._capture_lacking()
             return True
         if self.capture_seen_head():
             return True
-        if (shape := self._forwards.next_ahead()) is not None:
+        shape = self._forwards.next_ahead() if self._captures else None
+        if shape is not None:
             self._capture_forward(shape)
         return shape is not None
 
     def capture_seen_head(self) -> bool:
         """Capture a head with rare options that a step had; False if none is left."""
-        head = next((head for head in self._seen if head not in self._heads), None)
-        return head is not None and self._captured_head(head) is not None
+        head = self._heads.next_seen()
+        return head is not None and self._capture_head(head)
 
     def model_changed(self, *, in_place: bool) -> None:
         """Drop graphs that no longer fit the model: they read weights by address.
@@ -332,15 +336,11 @@ class GraphExecutor:
         if not in_place:
             self._has_head_apart = None
 
-    def _drop_penalising_heads(self) -> None:
-        self._pool.synchronize()
-        self._heads = {head: graph for head, graph in self._heads.items() if not head.penalises}
-
     def _drop_graphs(self) -> None:
-        if self._forwards.graphs or self._heads:
+        if self._forwards.graphs or self._heads.graphs:
             self._pool.synchronize()
             self._forwards.clear()
-            self._heads.clear()
+            self._heads.graphs.clear()
             self._pool.reset()
         self._extras.drop_late_draw()
         self._lacking.clear()

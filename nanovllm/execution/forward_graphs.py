@@ -1,4 +1,4 @@
-"""Captured forward passes: lookup for a step, eviction, and the next shape to capture. No torch."""
+"""Captured forward passes and heads: lookup for a step, eviction, and the next shape to capture. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 
 logger = logging.getLogger("nanovllm")
 
@@ -114,3 +114,31 @@ class ForwardGraphs:
     def _victim(self) -> GraphShape | None:
         """The least recently used graph, start-up's excepted."""
         return next((shape for shape in self.graphs if shape not in self._kept), None)
+
+
+class HeadGraphs:
+    """The captured heads of one engine.
+
+    graphs: by shape.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[HeadShape, Any] = {}
+        self._num_steps: Counter[HeadShape] = Counter()  # of heads with rare options
+
+    def add_step(self, head: HeadShape) -> None:
+        """Count a step whose inputs were sent, so that the buffers of its options exist."""
+        if head.is_rare:
+            self._num_steps[head] += 1
+
+    def is_due(self, head: HeadShape) -> bool:
+        """Whether the coming step waits for a capture: with rare options, the one with number STEPS_TO_CAPTURE."""
+        return head not in self.graphs and (not head.is_rare or self._num_steps[head] + 1 >= STEPS_TO_CAPTURE)
+
+    def next_seen(self) -> HeadShape | None:
+        """A head with rare options that a step had and that is not captured; None if there is none."""
+        return next((head for head in self._num_steps if head not in self.graphs), None)
+
+    def drop_penalising(self) -> None:
+        """Drop the graphs that read the penalties' buffer, which has moved."""
+        self.graphs = {head: graph for head, graph in self.graphs.items() if not head.penalises}

@@ -18,14 +18,18 @@ from nanovllm.execution.step_inputs import Packing
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured, StepLogprobs
-from nanovllm.sampling.penalties import PENALTY_FIELDS, PENALTY_INPUTS, LatestTokens, penalty_entries, write_tokens
+from nanovllm.sampling.penalties import PENALTY_INPUTS, LatestTokens, clear_entries, penalty_entries, write_tokens
 
 _LEAST_TOKENS = 2**20  # of the buffer; it grows when a step needs more, and graphs are captured anew
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
 
 
 class HeadExtras:
-    """The buffers of one engine's heads, allocated when a step first needs them."""
+    """The buffers of one engine's heads, allocated when a step first needs them.
+
+    Invariant: a head of any number of samples may read them, whatever number the last step had: rows of all samples
+    have one place, and each step writes all of them.
+    """
 
     def __init__(self, max_samples: int, device: torch.device) -> None:
         self._max_samples = max_samples
@@ -33,7 +37,8 @@ class HeadExtras:
         self._penalise = find_kernel("penalties", "penalise")
         self._measure = find_kernel("logprobs", "measure")
         self._masks = build_mask_buffer(max_samples, device)
-        self._penalties: Tensor | None = None  # `PENALTY_INPUTS`, packed for the head's number of samples
+        self._packing = Packing(PENALTY_INPUTS, {"samples": max_samples})
+        self._penalties: Tensor | None = None  # as packed
         self._words: Tensor | None = None  # of `Measured`
         # Of the step launched last: a step that is undone drops it.
         self._late_draw: Callable[[], LateDraw | None] = lambda: None
@@ -106,23 +111,30 @@ class HeadExtras:
     ) -> bool:
         rows = [row for row, sequence in enumerate(sequences) if sequence.params.penalises]
         own, num_tokens = penalty_entries(rows, sequences, positions, latest)
-        most_entries = PENALTY_FIELDS * self._max_samples
-        is_new = self._penalties is None or most_entries + num_tokens > len(self._penalties)
+        num_words = self._packing.num_words + num_tokens
+        is_new = self._penalties is None or num_words > len(self._penalties)
         if is_new:
             capacity = max(_LEAST_TOKENS, 1 << num_tokens.bit_length())
             with torch.inference_mode(False):
-                self._penalties = torch.zeros(most_entries + capacity, dtype=torch.int32, device=self._device)
+                self._penalties = torch.zeros(
+                    self._packing.num_words + capacity, dtype=torch.int32, device=self._device
+                )
         assert self._penalties is not None
-        packing = Packing(PENALTY_INPUTS, {"samples": head.num_samples})
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
-        buffer = torch.empty(packing.num_words + num_tokens, dtype=torch.int32, device="cpu", pin_memory=True)
-        to = packing.views(buffer.numpy())
-        to.entries[:] = 0
-        to.entries[:, 4] = -1  # no token in flight
+        buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
+        to = self._packing.views(buffer.numpy())
+        clear_entries(to.entries)
         to.entries[rows] = own
         write_tokens(own, rows, sequences, to.tokens)
-        self._penalties[: len(buffer)].copy_(buffer, non_blocking=True)
+        self._penalties[:num_words].copy_(buffer, non_blocking=True)
         return is_new
+
+    def clear(self) -> None:
+        """Make all rows those of samples without options, for a head that no step waits for."""
+        if self._penalties is not None:
+            clear_entries(self._packing.views(self._penalties).entries)
+        if self._masks is not None:
+            self._masks.clear()
 
     def penalised(self, logits: Tensor, previous: Tensor) -> Tensor:
         """A copy of logits [num_samples, vocab_size] in float32, with the penalties of the uploaded step.
@@ -132,8 +144,8 @@ class HeadExtras:
         """
         assert self._penalties is not None and self._penalise is not None
         changed = logits.to(torch.float32, copy=True)
-        inputs = Packing(PENALTY_INPUTS, {"samples": len(logits)}).views(self._penalties)
-        self._penalise(changed, inputs.entries, inputs.tokens, previous)
+        inputs = self._packing.views(self._penalties)
+        self._penalise(changed, inputs.entries[: len(logits)], inputs.tokens, previous)
         return changed
 
     def draw_options(self, head: HeadShape) -> dict[str, Any]:

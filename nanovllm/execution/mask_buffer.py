@@ -68,6 +68,11 @@ class MaskBuffer:
         self._buffer[:size].copy_(host[:size], non_blocking=True)
         is_copied.record(torch.cuda.current_stream(self._device))
 
+    def clear(self) -> None:
+        """Leave no sample a mask on the device."""
+        if self._buffer is not None:
+            self._buffer[: self._max_samples].fill_(-1)
+
     def wait(self) -> None:
         """Wait for the threads of a step that will not be drawn."""
         begun, self._begun = self._begun, None

@@ -41,7 +41,7 @@ class StateGraphExecutor(GraphExecutor):
     def warm_up(self) -> None:
         super().warm_up()
         shape = self._buckets.with_chunks()
-        self._inputs.zero_()
+        self._clear_inputs()
         self._mixers.set_parts([StatePart(slice(0, shape.num_rows), False, None, slice(NULL_BLOCK, NULL_BLOCK + 1))])
         self._forward(shape)  # compiles the calls of chunks
 

@@ -267,6 +267,12 @@ def penalty_entries(
     return entries, start
 
 
+def clear_entries(entries: Any) -> None:
+    """Make entries [n, PENALTY_FIELDS] of the kernel `penalise`, an array or a tensor, refer to no token."""
+    entries[:] = 0
+    entries[:, 4] = -1  # no token in flight
+
+
 def write_tokens(
     entries: NDArray[np.int32], rows: list[int], sequences: SequenceABC[Sequence], to: NDArray[np.int32]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.execution import cuda_graphs, forward_graphs
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs
+from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs, HeadGraphs
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=50)
 POOLS = CachePools((CacheGroup((0,), 1),), (50,))
@@ -50,9 +51,12 @@ class Binding:
     def forward_step(self, *_: Any) -> torch.Tensor:
         return self.hidden + 1
 
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
 
 class Pool:
-    """Counts captures, and raises `error` instead of the one with the number `raises_at`."""
+    """Counts captures, runs their trials, and raises `error` instead of the one with the number `raises_at`."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_captures = 0
@@ -63,6 +67,7 @@ class Pool:
         self.num_captures += 1
         if self.num_captures == self.raises_at:
             raise self.error
+        run()
         return object()
 
     def synchronize(self) -> None: ...
@@ -80,16 +85,17 @@ def make(monkeypatch):
 
     def make(*, is_live: bool = False, cuda_graphs: bool = True) -> Any:
         config = replace(CONFIG, cuda_graphs=cuda_graphs)
-        executor: Any = GraphExecutor(Binding(is_live=is_live), config, None, POOLS)  # type: ignore[arg-type]
+        sampler = SimpleNamespace(draw=lambda logits, *_, **__: torch.zeros(len(logits), dtype=torch.int64))
+        executor: Any = GraphExecutor(Binding(is_live=is_live), config, sampler, POOLS)  # type: ignore[arg-type]
         executor._attention_step = lambda shape: ()
-        executor._draw_inputs = SimpleNamespace(sample_rows=torch.arange(8))
+        executor._extras.penalised = lambda logits, _: logits
         return executor
 
     return make
 
 
 def captured(executor: Any) -> tuple[set[Any], set[Any]]:
-    return set(executor._forwards.graphs), set(executor._heads)
+    return set(executor._forwards.graphs), set(executor._heads.graphs)
 
 
 @pytest.mark.parametrize("comes_next", ["a step", "idle time", "another interrupt"])
@@ -131,12 +137,48 @@ def test_a_capture_that_fails_does_not_fail_every_later_step(make):
 def test_heads_with_rare_options_are_captured_once_a_step_had_them(make):
     executor = make()
     executor.warm_up()
-    rare = HeadShape(4, True, penalises=True)
+    rare, heads = HeadShape(4, True, penalises=True), executor._heads
     assert not executor.capture_seen_head()
-    assert executor._head_graph(rare) is None  # the step runs without a graph
-    assert executor.capture_seen_head() and rare in executor._heads
+    assert not heads.is_due(rare)  # the step runs without a graph
+    heads.add_step(rare)
+    assert executor.capture_seen_head() and rare in heads.graphs
     assert not executor.capture_seen_head()
-    assert executor._head_graph(rare) is executor._heads[rare]
+    heads.drop_penalising()
+    assert rare not in heads.graphs and {head.is_rare for head in heads.graphs} == {False}
+
+
+def test_the_step_with_number_sixteen_waits_for_the_capture_of_its_rare_head():
+    heads, rare = HeadGraphs(), HeadShape(4, True, num_top=5)
+    assert heads.is_due(HeadShape(4, True))
+    for _ in range(15):
+        assert not heads.is_due(rare)
+        heads.add_step(rare)
+    assert heads.is_due(rare)
+    heads.graphs[rare] = None
+    assert not heads.is_due(rare)
+
+
+def test_no_head_is_captured_before_what_it_reads_is_there(make):
+    """After a capture that failed, or before the first forward pass of a live module."""
+    executor = make()
+    executor._heads.add_step(HeadShape(4, True, penalises=True))
+    assert not executor.capture_seen_head()
+    executor.warm_up()
+    assert executor.capture_seen_head()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_capture_leaves_the_tokens_of_the_step_before(make, error):
+    executor = make()
+    executor.warm_up()
+    executor._sampled.copy_(torch.arange(5, 13))
+    executor._heads.graphs.clear()
+    for number, capture in enumerate((executor._capture_forward, executor._capture_head)):
+        if error is not None:
+            executor._pool.raises_at, executor._pool.error = executor._pool.num_captures + 1, error
+        with nullcontext() if error is None else pytest.raises(type(error)):
+            capture([ODD, HeadShape(8, True)][number])
+        assert executor._sampled.tolist() == list(range(5, 13))
 
 
 def test_a_live_module_gets_no_graphs_while_it_is_its_owners(make):

@@ -143,7 +143,7 @@ def test_penalties_and_log_probabilities_within_graphs_are_those_of_an_eager_eng
         with open_llm(**options) as llm:
             outputs = llm.generate([[5, 6, 7 + n] for n in range(8)], params, use_tqdm=False)
             if options == {}:
-                assert any(head.penalises for head in llm._engine.model_runner._executor._heads)
+                assert any(head.penalises for head in llm._engine.model_runner._executor._heads.graphs)
         results.append([output.outputs[0] for output in outputs])
     for eager, captured, wanted in zip(*results, params, strict=True):
         assert captured.token_ids == eager.token_ids
@@ -202,7 +202,7 @@ def test_every_number_of_requests_finds_a_graph_that_holds_it():
         assert max(shape.num_decodes for shape in executor._forwards.graphs) >= 21
         most = executor._buckets.max_decodes
         assert any(shape.num_decodes == most and not shape.num_tiles for shape in executor._forwards.graphs)
-        assert {head.num_samples for head in executor._heads} <= set(executor._buckets.sample_counts)
+        assert {head.num_samples for head in executor._heads.graphs} <= set(executor._buckets.sample_counts)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 300])
@@ -300,7 +300,8 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
         while rehearse(runner, runner._num_rehearsed):  # as idle time does first
             runner._num_rehearsed += 1
         missed = set(executor._forwards.missed) - set(executor._forwards.graphs)
-        for _ in {*missed, *(set(executor._seen) - set(executor._heads))}:  # heads of rare options come first
+        heads = executor._heads  # those of rare options come first
+        for _ in {*missed, *(set(heads._num_steps) - set(heads.graphs))}:
             assert runner.capture_ahead()
         assert missed <= set(executor._forwards.graphs)
         before = set(executor._forwards.missed)
@@ -310,7 +311,7 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
 
 def captured(executor: Any) -> tuple[set[Any], set[Any]]:
     """Forward passes, and heads without options: those with some are captured when steps use them."""
-    return set(executor._forwards.graphs), {head for head in executor._heads if not head.is_rare}
+    return set(executor._forwards.graphs), {head for head in executor._heads.graphs if not head.is_rare}
 
 
 def test_idle_time_after_a_change_of_weights_captures_what_start_up_did(tmp_path):
@@ -320,7 +321,7 @@ def test_idle_time_after_a_change_of_weights_captures_what_start_up_did(tmp_path
         executor = runner._executor
         at_start = captured(executor)
         llm.weights_changed()
-        assert not executor._forwards.graphs and not executor._heads
+        assert not executor._forwards.graphs and not executor._heads.graphs
         assert runner.capture_ahead()
         assert captured(executor) == at_start
 
