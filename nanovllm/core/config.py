@@ -37,6 +37,7 @@ def _goal(name: str, value: Any) -> Any:
     return value if value == AUTO_GOAL else real(name, value, MIN_GOAL_S, math.inf)
 
 
+_seconds = partial(real, low=MIN_GOAL_S, high=math.inf)
 _endpoint = partial(
     matching, pattern=r"tcp://.+:\d{1,5}|ipc://.+", expected="like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'"
 )
@@ -92,7 +93,7 @@ class EngineConfig:
         None,
         "time to the first token that is worth longer steps: a prompt that has waited half of it relaxes itl_goal, "
         'up to four times. Default: 50 times itl_goal with itl_goal="auto" on a CPU, else none.',
-        check=partial(real, low=MIN_GOAL_S, high=math.inf),
+        check=_seconds,
     )
     step_costs: str | None = option(
         None,
@@ -105,6 +106,7 @@ class EngineConfig:
         "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.",
         check=partial(integer, low=0),
     )
+    step_timeout: float = option(3600.0, "seconds after which a step that has not ended is given up.", check=_seconds)
     priority_ageing_s: float | None = option(
         None,
         "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",

@@ -17,6 +17,7 @@ class EngineOptions(TypedDict, total=False):
     step_costs: str | None
     max_num_seqs: int | None
     max_queue: int | None
+    step_timeout: float
     priority_ageing_s: float | None
     client_weights: dict[str, float] | None
     block_size: int | None

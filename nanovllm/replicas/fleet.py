@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle
 import selectors
@@ -30,13 +29,16 @@ class Fleet:
 
     Args:
         source: the model's folder, file or hub id.
+        step_timeout: seconds, see `EngineConfig`.
         ends_in_order: whether engines have something to write when they are closed, and get the time for it.
     """
 
-    def __init__(self, replicas: Sequence[Replica], source: str, *, ends_in_order: bool = False) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], source: str, *, step_timeout: float, ends_in_order: bool = False
+    ) -> None:
         self.replicas, self._ends_in_order = replicas, ends_in_order
         # There is nobody to move the requests of a single one to: its first step may be a long compilation.
-        self._stall_seconds = STALL_SECONDS if len(replicas) > 1 else math.inf
+        self._stall_seconds = min(STALL_SECONDS, step_timeout) if len(replicas) > 1 else step_timeout
         self._source, self._files = source, stored_files(source)
         self._hash_seed = ""  # of the first replica that was ready
         self._selector = selectors.DefaultSelector()
@@ -111,7 +113,8 @@ class Fleet:
             if replica.requests:
                 replica.silence += elapsed
             if replica.silence > self._stall_seconds:
-                logger.error("replica %d has reported nothing for %g s and is killed", replica.index, STALL_SECONDS)
+                limit = self._stall_seconds
+                logger.error("replica %d has reported nothing for %g s and is killed", replica.index, limit)
                 found.append(replica)
         return found
 

@@ -68,7 +68,8 @@ def open_pool(
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
     replicas = [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)]
-    fleet = Fleet(replicas, source, ends_in_order=bool(config.prefix_cache_dir or config.kv_events))
+    ends_in_order = bool(config.prefix_cache_dir or config.kv_events)
+    fleet = Fleet(replicas, source, step_timeout=config.step_timeout, ends_in_order=ends_in_order)
     try:
         for replica in fleet.replicas:
             fleet.launch(replica)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ IDLE_SECONDS = 0.5
 # Maximum wait for an engine that ends, at the interpreter's exit too: for a running step, and 30 s for replicas that
 # have prefixes or block events to write.
 CLOSE_SECONDS = 40.0
+_LONGEST_WAIT_SECONDS = 3600.0
 
 
 class OutputSink(Protocol):
@@ -49,15 +50,20 @@ class EngineThread:
 
     It runs submitted calls in order between two steps, and hands each step's outputs to the router. It ends when it is
     stopped or when anything except a step fails; later calls are refused, and all streams are ended.
+
+    A second thread does the same once a step, or a call between two, lasts longer than step_timeout: nothing can end
+    the step itself, so `join` waits for it no more. If it ends after all, the engine is closed then.
     """
 
     def __init__(self, engine: EngineInterface, router: OutputSink, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
         self._router = router
         self._calls: deque[tuple[Future[Any], Callable[[EngineInterface], Any]]] = deque()
+        self._answered: Future[Any] | None = None  # of the call that runs
         self._changes = threading.Condition()  # guards _calls, _is_stopping and _has_ended
         self._is_stopping = False
         self._has_ended = False
+        self._hangs = False  # a step lasts longer than step_timeout
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
         self._stats = engine.stats()  # as of the end of the last step
@@ -66,9 +72,11 @@ class EngineThread:
         self._captures = prepares_when_idle
         self._has_idle_work = True  # False once it failed
         self._process_id = os.getpid()
+        self._may_join = threading.Event()  # the thread is about to end, or nobody knows when it will
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
         self._thread.start()
+        threading.Thread(target=self._watch, name="nanovllm-watchdog", daemon=True).start()
         if engine.when_failed is not None:
             engine.when_failed(self._fail)
 
@@ -134,7 +142,10 @@ class EngineThread:
                 self._wake()
 
     def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
+        """Wait for the thread's end, unless its step hangs."""
+        self._may_join.wait(timeout)
+        if not self._hangs:
+            self._thread.join(timeout)
 
     def _stop_at_exit(self) -> None:
         self.stop()
@@ -164,7 +175,8 @@ class EngineThread:
             self._abort([*self._engine.requests])  # stopped
         except BaseException as error:
             # The engine wraps a device error; report the original.
-            self._cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
+            cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
+            self._cause = self._cause or cause
             logger.exception("the engine died")
         self._end()
 
@@ -200,22 +212,25 @@ class EngineThread:
 
     def _answer(self) -> None:
         for _ in range(len(self._calls)):  # later calls wait for the next step
-            future, call = self._calls.popleft()
+            with self._changes:
+                if not self._calls:  # the watchdog has refused them
+                    return
+                future, call = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
+            self._answered = future
             try:
                 result = call(self._engine)
-            except DeviceError as error:
-                future.set_exception(error)
-                raise
-            except Exception as error:  # the caller's error; the engine is intact
-                future.set_exception(error)
             except BaseException as error:
-                future.set_exception(error)
-                raise
+                with suppress(InvalidStateError):  # it was given up
+                    future.set_exception(error)
+                if isinstance(error, DeviceError) or not isinstance(error, Exception):
+                    raise  # else it is the caller's error, and the engine is intact
             else:
                 self._beat()  # before the caller continues and may read it
-                future.set_result(result)
+                with suppress(InvalidStateError):
+                    future.set_result(result)
+            self._answered = None
 
     def _beat(self) -> None:
         self._stats = self._engine.stats()
@@ -248,6 +263,16 @@ class EngineThread:
                 self._router.deliver([output])
 
     def _end(self) -> None:
+        self._end_all()
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        atexit.unregister(self._stop_at_exit)
+        self._may_join.set()
+
+    def _end_all(self) -> None:
+        """Refuse waiting calls and end every stream."""
         with self._changes:
             self._has_ended = True
             self._busy_since = None
@@ -256,8 +281,34 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.refusal())
         self._router.end(self.refusal)
-        try:
-            self._engine.close()
-        except Exception:
-            logger.exception("the engine could not be closed")
-        atexit.unregister(self._stop_at_exit)
+
+    # ---------------------------------------------------------------------------------------------- in the watchdog
+
+    def _watch(self) -> None:
+        """Wait until the thread ends, or until a step lasts too long."""
+        limit = self._engine.config.step_timeout
+        left = limit
+        while not self._may_join.wait(min(left, _LONGEST_WAIT_SECONDS)):
+            busy_since = self._busy_since
+            left = limit if busy_since is None else busy_since + limit - time.monotonic()
+            if left <= 0 and self._give_up(limit):
+                return
+
+    def _give_up(self, limit: float) -> bool:
+        """Let the engine die of a step that does not end; False if it has ended by itself."""
+        ids = list(self._engine.requests)
+        named = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "") or "none"
+        with self._changes:
+            busy_since = self._busy_since
+            if self._has_ended or busy_since is None or time.monotonic() < busy_since + limit:
+                return False
+            self._is_stopping = True  # from here on no step begins
+            self._cause = TimeoutError(f"a step has not ended after {limit:g} s (step_timeout); its requests: {named}")
+        logger.error("the engine died: %s", self._cause)
+        self._hangs = True
+        self._end_all()
+        if (answered := self._answered) is not None:
+            with suppress(InvalidStateError):  # it has ended meanwhile
+                answered.set_exception(self.refusal())
+        self._may_join.set()
+        return True

@@ -31,7 +31,8 @@ TEMPLATE = Path(tempfile.mkdtemp(prefix="nanovllm-template-"), "template.jinja")
 TEMPLATE.write_text(tiny_tokenizer().chat_template.replace("<|user|>", "<|user|>ask "))
 LIMITS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8,
-    "max_queue": 16, "priority_ageing_s": 5.0, "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
+    "max_queue": 16, "step_timeout": 900.0, "priority_ageing_s": 5.0,
+    "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "skip_tokenizer_init": False,

@@ -465,6 +465,27 @@ def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_e
         assert running.server.exit_code == 1
 
 
+def test_a_step_that_hangs_ends_its_answers_turns_health_to_503_and_the_server_exits_with_1(monkeypatch):
+    holds, may_end = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        holds.set()
+        may_end.wait(60.0)
+
+    with serving(step_timeout=0.3) as running, running.http() as http:
+        watch_steps(running, monkeypatch, hang)
+        connection = raw_stream(running, ENDLESS)
+        assert holds.wait(30.0)
+        comes_true(lambda: running.engine.is_dead)
+        health = http.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+        assert b"engine_dead" in read_to_end(connection)
+        running.thread.join(30.0)  # though the step hangs
+        assert (running.thread.is_alive(), running.server.exit_code, may_end.is_set()) == (False, 1, False)
+        may_end.set()
+        comes_true(lambda: not running.engine._engine_thread._thread.is_alive())
+
+
 def read_to_end(connection: socket.socket) -> bytes:
     """Read until the server closes or sends no more."""
     connection.settimeout(30.0)
