@@ -24,30 +24,34 @@ def can_fork(manager: BlockManager, source: Sequence, num_tokens: int) -> bool:
     num_full, begun = divmod(num_tokens, manager.block_size)
     if not begun:
         num_full -= 1  # the last full block names the prefix
-    groups: Any = getattr(manager, "groups", None)  # of `CacheGroups`, which takes longer to import
-    for group, (pool, table) in enumerate(_tables(manager, source)):
-        first = 0 if groups is None else groups[group].first_block(num_tokens)
+    for pool, table, first in _tables(manager, source, num_tokens):
         if len(table) <= num_full or NULL_BLOCK in table[first : num_full + 1] or (begun and not pool.free_blocks):
             return False
     return True
 
 
 def fork_blocks(manager: BlockManager, source: Sequence, target: Sequence, num_tokens: int) -> None:
-    """Give `target`, which has no blocks, those of the first computed tokens of `source`; check `can_fork` first."""
+    """Give `target`, which has no blocks, those of the first computed tokens of `source`; check `can_fork` first.
+
+    It gets none that it does not see: no step of its own would free them.
+    """
     num_full, begun = divmod(num_tokens, manager.block_size)
+    copied = {(copy.group, copy.destination): copy.source for copy in manager.copies}
+    groups = _tables(manager, source, num_tokens)
     tables: list[list[int]] = []
-    for group, (pool, table) in enumerate(_tables(manager, source)):
-        shared = table[:num_full]
-        pool.pin([block for block in shared if block != NULL_BLOCK])
+    for group, (pool, table, first) in enumerate(groups):
+        shared = table[first:num_full]
+        pool.pin(shared)
         if begun:
             (block,) = pool.pop_free(1)
-            manager.copies.append(Copy(group, table[num_full], block))
+            # All copies of a step read before any writes: the copy of a copy comes from its source.
+            manager.copies.append(Copy(group, copied.get((group, table[num_full]), table[num_full]), block))
             shared.append(block)
-        tables.append(shared)
+        tables.append([NULL_BLOCK] * first + shared)
     target.block_table = tables[0]
     if source.group_tables is not None:
-        kept = source.group_tables
-        target.group_tables = GroupTables(tables[1:], [*kept.first_held], {*kept.junctions})
+        firsts = [first for _, _, first in groups]
+        target.group_tables = GroupTables(tables[1:], firsts, {*source.group_tables.junctions})
     target.num_computed_tokens = target.num_counted_tokens = num_tokens
 
 
@@ -78,6 +82,9 @@ def fork_samples(
     return entries
 
 
-def _tables(manager: BlockManager, sequence: Sequence) -> list[tuple[BlockPool, list[int]]]:
-    further = () if sequence.group_tables is None else sequence.group_tables.further
-    return list(zip(manager.pools, (sequence.block_table, *further), strict=True))
+def _tables(manager: BlockManager, source: Sequence, num_tokens: int) -> list[tuple[BlockPool, list[int], int]]:
+    """Pool, block table of the source, and the first block that a fork after so many tokens sees; of each group."""
+    groups: Any = getattr(manager, "groups", ())  # of `CacheGroups`, which takes longer to import
+    further = () if source.group_tables is None else source.group_tables.further
+    firsts = [group.first_block(num_tokens) for group in groups] or [0]
+    return list(zip(manager.pools, (source.block_table, *further), firsts, strict=True))

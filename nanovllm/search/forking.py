@@ -10,12 +10,13 @@ from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.core.validation import integer
 from nanovllm.process.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine
+    from nanovllm.scheduler import Scheduler
 
 
 class Forking:
@@ -67,20 +68,29 @@ def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
     """Queue a request; where a running one has computed all but its last token, it goes on from there at once."""
     engine.add(request)
     source_request = engine.requests.get(source_id)
-    if source_request is None or request.params.n > 1 or engine.model_runner.binding.mixers is not None:
-        return
-    source, (target,) = source_request.sequences[0], engine.requests[request.request_id].sequences
-    num_tokens = len(target.token_ids) - 1
+    if source_request is not None and request.params.n == 1:
+        (target,) = engine.requests[request.request_id].sequences
+        go_on_from(engine.scheduler, source_request.sequences[0], target)
+
+
+def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None:
+    """Start a waiting sequence with the KV of a running one, if that has computed all but its last token.
+
+    Steps in flight do not count, since a failed one takes back what it computed.
+    """
+    manager, num_tokens = scheduler.block_manager, len(target.token_ids) - 1
+    launched = (entry for batch in scheduler.in_flight for entry in batch.entries if entry.sequence is source)
+    starts = (entry.num_computed_before for entry in launched if entry.block_table is source.block_table)
     if (
         source.is_running
-        and num_tokens > 0
-        and source.num_computed_tokens >= num_tokens
+        and 0 < num_tokens <= next(starts, source.num_computed_tokens)
         and source.token_ids[:num_tokens] == target.token_ids[:num_tokens]
         and source.cache_salt == target.cache_salt
         and not target.lacks_prompt_logprobs
-        and len(engine.scheduler.running) < engine.config.max_num_seqs
-        and can_fork(engine.block_manager, source, num_tokens)
+        and not manager.cuts_chunks  # recurrent states are not copied
+        and len(scheduler.running) < scheduler.config.max_num_seqs
+        and can_fork(manager, source, num_tokens)
     ):
-        engine.scheduler.start(target)
-        fork_blocks(engine.block_manager, source, target, num_tokens)
+        scheduler.start(target)
+        fork_blocks(manager, source, target, num_tokens)
         target.num_cached_tokens = num_tokens

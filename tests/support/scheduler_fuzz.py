@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanovllm.core.sequence import Sequence
-from tests.support.scheduling import Loop
+from tests.support.scheduling import MAX_IN_FLIGHT, Loop
 
-MAX_IN_FLIGHT = 3
 CLIENTS = ("", "", "", "b", "c")
 WEIGHTS = (None, None, {"b": 4.0}, {"b": 0.5, "c": 2.0})
 AGEING = (None, None, 0.5, 4.0)  # powers of two, so that times over them are exact
@@ -176,10 +175,27 @@ def walk_at_random(
         for sequence in one_of_the_unfinished():
             loop.abort(sequence)
 
+    def undo() -> None:
+        """As an engine whose last request has left, or that computes all KV again."""
+        if loop.in_flight:
+            loop.fail(has_failed=False)
+        if rng.random() < 0.3:
+            loop.scheduler.preempt_all()
+            loop.check()
+
+    def fork() -> None:
+        for source in one_of_the_unfinished():
+            if len(loop.unfinished) < 12:
+                num_known = len(source.token_ids)
+                at = rng.choice((num_known, rng.randint(1, num_known)))
+                if at < max_model_len:
+                    loop.fork(source, at, client=rng.choice(CLIENTS), max_tokens=rng.choice((None, rng.randint(1, 12))))
+
     def turn_non_finite() -> None:
         launch(tuple(sequence.request_id for sequence in one_of_the_unfinished()))
 
     calls: dict[Callable[[], object], int] = {add: 30, launch: 100, read: 10, fail: 5, abort: 4, turn_non_finite: 4}
+    calls |= {undo: 2, fork: 8}
     calls |= {lambda: reset_prefix_cache(loop): 1, lambda: drop_computed(loop): 1} | dict(more or {})
     for call in rng.choices(list(calls), list(calls.values()), k=num_calls):
         call()

@@ -21,9 +21,11 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import SCHEDULING_KEY, NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
+from nanovllm.search.forking import go_on_from
 from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
 
 VOCAB_SIZE = 8
+MAX_IN_FLIGHT = 3
 
 
 # ------------------------------------------------------------------------------------------------------- factories
@@ -163,7 +165,7 @@ class MockModel(MockBlocks):
             self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
         self._check_batch(batch)
         for sequence, drafts in batch.drafts.items():
-            state = self._on_device[sequence.request_id]
+            state = self._state_of(sequence)
             check(state.token_ids == sequence.token_ids.tolist(), f"{sequence} has drafts and tokens in flight")
             self._learn(state, drafts, state.prefixes[-1])
         self._copy(batch)
@@ -296,11 +298,7 @@ class MockModel(MockBlocks):
                 self._poisons.setdefault(request_id, []).append(state)
 
     def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
-        sequence = entry.sequence
-        state = self._on_device.get(sequence.request_id)
-        if state is None:
-            state = self._on_device[sequence.request_id] = _OnDevice([], [])
-            self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
+        sequence, state = entry.sequence, self._state_of(entry.sequence)
         # A token drawn twice, lost or changed makes host and device differ.
         known = sequence.token_ids.tolist()
         check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
@@ -309,6 +307,13 @@ class MockModel(MockBlocks):
                 check((number, slot) not in written_by, f"slot {slot} is written twice in a step")
                 written_by[number, slot] = sequence.request_id
                 self.slots[number][slot] = state.prefixes[position]
+
+    def _state_of(self, sequence: Sequence) -> _OnDevice:
+        state = self._on_device.get(sequence.request_id)
+        if state is None:
+            state = self._on_device[sequence.request_id] = _OnDevice([], [])
+            self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
+        return state
 
     @staticmethod
     def _learn(state: _OnDevice, token_ids: Iterable[int], prefix: int) -> None:
@@ -384,6 +389,7 @@ class Loop:
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
         self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
+        self.num_steps_without_progress = 0  # since a sequence advanced or ended
         self.lost_slot: Sequence | None = None  # to another client, in the last step
         self._slot_victim = scheduler.waiting.slot_victim
         scheduler.waiting.slot_victim = self._note_slot
@@ -420,6 +426,14 @@ class Loop:
             self.scheduler.add(sequence)
         return samples
 
+    def fork(self, source: Sequence, at: int, **options: object) -> Sequence:
+        """Add a request whose prompt is the first `at` tokens of another, from whose KV it may go on."""
+        target = self.add(source.token_ids[:at], cache_salt=source.cache_salt, **options)
+        go_on_from(self.scheduler, source, target)
+        self.seen["forked"] += target.is_running
+        self.check()
+        return target
+
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         """Schedule a batch and execute it; its tokens are read later."""
         was_running = list(self.scheduler.running)
@@ -430,6 +444,7 @@ class Loop:
             check(bool(self.in_flight) or not self.unfinished, "work is left, none is in flight, none is scheduled")
             return None
         self._check_preemptions(was_running, batch)
+        self._check_progress()
         tables = tuple(tuple(entry.block_table) for entry in batch.entries)
         self.in_flight.append(Launched(batch, self.model.execute(batch, non_finite), tables))
         self.check()
@@ -450,6 +465,8 @@ class Loop:
             self.seen["preempted in flight"] += not sequence.is_running and not sequence.is_finished
         num_findable = self.manager.num_findable_blocks
         returned = self.scheduler.update(launched.batch, launched.sampled)
+        if returned:
+            self.num_steps_without_progress = 0
         check(returned == advanced, "update returns other sequences than those that advanced")
         self.seen["late registrations"] += max(0, self.manager.num_findable_blocks - num_findable)
         self.seen["dropped in flight"] += len(dropped)
@@ -474,14 +491,15 @@ class Loop:
         self.read()
         return batch
 
-    def fail(self, index: int = 0) -> list[Sequence]:
-        """Fail the batch in flight with this index, and those launched after it."""
+    def fail(self, index: int = 0, *, has_failed: bool = True) -> list[Sequence]:
+        """Undo the batch in flight with this index, and those launched after it, whether or not they failed."""
         batch = self.in_flight[index].batch
         batches = [launched.batch for launched in [*self.in_flight][index:]]
         lost = {(copy.group, copy.destination) for of_batch in batches for copy in of_batch.copies}
         while len(self.in_flight) > index:
             self.model.fail(self.in_flight.pop().batch)
-        affected = self.scheduler.rollback(batch)
+        affected = self.scheduler.rollback(batch, has_failed=has_failed)
+        self.num_steps_without_progress = 0
         for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
             self.scheduler.preempt(sequence)  # as the engine does
         self.check()
@@ -542,6 +560,12 @@ class Loop:
             check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
         for pool in self.manager.pools:
             check(len(pool.free_blocks) == pool.num_blocks - 1, "blocks leaked")
+
+    def _check_progress(self) -> None:
+        """Check that sequences advance or end: at most two prompts of the largest length are computed in between."""
+        self.num_steps_without_progress += 1
+        bound = 2 * self.manager.num_blocks_for(self.scheduler.config.max_model_len) + MAX_IN_FLIGHT
+        check(self.num_steps_without_progress <= bound, f"no sequence advanced or ended in {bound} steps")
 
     def _check_order(self) -> None:
         """Check that both queues are in order of aged priority, then of arrival."""

@@ -1,0 +1,72 @@
+"""Forks in the books of scheduler and block manager: blocks in sight alone, and KV of read steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.scheduler import Scheduler
+from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
+
+WINDOW = StateKind(window=8)
+MAX_MODEL_LEN = 40
+
+
+def windows_alone() -> Scheduler:
+    """The smallest pool that one sequence of max_model_len needs."""
+    return make_group_scheduler([WINDOW], [1 + WINDOW.max_blocks(MAX_MODEL_LEN, 4)], max_model_len=MAX_MODEL_LEN)
+
+
+def two_groups() -> Scheduler:
+    counts = [1 + MAX_MODEL_LEN // 4, 1 + WINDOW.max_blocks(MAX_MODEL_LEN, 4)]
+    return make_group_scheduler([FULL, WINDOW], counts, max_model_len=MAX_MODEL_LEN)
+
+
+def one_full_group() -> Scheduler:
+    return make_scheduler(num_kv_blocks=1 + MAX_MODEL_LEN // 4, max_model_len=MAX_MODEL_LEN)
+
+
+MANAGERS = pytest.mark.parametrize("make", [one_full_group, windows_alone, two_groups])
+
+
+@MANAGERS
+@pytest.mark.parametrize("length", range(5, 24))
+def test_a_sample_goes_on_alone_once_the_one_that_computed_its_prompt_ends(make: Callable[[], Scheduler], length: int):
+    """In a pool with room for one sequence."""
+    loop = Loop(make())
+    first, second = loop.add_samples(2, [n % 7 for n in range(length)])
+    first.max_num_tokens = length + 1
+    loop.drain()
+    loop.check_outputs()
+    assert first.num_output_tokens == 1 and second.num_output_tokens == MAX_MODEL_LEN - length
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_fork_goes_on_from_read_steps_alone(has_failed: bool):
+    """Those in flight may be undone."""
+    loop = Loop(make_scheduler())
+    source = loop.add(range(8), max_tokens=20)
+    loop.launch()
+    assert not loop.fork(source, 8, max_tokens=3).is_running
+    if has_failed:
+        loop.fail()
+        loop.launch()
+    loop.read()
+    assert loop.fork(source, 8, max_tokens=3).is_running
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens():
+    """No step was launched between them: the block of the first fork is not filled yet."""
+    loop = Loop(make_scheduler())
+    source = loop.add([n % 7 for n in range(6)], max_tokens=20)
+    loop.step()
+    first = loop.fork(source, 7, max_tokens=5)
+    second = loop.fork(first, 7, max_tokens=6)
+    assert first.is_running and second.is_running
+    loop.drain()
+    loop.check_outputs()
+    assert first.num_cached_tokens == second.num_cached_tokens == 6
