@@ -44,7 +44,9 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count(len(name) + len(value) + LINE_BYTES)
-        super().on_header(name, value)
+        # Trailers come here too. They are dropped, as by h11: a gateway checks and sets headers alone.
+        if self._part is HEAD:
+            super().on_header(name, value)
 
     def _count(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes

@@ -113,6 +113,47 @@ def test_trailers_that_are_too_large_are_431(parser):
                 refusal(connection, 431)
 
 
+TRAILERS = (
+    b"Authorization: Bearer right\r\n",
+    b"x-api-key: right\r\n",
+    b"X-Client: forged\r\n",
+    b"x-request-id: forged\r\n",
+    b"Host: evil.example\r\n",
+    b"Content-Type: text/plain\r\n",
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+    b"Expect: 100-continue\r\n",
+    b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n",
+)
+
+
+def test_nothing_in_a_trailer_is_used(parser):
+    body = b'{"prompt": [5, 6], "max_tokens": 1}'
+    message = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    seen: list[list[tuple[bytes, bytes]]] = []
+    with serving({"api_key": ("right",), "client_header": "x-client", "allowed_hosts": ("localhost",)}) as running:
+        app = running.server.config.app
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            seen.append([(name, value) for name, value in scope["headers"]])
+
+        running.server.config.loaded_app = watched
+        for key, status in ((b"Authorization: Bearer right\r\n", b"200"), (b"", b"401")):
+            with connected(running) as connection:
+                connection.sendall(HEAD + key + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+                with contextlib.suppress(ConnectionError):  # a 401 need not wait for the body
+                    connection.sendall(message + b"".join(TRAILERS) + b"\r\n")
+                received = answer(connection)
+            assert received.startswith(b"HTTP/1.1 " + status), received
+            assert b"forged" not in received and b"evil" not in received and b"100 Continue" not in received
+        assert len(seen) == 2
+    for headers in seen:
+        assert {name for name, _ in headers} <= {
+            b"host", b"content-type", b"authorization", b"connection", b"transfer-encoding",
+        }  # fmt: skip
+        assert (b"host", b"localhost") in headers
+
+
 def test_trailers_without_end_are_cut_off_behind_an_answer_too(parser):
     with serving(SMALL | {"api_key": ("right",)}) as running, connected(running) as connection:
         connection.sendall(CHUNKED)
