@@ -21,7 +21,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.server.errors import ApiError
+from nanovllm.server.places import Places
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.turns import AT_ONCE
 
 logger = logging.getLogger("nanovllm")
 # For uvicorn, which logs a warning per malformed request and per upgrade: any client can send them.
@@ -34,7 +36,7 @@ LINE_BYTES = 4  # per header, in addition to name and value: colon, space, line 
 LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
-OTHER_FILES = 256  # open files of the process, without its connections
+OTHER_FILES = 256  # open files of the process beside its connections, those in spare places included
 REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused connections of one status
 
 
@@ -46,11 +48,12 @@ def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio
     """
     if name == "auto":
         name = "h11" if importlib.util.find_spec("httptools") is None else "httptools"
+    shared = {"settings": settings, "refusals": RefusalLog(), "places": Places(settings.max_connections)}
     if name == "h11":
-        return type("Connection", (_H11Connection,), {"settings": settings, "refusals": RefusalLog()})
+        return type("Connection", (_H11Connection,), shared)
     from nanovllm.server.httptools_connection import HttpToolsConnection
 
-    return type("Connection", (HttpToolsConnection,), {"settings": settings, "refusals": RefusalLog()})
+    return type("Connection", (HttpToolsConnection,), shared)
 
 
 def allow_open_files(max_connections: int) -> None:
@@ -94,6 +97,7 @@ class BoundedConnection(asyncio.Protocol):
 
     settings: ClassVar[ServerSettings]
     refusals: ClassVar[RefusalLog]
+    places: ClassVar[Places]
     # Attributes of uvicorn's protocol classes
     logger: logging.Logger
     loop: asyncio.AbstractEventLoop
@@ -111,14 +115,7 @@ class BoundedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.logger = errors_only
-        limit = self.settings.max_connections
-        if len(self.server_state.connections) > limit:
-            self.refuse(
-                503,
-                f"all of the server's {limit} connections (max_connections) are in use. Try again later, or raise it.",
-                "too_many_connections",
-            )
-            return
+        self.places.enter(self)
         self._time_part()
 
     def data_received(self, data: bytes) -> None:
@@ -134,7 +131,21 @@ class BoundedConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
+        self.places.leave(self)
         super().connection_lost(error)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # type: ignore[misc]  # may start a pipelined request
+        if self._part is not NOTHING or not self._is_answering:
+            self.places.wait(self)
+
+    def yield_place(self) -> None:
+        """Close this connection, which waits for its request or has a spare place, for another one."""
+        self.places.leave(self)
+        if self._is_refused or self._part is NOTHING:  # of a request that begins now, a 503 would be the answer
+            self.transport.abort()
+        else:
+            self._refuse_place("this one waited longest for its request")
 
     # ------------------------------------------------------------------------------------------------------- time
 
@@ -144,9 +155,22 @@ class BoundedConnection(asyncio.Protocol):
         if part == self._timed or self._is_refused:
             return
         self._stop_timer()
+        if (self._timed is None or self._timed[0] != self._number) and not self.flow.read_paused:
+            self.places.wait(self)  # reading is paused while an earlier request has its answer
         self._timed = part
+        if self._is_answering and not self._has_place():
+            self._refuse_place("they have answers to send")
+            return
         if self._part is not NOTHING:
             self._timer = self.loop.call_later(self._seconds(), self._on_timeout)
+
+    def _has_place(self) -> bool:
+        """Whether the request may be answered; notes its end in `places`."""
+        path = self.cycle.scope["path"].removeprefix(self.settings.root_path)
+        has_place = path in AT_ONCE or self.places.take(self)
+        if self._part is NOTHING:
+            self.places.serve(self)
+        return has_place
 
     def _seconds(self) -> float:
         return self.settings.header_timeout if self._part is HEAD else self.settings.body_timeout
@@ -188,6 +212,14 @@ class BoundedConnection(asyncio.Protocol):
             "headers_too_large",
         )
 
+    def _refuse_place(self, why: str) -> None:
+        self.refuse(
+            503,
+            f"all of the server's {self.settings.max_connections} connections (max_connections) are in use, and {why}. "
+            "Try again later, or raise it.",
+            "too_many_connections",
+        )
+
     def send_400_response(self, msg: str) -> None:
         """Refuse malformed HTTP with JSON; uvicorn would write text, even into the middle of an answer."""
         self.refuse(
@@ -216,7 +248,10 @@ class BoundedConnection(asyncio.Protocol):
         lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
         self.transport.write(b"\r\n".join(lines) + body)
         if status == 503:  # lingering sockets would block others
+            self.places.leave(self)
             self.transport.close()
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -94,7 +94,11 @@ class ServerSettings:
         "web origin whose pages may call the server, such as https://example.org; may be repeated.",
         check=partial(strings, remedy="Give origins as text."),
     )
-    max_connections: int = option(4096, "maximum number of open sockets; further ones get 503 and are closed.")
+    max_connections: int = option(
+        4096,
+        "maximum number of open sockets; beyond it the one that waited longest for its request is closed, or a new one "
+        "gets 503 if all have answers to send; /health is answered in any case.",
+    )
     max_header_bytes: int = option(
         65536, "maximum size of a request's line and headers in bytes, trailers included; 431 above it."
     )

@@ -13,7 +13,7 @@ from typing import Any
 import h11
 import pytest
 
-from nanovllm.server import connections
+from nanovllm.server import connections, places
 from nanovllm.server.settings import ServerSettings
 from tests.support.async_llms import slow_steps
 from tests.support.serving import Serving, comes_true, serving
@@ -263,18 +263,97 @@ def test_answers_may_last_longer_than_requests(parser):
     assert received.count(b"HTTP/1.1 200") == 2 and b'"completion_tokens":400' in received
 
 
-def test_sockets_beyond_the_limit_get_503_and_leave_room_when_others_close(parser):
-    with serving({"max_connections": 3}) as running:
-        with contextlib.ExitStack() as stack:
-            for _ in range(3):
-                stack.enter_context(connected(running))
-            comes_true(lambda: len(running.server.server_state.connections) == 3)
-            with connected(running) as further:
-                error = refusal(further, 503)
-            assert "3 connections (max_connections)" in error["message"]
-        comes_true(lambda: not running.server.server_state.connections)
+SLOW_BODY = HEAD + b"Content-Length: 10\r\n\r\n{"
+PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"", HEAD, SLOW_BODY, HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"],
+    ids=["nothing sent", "headers", "body", "chunks"],
+)
+def test_the_connection_that_waited_longest_for_its_request_yields_to_a_new_one(parser, begin):
+    with serving({"max_connections": 3}) as running, contextlib.ExitStack() as stack:
+        waiting = []
+        for number in range(3):
+            waiting.append(stack.enter_context(connected(running)))
+            waiting[-1].sendall(begin)
+            comes_true(lambda number=number: len(running.server.server_state.connections) == number + 1)
+        further = stack.enter_context(connected(running))
+        further.sendall(PROBE)
+        assert further.recv(65536).startswith(b"HTTP/1.1 200")
+        error = refusal(waiting[0], 503)
+        assert "3 connections (max_connections)" in error["message"] and "waited longest" in error["message"]
         with running.http() as http:
-            assert http.get("/health").status_code == 200
+            assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        refusal(waiting[1], 503)
+        waiting[2].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            waiting[2].recv(1)
+
+
+def test_an_idle_connection_yields_and_its_wait_begins_with_the_end_of_its_answer(parser):
+    with serving({"max_connections": 2}) as running, contextlib.ExitStack() as stack:
+        used, slow = (stack.enter_context(connected(running)) for _ in range(2))
+        used.sendall(PROBE)
+        assert used.recv(65536).startswith(b"HTTP/1.1 200")
+        slow.sendall(SLOW_BODY)
+        comes_true(lambda: running.server.server_state.tasks)
+        with connected(running) as further:
+            further.sendall(PROBE)
+            assert further.recv(65536).startswith(b"HTTP/1.1 200")
+        assert used.recv(65536) == b""  # no answer to a request that was not sent
+        comes_true(lambda: len(running.server.server_state.connections) == 1)
+        used = stack.enter_context(connected(running))
+        for _ in range(3):
+            used.sendall(PROBE)
+            assert used.recv(65536).startswith(b"HTTP/1.1 200")
+        with connected(running) as further:
+            further.sendall(PROBE)
+            assert further.recv(65536).startswith(b"HTTP/1.1 200")
+        refusal(slow, 503)
+
+
+def test_health_is_answered_while_every_connection_has_an_answer(parser):
+    endless = {"prompt": [5, 6, 7], "max_tokens": 400, "stream": True, "ignore_eos": True}
+    whole = json.dumps(endless).encode()
+    settings = {"max_connections": 2, "root_path": "/llm"}
+    with serving(settings) as running, slow_steps(running.engine, 0.01), contextlib.ExitStack() as stack:
+        for _ in range(2):
+            streaming = stack.enter_context(connected(running))
+            streaming.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(whole) + whole)
+            assert streaming.recv(10)
+        idle = [stack.enter_context(connected(running)) for _ in range(places.SPARE_PLACES + 5)]
+        for target in (b"/health", b"/llm/health"):
+            probe = stack.enter_context(connected(running))
+            probe.sendall(PROBE.replace(b"/health", target))
+            assert probe.recv(65536).startswith(b"HTTP/1.1 200")
+        assert refusal(idle[0], 503)
+        with connected(running) as further:
+            further.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
+            assert "answers to send" in refusal(further, 503)["message"]
+
+
+def test_a_place_beyond_the_limit_takes_any_request_once_another_is_free():
+    class Connection:
+        has_yielded = False
+
+        def yield_place(self) -> None:
+            self.has_yielded = True
+            taken.leave(self)
+
+    taken = places.Places(2)
+    first, second, third, fourth = (Connection() for _ in range(4))
+    for connection in (first, second):
+        taken.enter(connection)
+        taken.serve(connection)
+    taken.enter(third)
+    assert not taken.take(third)
+    taken.leave(first)
+    assert taken.take(third) and not second.has_yielded
+    taken.enter(fourth)
+    assert third.has_yielded and taken.take(fourth)
+    assert not second.has_yielded
 
 
 def test_httptools_does_not_let_pipelined_requests_pile_up_behind_an_answer():
