@@ -52,7 +52,7 @@ class Scheduler:
         self.waiting = ClientQueue(config.client_weights, prefill_cost, decode_cost)
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
-        self._step_id = 0
+        self._step_id = self._started_in_step = 0
         # The cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
         num_held = min((block_manager.num_blocks - 1) * self.block_size, config.max_num_seqs * config.max_model_len)
         self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * num_held)
@@ -70,8 +70,7 @@ class Scheduler:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
-        if self.block_manager.wanted:
-            self.block_manager.wanted.remove(sequence)
+        self.block_manager.wanted.remove(sequence)
         sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
 
@@ -101,11 +100,11 @@ class Scheduler:
             if len(prefills) + len(self.waiting) > 1:  # else one long prompt takes all of a short step
                 threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
         step = OpenStep(budget - num_decodes, threshold)
-        for sequence in prefills:
-            if sequence.is_running:  # it may have been preempted for an older one
+        for sequence in self.admission.turns(budget, prefills, self.waiting, self._started_in_step):
+            if sequence is not None:
                 self._schedule_next_chunk(step, sequence)
-        if has_slot and self.waiting and self.stats.num_preemptions == num_preemptions:
-            self._admit(step, prefills)
+            elif has_slot and self.stats.num_preemptions == num_preemptions:
+                self._admit(step, prefills)
         if exchange is not None:
             self.waiting.charge(exchange.successor, exchange.num_lost_tokens)
         self._spend_what_is_left(step, num_decodes)
@@ -158,6 +157,8 @@ class Scheduler:
 
     def _schedule_next_chunk(self, step: OpenStep, sequence: Sequence) -> None:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
+        if not sequence.is_running:  # it may have been preempted for an older one
+            return
         hits = self.block_manager.lookup(sequence)
         start = sequence.num_computed_tokens + len(hits) * self.block_size
         if size := self.admission.chunk_size(sequence, start, min(step.budget, step.threshold)):
@@ -178,10 +179,9 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with blocks, or whose blocks the caller allocates, from the queue to the running ones."""
         self.waiting.remove(sequence)
-        if self.block_manager.wanted:
-            self.block_manager.wanted.remove(sequence)
+        self.block_manager.wanted.remove(sequence)
         self.running.add(sequence)
-        sequence.is_running, sequence.num_times_passed = True, 0
+        sequence.is_running, sequence.num_times_passed, self._started_in_step = True, 0, self._step_id
 
     def _spend_what_is_left(self, step: OpenStep, num_decodes: int) -> None:
         """Give leftover budget to chunks capped by the threshold, in their order.

@@ -14,6 +14,7 @@ from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
+SHORT_BLOCKS = 4  # a prompt of so many is no long one in a step that a goal cuts to less
 MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 
 
@@ -90,6 +91,9 @@ class Admission:
         shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
         overtaken: list[Sequence] = []
         num_looked_past, held_back = 0, None
+        threshold = max(
+            step.threshold, min(SHORT_BLOCKS * self.blocks.block_size, self.config.long_prefill_token_threshold)
+        )
         for sequence in waiting:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
@@ -112,7 +116,7 @@ class Admission:
                 held_back = sequence.client if limit < min(lacking, self.blocks.block_size) else held_back
             # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
             is_partial = left >= self.blocks.block_size or (left > 0 and limit < lacking)
-            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
+            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, threshold)):
                 num_looked_past += 1
                 continue
             if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
@@ -127,6 +131,22 @@ class Admission:
             slots -= 1
             for other in overtaken:
                 other.num_times_passed += 1
+
+    def turns(
+        self, budget: int, prefills: list[Sequence], waiting: ClientQueue, started_in_step: int
+    ) -> list[Sequence | None]:
+        """The order of a step's chunks: prompts in progress, and None for those that wait.
+
+        A step that a goal cuts short may hold one chunk. The least-served client comes first, and of its prompts the
+        least recent; those that wait count as one, placed in the step that last started some.
+        """
+
+        def turn(sequence: Sequence | None) -> tuple[float, float, int]:
+            one, step = (waiting.first, started_in_step) if sequence is None else (sequence, sequence.placed_in_step)
+            return one.key[0] // 1, waiting.is_shared and one.account.served, step
+
+        turns = [*prefills, *([None] if waiting else [])]
+        return sorted(turns, key=turn) if budget < self.config.max_num_batched_tokens else turns
 
     def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
         """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""

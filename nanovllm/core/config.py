@@ -91,8 +91,8 @@ class EngineConfig:
     )
     ttft_goal: Seconds | None = option(
         None,
-        "time to the first token that is worth longer steps: a prompt that has waited half of it relaxes itl_goal, "
-        'up to four times. Default: 50 times itl_goal with itl_goal="auto" on a CPU, else none.',
+        "time to the first token that is worth longer steps: a prompt that has waited half of it relaxes itl_goal "
+        'for its client, up to four times. Default: 50 times itl_goal with itl_goal="auto" on a CPU, else none.',
         check=_seconds,
     )
     step_costs: str | None = option(

@@ -8,6 +8,7 @@ A stream's next token is due one `itl_goal` after its last one; chunks take the 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
@@ -52,8 +53,8 @@ class StepCosts(Protocol):
 class StepBudget:
     """Chooses the token budget of each step.
 
-    A request that still lacks its first token relaxes the goal of ITL: from half of its `ttft_goal` on, linearly, up
-    to 4 `itl_goal` once that has passed.
+    A request that still lacks its first token relaxes the goal of ITL of its client's streams: from half of its
+    `ttft_goal` on, linearly, up to 4 `itl_goal` once that has passed.
 
     Args:
         config: resolved, with an `itl_goal` in seconds.
@@ -86,16 +87,23 @@ class StepBudget:
     def _seconds(self, decodes: SequenceABC[ScheduledSequence], first: Sequence) -> float:
         """The longest step that all streams can wait for."""
         now, config = self._clock(), self._config
-        own = [goal for entry in decodes if (goal := entry.sequence.params.itl_goal) is not None]
-        goal = self._itl_goal if len(own) < len(decodes) else min(own)
+        relaxation = self._relaxation(first, now)
+        goal, longest = math.inf, math.inf
+        for sequence, *_ in decodes:
+            own = self._itl_goal if sequence.params.itl_goal is None else sequence.params.itl_goal
+            goal = min(goal, own)
+            longest = min(longest, own * relaxation if sequence.client == first.client else own)
         # With overlap the step before still runs, and the next token is due one goal after its end.
-        late = 0.0 if config.overlap else min(max(0.0, now - self._costs.last_time), MAX_LATENESS * goal)
-        ttft_goal = config.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
+        return longest - (0.0 if config.overlap else min(max(0.0, now - self._costs.last_time), MAX_LATENESS * goal))
+
+    def _relaxation(self, first: Sequence, now: float) -> float:
+        """Goals that a gap of the prompt's own client may take, 1 to `MAX_RELAXATION`."""
+        ttft_goal = self._config.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
         has_token = first.num_known_tokens > first.num_prompt_tokens  # one that was preempted
         if ttft_goal is None or has_token:
-            return goal - late
+            return 1.0
         urgency = ((now - first.arrival_time) / ttft_goal - URGENT_FROM) / (1.0 - URGENT_FROM)
-        return goal * (1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)) - late
+        return 1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)
 
     def stats(self) -> BudgetStats:
         return BudgetStats(self._itl_goal, self._last, self._costs.error, self._costs.num_misses)

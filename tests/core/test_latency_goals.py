@@ -198,3 +198,17 @@ def test_a_simulation_keeps_the_goal_with_the_engines_own_budget():
     worst = [max(metrics.max_itl for metrics in run.requests) for run in (goal, usual)]
     assert worst[0] <= 0.0202 < worst[1]
     assert (goal.stats[0].budget.itl_goal, usual.stats[0].budget) == (0.02, None)
+
+
+@pytest.mark.parametrize("clients", [("", ""), ("one", "flood")])
+def test_short_prompts_pass_a_long_one_in_a_simulation_with_a_goal(clients: tuple[str, str]):
+    """A step takes at most 10.5 ms: that in progress, one of the long prompt and the short one's own are due."""
+    short, other = clients
+    calibration = replace(CALIBRATION, max_position_embeddings=8192, kv_cache_bytes=100 * 16 * 8192)
+    config = calibration.resolve(EngineConfig(itl_goal=0.0105))
+    requests = [TimedRequest(0.0, [7] * 10, 400, client=short), TimedRequest(0.1, [8] * 6000, 1, client=other)]
+    requests += [TimedRequest(0.2 + 0.3 * number, [10 + number] * 4, 1, client=short) for number in range(10)]
+    run = simulate(Workload("prompts", requests, {}), config, calibration.cost_model)
+    assert max(metrics.ttft for metrics in run.requests[2:]) <= 3 * 0.0106
+    assert run.requests[0].max_itl <= 0.0106
+    assert run.requests[1].ttft > 3.5  # the long one is computed all the while

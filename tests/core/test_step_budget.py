@@ -80,6 +80,14 @@ def test_the_strictest_stream_decides():
     assert num_tokens(make_budget(0.05), [*patient, *decodes(1, itl_goal=0.08)], prompt()) == 79
 
 
+def test_a_prompt_near_its_deadline_relaxes_the_goal_of_no_other_client():
+    budget = make_budget(0.01, now=9, ttft_goal=2.0, overlap=True)
+    late, own = prompt(client="a"), decodes(1, client="a")
+    assert num_tokens(budget, own, late) == 1 + 38
+    assert num_tokens(budget, decodes(1, client="b"), late) == 1 + 8
+    assert num_tokens(budget, [*own, *decodes(1, client="b", itl_goal=0.02)], late) == 2 + 17  # b's allows less
+
+
 def test_a_prompt_near_its_deadline_relaxes_the_goal_up_to_four_times():
     running = decodes(1)
     budgets = [
@@ -130,6 +138,70 @@ def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
     loop.add([3] * 4, max_tokens=1)
     both = chunks(loop.step())
     assert both["1"] == (12, 16) and both["2"] == (0, 4)  # a threshold of 128 would give the long one all
+
+
+def loop_of_single_blocks(**options: int) -> Loop:
+    """A stream beside which each step has a block for prompts, whatever its goal."""
+    scheduler = make_scheduler(max_num_batched_tokens=MOST, **options)
+    scheduler.budget = make_budget(1e-3)
+    loop = Loop(scheduler)
+    loop.add([1] * 4, max_tokens=60)
+    loop.step()
+    return loop
+
+
+def chunked(loop: Loop) -> list[str]:
+    """The requests with a chunk in the next step."""
+    return [entry.sequence.request_id for entry in loop.step().prefills]
+
+
+def test_short_prompts_take_turns_with_a_long_one_in_steps_of_one_block():
+    loop = loop_of_single_blocks()
+    loop.add([2] * 60, max_tokens=1)
+    assert chunked(loop) == ["1"]
+    for number in range(3, 6):
+        loop.add([number] * 4, max_tokens=1)
+    assert [chunked(loop) for _ in range(7)] == [["1"], ["2"], ["1"], ["3"], ["1"], ["4"], ["1"]]
+
+
+def test_a_prompt_of_several_blocks_passes_a_long_one_whatever_the_budget_of_the_step():
+    loop = loop_of_single_blocks(long_prefill_token_threshold=128, max_long_partial_prefills=1)
+    loop.add([2] * 60, max_tokens=1)
+    loop.step()
+    loop.add([3] * 12, max_tokens=1)
+    loop.add([4] * 40, max_tokens=1)  # as long as the first: it waits for it
+    assert [chunked(loop) for _ in range(7)] == [["1"], ["2"], ["1"], ["2"], ["1"], ["2"], ["1"]]
+
+
+@pytest.mark.parametrize("num_partial", [1, 2, 4])
+def test_a_prompt_of_one_block_starts_once_each_prompt_in_progress_had_a_step(num_partial: int):
+    """The bound that tuning.md states; and a flood of short ones holds the long ones up no more."""
+    loop = loop_of_single_blocks(max_num_partial_prefills=num_partial)
+    longest = [loop.add([number] * 60, max_tokens=1) for number in range(num_partial)]
+    while not all(sequence.is_running for sequence in longest):
+        loop.step()
+    waits = []
+    for step in range(4):
+        first = loop.add([step] * 4, max_tokens=1)
+        waits.append(next(count for count in range(9) if first.request_id in chunked(loop)))
+    assert max(waits) == num_partial
+    before = [sequence.num_computed_tokens for sequence in longest]
+    for number in range(num_partial + 1):
+        loop.add([number] * 4, max_tokens=1)
+        loop.add([number] * 4, max_tokens=1)
+        loop.step()
+    assert all(s.num_computed_tokens > n for s, n in zip(longest, before, strict=True))
+
+
+def test_in_short_steps_the_client_that_was_served_less_comes_first():
+    loop = loop_of_single_blocks(max_num_seqs=8)
+    for number in (2, 3, 4):
+        loop.add([number] * 40, max_tokens=1, client="flood")
+    for _ in range(9):
+        loop.step()
+    for number in (5, 6):
+        loop.add([number] * 8, max_tokens=1, client="one")
+    assert [chunked(loop) for _ in range(4)] == [["4"], ["4"], ["1"], ["5"]]
 
 
 def test_while_no_slot_is_free_no_budget_is_chosen():
