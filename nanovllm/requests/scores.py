@@ -4,6 +4,8 @@ yes_no: the model is asked whether the document is relevant to the query. With t
 score = exp(z_yes) / (exp(z_yes) + exp(z_no)), the probability of "yes" among the two answers (Nogueira et al. 2020,
 monoT5; Zhang et al. 2025, Qwen3-Reranker, trained for it). It works with any instructed model.
 
+auto: yes_no where the tokenizer has one token each for yes and no, else cosine.
+
 cosine: score = e_query · e_document of normalised embeddings, each the last token's hidden state after the final norm
 (Wang et al. 2024, E5-Mistral; Zhang et al. 2025, Qwen3-Embedding). It is meaningful for models trained to embed; hidden
 states of other models point in much the same direction for all texts.
@@ -24,7 +26,7 @@ from nanovllm.core.validation import text
 from nanovllm.requests.chat import ChatTemplate, Message
 from nanovllm.requests.input_processor import Prompt
 
-METHODS = ("yes_no", "cosine")
+METHODS = ("yes_no", "cosine", "auto")
 INSTRUCTION = "Decide whether the document is relevant to the query. Reply with one word only: yes or no."
 ANSWERS = ("yes", "no")
 
@@ -128,8 +130,10 @@ def plan_scores(
     queries, texts = _pairs(query, documents)
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}.")
-    if method == "cosine":
-        if instruction is not None or template is not None:
+    asks = instruction is not None or template is not None
+    answers = None if method == "cosine" else _answer_ids(tokenizer, raises=method == "yes_no" or asks)
+    if answers is None:
+        if asks:
             raise ValueError(
                 "instruction and template belong to method='yes_no'; for 'cosine' put them into the texts."
             )
@@ -138,7 +142,6 @@ def plan_scores(
         params: SamplingParams = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         pairs = [(indices[q], indices[t]) for q, t in zip(queries, texts, strict=True)]
         return ScoringPlan(list(prompts), [params] * len(prompts), pairs)
-    answers = _answer_ids(tokenizer)
     options: dict[str, Any] = {} if template is None else {"chat_template": text("template", template)}
     prompts_of_pairs: list[Prompt] = [
         chat.apply_to(_question(*pair, instruction, is_own=template is None), **options)
@@ -181,11 +184,14 @@ def _pairs(query: Any, documents: Any) -> tuple[list[str], list[str]]:
     return queries, texts
 
 
-def _answer_ids(tokenizer: Any) -> tuple[int, int]:
+def _answer_ids(tokenizer: Any, *, raises: bool) -> tuple[int, int] | None:
+    """Tokens of yes and no; where a word has several, ValueError if `raises`, else None."""
     if tokenizer is None:
         raise ValueError("score needs a tokenizer; pass tokenizer=... with the model.")
     yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS)
     for answer, token_ids in zip(ANSWERS, (yes, no), strict=True):
+        if len(token_ids) != 1 and not raises:
+            return None
         if len(token_ids) != 1:
             raise ValueError(
                 f"the tokenizer spells {answer!r} in {len(token_ids)} tokens, and method='yes_no' compares the logits "

@@ -61,7 +61,8 @@ class Scoring:
             query: one for all documents, or a list with one per document.
             documents: one or several.
             method: "yes_no", the probability of yes against no (0 to 1), for instructed models and rerankers; "cosine"
-                of embeddings (-1 to 1), for models trained to embed.
+                of embeddings (-1 to 1), for models trained to embed; "auto", yes_no where the tokenizer has one token
+                each for yes and no, else cosine.
             instruction: the question to the model; None asks for relevance in general.
             template: a Jinja chat template with the roles system (the instruction), query and document, for rerankers
                 trained on another format; None uses the tokenizer's chat template.

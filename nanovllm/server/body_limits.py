@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.errors import ApiError, from_validation
 from nanovllm.server.settings import ServerSettings
-from nanovllm.server.strict import TELL_UNKNOWN, Strict
+from nanovllm.server.strict import TELL_HINT, TELL_UNKNOWN, Strict
 
 logger = logging.getLogger("nanovllm")
 
@@ -33,7 +33,7 @@ LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread swit
 PIECE_BYTES = 2**18  # bytes that one C call scans in a millisecond
 # Each value except strings, containers and whole numbers has one of them: 1.5, 1e5, 1E5, true, false, null, NaN.
 OTHERS = (b".", b"e", b"E", b"n", b"N")
-MAX_UNKNOWN = 256  # unknown fields that are logged
+MAX_LEFT_OUT = 256  # fields that are logged as left out
 LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 
 
@@ -54,7 +54,7 @@ class BodyLimits:
             "tools": (settings.max_tools, "the server's max_tools. Offer fewer"),
             "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
         }
-        self._unknown: set[str] = set()  # fields already logged
+        self._left_out: set[str] = set()  # fields already logged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
@@ -109,13 +109,23 @@ class BodyLimits:
                 )
 
     def expect_unknown(self) -> None:
-        """Set whether the next validated models log unknown fields or refuse them."""
+        """Set whether the next validated models log unknown fields or refuse them, and where they tell hints."""
         TELL_UNKNOWN.set(self._log_unknown if self._settings.unknown_fields == "warn" else None)
+        TELL_HINT.set(self._log_hint)
 
     def _log_unknown(self, name: str) -> None:
-        if name not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
-            self._unknown.add(name)
-            logger.warning("the unknown field %.100r is ignored, here and in later requests (unknown_fields)", name)
+        if self._is_new(name):
+            logger.warning("the field %.100r is ignored, here and in later requests (unknown_fields)", name)
+
+    def _log_hint(self, name: str, reason: str) -> None:
+        if self._is_new(name):
+            logger.info("%.100r has no effect, here and in later requests: %s", name, reason)
+
+    def _is_new(self, name: str) -> bool:
+        if name in self._left_out or len(self._left_out) >= MAX_LEFT_OUT:
+            return False
+        self._left_out.add(name)
+        return True
 
     def parse(self, body: bytes, model: type[Strict]) -> Strict:
         """Parse a large body into its model; raises ApiError, and the errors of `json.loads`."""

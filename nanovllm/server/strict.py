@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -20,8 +20,23 @@ MAX_NESTING = 100
 # Types of content parts in the APIs of OpenAI and Anthropic, by their first word.
 _MEDIA = {"image": "an image", "audio": "audio", "video": "video", "file": "a file", "document": "a file"}
 
-# Called with each unknown field, as Model.field, which is then left out; None: unknown fields are errors.
+# Called with each field that would be refused, as Model.field, and is left out instead; None: such fields are errors.
 TELL_UNKNOWN: ContextVar[Callable[[str], None] | None] = ContextVar("tell_unknown", default=None)
+# Called with a part of a request that has no effect, such as Model.field, and the reason.
+TELL_HINT: ContextVar[Callable[[str, str], None] | None] = ContextVar("tell_hint", default=None)
+
+
+def tell_hint(name: str, reason: str) -> None:
+    """Log once that a part of a request has no effect."""
+    if (tell := TELL_HINT.get()) is not None:
+        tell(name, reason)
+
+
+def lets_pass(name: str) -> bool:
+    """Whether a part of a request that would be refused is left out instead (unknown_fields), and log that."""
+    if (tell := TELL_UNKNOWN.get()) is not None:
+        tell(name)
+    return tell is not None
 
 
 def check_nesting(given: Item) -> Item:
@@ -58,16 +73,28 @@ def text_alone(kind: str) -> BeforeValidator:
     return BeforeValidator(refuse_media)
 
 
-class Strict(BaseModel):
-    """Model that refuses unknown fields, or leaves them out if `TELL_UNKNOWN` is set."""
+def _add_hints(schema: dict[str, Any], model: type[Strict]) -> None:
+    """Describe the fields without effect, which take any value."""
+    described = {name: {"description": f"without effect: {reason}"} for name, reason in model.hints.items()}
+    if described:
+        schema["properties"] = schema.get("properties", {}) | described
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+class Strict(BaseModel):
+    """Model that refuses unknown fields, or leaves them out if `TELL_UNKNOWN` is set.
+
+    hints: fields without effect, left out whatever their value; see `nanovllm.server.hints`.
+    refused: fields that are errors unless they have a value without effect.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_add_hints)
+    hints: ClassVar[Mapping[str, str]] = {}
     refused: ClassVar[Refused] = {}
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the fields that errors can name."""
-        return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.refused]
+        return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.hints, *cls.refused]
 
     @model_validator(mode="before")
     @classmethod
@@ -75,15 +102,19 @@ class Strict(BaseModel):
         if not isinstance(given, dict):
             return given
         rest = dict(given)
+        for name, reason in cls.hints.items():
+            if name in rest and rest.pop(name) is not None:
+                tell_hint(f"{cls.__name__}.{name}", reason)
         for name, (harmless, reason) in cls.refused.items():
-            if name in rest and (value := rest.pop(name)) is not None and value not in harmless:
+            if name not in rest or (value := rest.pop(name)) is None or value in harmless:
+                continue
+            if not lets_pass(f"{cls.__name__}.{name}"):
                 raise PydanticCustomError(
                     "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
                 )
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown, tell = [name for name in rest if name not in known], TELL_UNKNOWN.get()
-        for name in unknown[1:] if tell is None else unknown:
+        unknown = [name for name in rest if name not in known]
+        for name in unknown[1:] if TELL_UNKNOWN.get() is None else unknown:
             del rest[name]  # pydantic reports the first; further ones would each cost an error
-            if tell is not None:
-                tell(f"{cls.__name__}.{name}")
+            lets_pass(f"{cls.__name__}.{name}")
         return rest

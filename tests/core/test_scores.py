@@ -143,7 +143,7 @@ def test_far_apart_logits_do_not_overflow():
 def test_what_cannot_be_scored_is_refused_by_name(tokenizer):
     with open_llm() as llm:
         for error, message, arguments, options in (
-            (ValueError, "method is 'max'; it must be one of yes_no, cosine", ("q", ["d"]), {"method": "max"}),
+            (ValueError, "method is 'max'; it must be one of yes_no, cosine, auto", ("q", ["d"]), {"method": "max"}),
             (ValueError, "the list of documents is empty", ("q", []), {}),
             (ValueError, "there are 2 queries and 1 documents", (["q", "r"], ["d"]), {}),
             (TypeError, "a document must be a string that is not empty, not 3", ("q", [3]), {}),

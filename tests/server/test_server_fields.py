@@ -64,7 +64,7 @@ def test_what_cannot_change_an_answer_is_taken_and_changes_none(running):
 
 def test_what_could_change_an_answer_is_refused_by_name_still(running):
     with running.http() as http:
-        for field, value in {"verbosity": "low", "moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
+        for field, value in {"moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
             error = http.post("/v1/chat/completions", json={"messages": MESSAGES, field: value}).json()["error"]
             assert error["param"] == field
 

@@ -188,17 +188,6 @@ def test_a_template_without_late_system_messages_gets_their_text_from_the_user(t
     assert "".join(message.content for message in chat.messages).count("In git.") == 2
 
 
-@pytest.mark.parametrize(("kind", "takes_effort", "effort"), [
-    ("adaptive", False, None), ("adaptive", True, "high"), (None, False, "high"),
-])  # fmt: skip
-def test_adaptive_thinking_leaves_an_effort_out_that_the_template_lacks(kind, takes_effort, effort):
-    """Claude Code sends both with every request, to any model."""
-    thinking = {"thinking": {"type": kind}} if kind else {}
-    given = {"model": MODEL, "max_tokens": 9, "messages": ASK, "output_config": {"effort": "high"}} | thinking
-    chat = as_chat(MessagesRequest.model_validate(given), TemplateTraits(takes_effort=takes_effort))
-    assert chat.reasoning_effort == effort
-
-
 def test_an_answer_that_is_begun_goes_on(running, client, monkeypatch):
     says(running, monkeypatch, " is four")
     prompts = prompt_of(running, monkeypatch)

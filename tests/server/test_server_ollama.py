@@ -243,11 +243,8 @@ def test_facts_of_the_embedded_model_and_of_one_in_the_hubs_cache(tmp_path, monk
 @pytest.mark.parametrize(("path", "body", "status", "said"), [
     ("chat", {"messages": ASK, "model": "other"}, 404, "'other' does not exist here"),
     ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, 400, "text alone, and no images"),
-    ("chat", {"messages": ASK, "options": {"num_ctx": 4096}}, 400, "options.num_ctx is 4096; the server's"),
-    ("chat", {"messages": ASK, "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
     ("chat", {"messages": ASK, "options": {"temperatur": 1}}, 400, "options.temperatur: unknown field"),
     ("chat", {"messages": ASK, "options": {"temperature": -1}}, 400, "options.temperature"),
-    ("chat", {"messages": ASK, "options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, 400, "repeat_last_n is 64"),
     ("chat", {"messages": ASK, "options": {"stop": ["x" * 17_000]}}, 400, "options.stop: 17000 characters"),
     ("chat", {"messages": ASK, "format": {"type": "strin"}}, 400, "format"),
     ("chat", {"messages": ASK, "format": "xml"}, 400, "format"),

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.server.answers.answer_format import AnswerFormat, answer_format
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
-from nanovllm.server.answers.template_options import effort_options, template_variables
+from nanovllm.server.answers.template_options import effort_options, known_options, template_variables
 from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
 from nanovllm.server.anthropic.protocol import MessagesRequest
@@ -221,21 +221,32 @@ def test_an_effort_is_said_in_the_variables_of_the_template():
     assert effort_options("none", {"enable_thinking"}, can_think=True) == {"enable_thinking": False}
     assert effort_options("low", {"thinking"}, can_think=True) == {"thinking": True}
     assert effort_options("none", {"messages"}, can_think=False) == {}
-    with pytest.raises(ValueError, match=r"reasoning_effort is 'low', .* has no variable for it"):
-        effort_options("low", {"messages"}, can_think=False)
+    for can_think in (True, False):  # a hint, which changes nothing here
+        assert effort_options("low", {"messages"}, can_think=can_think) == {}
     with pytest.raises(ValueError, match=r"reasoning_effort asks for no thought, .* has no switch for it"):
         effort_options("none", {"messages"}, can_think=True)
 
 
-@pytest.mark.parametrize(("thinking", "field"), [("disabled", "thinking.type"), ("adaptive", "output_config.effort")])
-def test_a_template_without_a_switch_is_told_by_the_field_that_asks_for_one(thinking, field):
+def test_a_template_without_a_switch_is_told_by_the_field_that_asks_for_one():
     body = MessagesRequest(
-        model="m", max_tokens=9, messages=[{"role": "user", "content": "Hello"}], thinking={"type": thinking},
+        model="m", max_tokens=9, messages=[{"role": "user", "content": "Hello"}], thinking={"type": "disabled"},
         output_config={"effort": "high"},
     )  # fmt: skip
     with pytest.raises(ApiError) as found, translated(renamed(body), ChatRequest.names()):
         effort_options(as_chat(body).reasoning_effort, {"messages"}, can_think=True)
-    assert found.value.param == field and found.value.message.startswith(field)
+    assert found.value.param == "thinking.type" and found.value.message.startswith("thinking.type")
+
+
+def test_a_switch_that_the_template_lacks_is_left_out_where_it_changes_nothing():
+    variables = {"messages", "enable_thinking"}
+    kept = known_options({"enable_thinking": False, "thinking": True}, variables, (), can_think=True)
+    assert kept == {"enable_thinking": False}
+    for name, value in (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none")):
+        assert known_options({name: value}, {"messages"}, (), can_think=False) == {}
+        with pytest.raises(ValueError, match=rf"chat_template_kwargs.{name}: .* has no such variable"):
+            known_options({name: value}, {"messages"}, (), can_think=True)
+    with pytest.raises(ValueError, match="did you mean enable_thinking"):
+        known_options({"enable_thought": True}, variables, (), can_think=False)
 
 
 def test_templates_with_tags_of_their_own_are_read():

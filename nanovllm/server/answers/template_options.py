@@ -10,8 +10,11 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
+from nanovllm.server.strict import lets_pass, tell_hint
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")  # on or off, in the order in which templates use them
+_OF_THOUGHT = ("reasoning_effort", *_SWITCHES)
 _GENERATION = re.compile(
     r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}"
 )  # transformers' own tag, which changes no variable
@@ -38,32 +41,32 @@ def takes_late_system(tokenizer: Any) -> bool:
         return False
 
 
-def check_variables(options: dict[str, Any], variables: Collection[str] | None, hidden: Collection[str]) -> None:
-    """Raise ValueError for an option that the template does not read.
+def known_options(
+    options: dict[str, Any], variables: Collection[str] | None, hidden: Collection[str], *, can_think: bool
+) -> dict[str, Any]:
+    """Options that the template reads; raises ValueError for another, unless it has no effect on this model.
 
     Args:
         hidden: variables that requests may not set.
+        can_think: whether the model has a reasoning format; without one, none of its switches has an effect.
     """
     if variables is None:
-        return
-    shown = sorted(set(variables) - set(hidden))
-    for name in options:
-        if name not in variables:
-            near = difflib.get_close_matches(name, shown, n=1, cutoff=0.6)
+        return options
+    for name in options.keys() - variables:
+        if name in _OF_THOUGHT and not (can_think and options[name] in (False, "none")):
+            tell_hint(f"chat_template_kwargs.{name}", "whether the model thinks is not up to its chat template")
+        elif not lets_pass(f"chat_template_kwargs.{name}"):
+            near = difflib.get_close_matches(name, sorted(set(variables) - set(hidden)), n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else ", and ignores it. Leave it out."
             raise ValueError(f"chat_template_kwargs.{name}: the model's chat template has no such variable{hint}")
-
-
-def has_effort(variables: Collection[str] | None) -> bool:
-    """Whether a template has a variable for the reasoning effort."""
-    return any(name in (variables or ()) for name in ("reasoning_effort", *_SWITCHES))
+    return {name: value for name, value in options.items() if name in variables}
 
 
 def effort_options(effort: str, variables: Collection[str] | None, *, can_think: bool) -> dict[str, Any]:
-    """Template variables for a reasoning effort; raises ValueError if the template has none for it.
+    """Template variables for a reasoning effort; raises ValueError if thought cannot be turned off.
 
     Args:
-        can_think: whether the model has a reasoning format; without one, "none" needs no variable.
+        can_think: whether the model has a reasoning format.
     """
     known = variables or ()
     switch = next((name for name in _SWITCHES if name in known), None)
@@ -72,14 +75,10 @@ def effort_options(effort: str, variables: Collection[str] | None, *, can_think:
         options["reasoning_effort"] = effort
     if options:
         return options
-    if effort == "none" and not can_think:
-        return {}
-    if effort == "none":
+    if effort == "none" and can_think:
         raise ValueError(
             "reasoning_effort asks for no thought, but the model's chat template has no switch for it "
             f"({' or '.join(_SWITCHES)}). Leave it out, or limit thought by a budget."
         )
-    raise ValueError(
-        f"reasoning_effort is {effort!r}, but the model's chat template has no variable for it (reasoning_effort, "
-        f"{' or '.join(_SWITCHES)}). Leave it out."
-    )
+    tell_hint("reasoning_effort", "the model's chat template has no variable for it")
+    return {}

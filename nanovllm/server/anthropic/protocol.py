@@ -4,59 +4,75 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
+from nanovllm.server.hints import ANTHROPIC
 from nanovllm.server.openai.protocol import Number
-from nanovllm.server.strict import AnyObject, Each, Strict, text_alone
-
-
-class CacheControl(Strict):
-    """Accepted, and without effect: every prompt's prefix is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+from nanovllm.server.strict import AnyObject, Each, Strict, lets_pass, tell_hint, text_alone
 
 
 class Block(Strict):
-    cache_control: CacheControl | None = None
+    hints: ClassVar = ANTHROPIC["messages[].content[]"]
 
 
 class TextBlock(Block):
-    refused: ClassVar = {"citations": ((None, []), "there are no citations")}
-
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Strict):
-    """Earlier thought; the `signature` of its answer is ignored."""
+class ThinkingBlock(Block):
+    """Earlier thought."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
+
+
+class OtherBlock(BaseModel):
+    """A tool's work on another server, or thought that it sealed: left out of the conversation."""
+
+    type: Literal[
+        "redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result",
+        "code_execution_tool_result", "bash_code_execution_tool_result", "text_editor_code_execution_tool_result",
+        "tool_search_tool_result", "advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing",
+        "fallback",
+    ]  # fmt: skip
+
+    @model_validator(mode="after")
+    def _tell(self) -> OtherBlock:
+        tell_hint(f"messages[].content[].type {self.type}", "another server's work is no part of the conversation")
+        return self
+
+
+class ToolReferenceBlock(Block):
+    """A tool that a search found; every tool is shown to the model, so its name is the result."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
 
 
 class ToolUseBlock(Block):
-    refused: ClassVar = {
-        "caller": ((None, {"type": "direct"}), "tools are called by the model alone"),
-        "toolset_name": ((None,), "there are no toolsets"),
-    }
-
     type: Literal["tool_use"]
     id: str
     name: str
     input: AnyObject
 
 
+ResultBlock = Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type"), text_alone("text")]
+
+
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Each[Annotated[TextBlock, text_alone("text")]] | None = None
+    content: str | Each[ResultBlock] | None = None
     is_error: bool | None = None
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type"), text_alone("text")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | OtherBlock, Field(discriminator="type")]
 
 
 class UserMessage(Strict):
@@ -72,6 +88,11 @@ class AssistantMessage(Strict):
 class SystemMessage(Strict):
     """Instructions within a conversation, such as Claude Code's."""
 
+    refused: ClassVar = {
+        "clear_at": (("never",), "a conversation is taken whole"),
+        "output_config": (({},), "give it for the whole conversation"),
+    }
+
     role: Literal["system"]
     content: str | Each[Annotated[TextBlock, text_alone("text")]]
 
@@ -79,13 +100,9 @@ class SystemMessage(Strict):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class Tool(Block):
-    refused: ClassVar = {
-        "defer_loading": ((None, False), "every tool is shown to the model"),
-        "allowed_callers": ((None, ["direct"]), "tools are called by the model alone"),
-        "input_examples": ((None, []), "chat templates have no place for them"),
-        "eager_input_streaming": ((None, False), "a call arrives whole"),
-    }
+class Tool(Strict):
+    hints: ClassVar = ANTHROPIC["tools[]"]
+    refused: ClassVar = {"allowed_callers": ((None, ["direct"]), "tools are called by the model alone")}
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -107,7 +124,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    refused: ClassVar = {"display": ((None, "summarized"), "thought is shown as it is")}
+    hints: ClassVar = ANTHROPIC["thinking"]
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -134,6 +151,14 @@ class OutputConfig(Strict):
 class ConversationFields(Strict):
     """Fields of a message request and of its token count."""
 
+    hints: ClassVar = ANTHROPIC[""]
+    refused: ClassVar = {
+        "container": ((None,), "code is not run here"),
+        "mcp_servers": ((None, []), "there is no MCP client here"),
+        "thread": (({"type": "create"},), "nothing is stored; send the whole conversation"),
+        "compaction": ((), "a conversation is taken whole"),
+    }
+
     model: str
     messages: Annotated[Each[Message], Field(min_length=1)]
     system: str | Each[TextBlock] | None = None
@@ -141,7 +166,7 @@ class ConversationFields(Strict):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    context_management: AnyObject | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -152,35 +177,14 @@ class ConversationFields(Strict):
         if isinstance(first, dict) and first.get("role") == "system":
             raise ValueError("messages[0].role: 'system' may follow a message, not begin a conversation. Use system.")
         tools = given.get("tools") if isinstance(given, dict) else None
+        kept = []
         for number, tool in enumerate(tools if isinstance(tools, list) else ()):
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind not in (None, "custom"):
+            if kind in (None, "custom"):
+                kept.append(tool)
+            elif not lets_pass(f"the tool {kind}"):
                 raise ValueError(f"tools[{number}].type: {kind!r} runs on a server of tools, of which there is none.")
-        return given
-
-
-class MessagesRequest(ConversationFields):
-    """Body of /v1/messages."""
-
-    refused: ClassVar = {
-        "container": ((None,), "code is not run here"),
-        "mcp_servers": ((None, []), "there is no MCP client here"),
-        "service_tier": ((None, "auto", "standard_only"), "there is one"),
-        "speed": ((None, "standard"), "there is one"),
-        "inference_geo": ((None,), "there is one place"),
-        "diagnostics": ((None,), "there are none"),
-        "user_profile_id": ((None,), "there are no profiles"),
-        "workspace_id": ((None,), "there are no workspaces"),
-    }
-
-    max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[Each[str], Field(max_length=64)] | None = None
-    stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
-    metadata: AnyObject | None = None
-    context_management: AnyObject | None = None
+        return given | {"tools": kept} if isinstance(tools, list) else given
 
     @field_validator("context_management")
     @classmethod
@@ -191,16 +195,23 @@ class MessagesRequest(ConversationFields):
             raise ValueError(f"edits must be a list, not {edits!r}.")
         for edit in edits:
             kind = edit.get("type") if isinstance(edit, dict) else edit
-            if not str(kind).startswith("clear_thinking"):
+            if str(kind).startswith("clear_thinking"):
+                tell_hint(f"the edit {kind}", "the chat template decides which earlier thought it shows")
+            elif not lets_pass(f"the edit {kind}"):
                 raise ValueError(f"the edit {kind!r} is not supported: a conversation is taken as it is.")
         return given
 
 
+class MessagesRequest(ConversationFields):
+    """Body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[Each[str], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+
+
 class CountTokensRequest(ConversationFields):
     """Body of /v1/messages/count_tokens."""
-
-    refused: ClassVar = {
-        "speed": ((None, "standard"), "there is one"),
-        "user_profile_id": ((None,), "there are no profiles"),
-        "workspace_id": ((None,), "there are no workspaces"),
-    }

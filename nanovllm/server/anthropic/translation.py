@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.outputs import CompletionOutput
-from nanovllm.server.answers.template_options import has_effort
 from nanovllm.server.anthropic import protocol
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.state import ServerState
@@ -33,18 +32,16 @@ class TemplateTraits:
     """Features of a model's chat template.
 
     takes_late_system: see `template_options.takes_late_system`.
-    takes_effort: whether it has a variable for the reasoning effort.
     """
 
     takes_late_system: bool = True
-    takes_effort: bool = True
 
 
 ANY_TEMPLATE = TemplateTraits()
 
 
 def traits_of(state: ServerState) -> TemplateTraits:
-    return TemplateTraits(state.takes_late_system, has_effort(state.template_variables))
+    return TemplateTraits(state.takes_late_system)
 
 
 def as_chat(body: protocol.MessagesRequest, traits: TemplateTraits = ANY_TEMPLATE) -> ChatRequest:
@@ -86,7 +83,7 @@ def conversation_fields(body: protocol.ConversationFields, traits: TemplateTrait
         given["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         given |= _tool_choice(body.tool_choice)
-    return given | _thinking(body, traits)
+    return given | _thinking(body)
 
 
 def _user(message: protocol.UserMessage) -> list[dict[str, Any]]:
@@ -124,7 +121,7 @@ def _assistant(message: protocol.AssistantMessage) -> list[dict[str, Any]]:
     return [given]
 
 
-def _text(content: str | list[protocol.TextBlock] | None) -> str:
+def _text(content: str | list[protocol.TextBlock] | list[protocol.ResultBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
@@ -147,11 +144,10 @@ def _tool_choice(choice: protocol.ToolChoice) -> dict[str, Any]:
     return given
 
 
-def _thinking(body: protocol.ConversationFields, traits: TemplateTraits) -> dict[str, Any]:
+def _thinking(body: protocol.ConversationFields) -> dict[str, Any]:
     given: dict[str, Any] = {}
     config = body.output_config
-    is_adaptive = body.thinking is not None and body.thinking.type == "adaptive"  # leaves thought to the template
-    if config is not None and config.effort is not None and (traits.takes_effort or not is_adaptive):
+    if config is not None and config.effort is not None:
         given["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema_}

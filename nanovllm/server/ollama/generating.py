@@ -18,10 +18,11 @@ from nanovllm.server.ollama import protocol
 from nanovllm.server.ollama.translation import (
     RENAMED,
     chat_of,
-    check_context,
+    check_thought,
     completion_of,
     durations,
     now,
+    tell_context,
     tool_calls,
     turn_of,
 )
@@ -70,7 +71,8 @@ class OllamaJob(SingleJob):
         super().__init__(f"ollama-{uuid.uuid4().hex}")
         self._state, self._begin = state, time.monotonic()
         self._num_top = given.top_logprobs or 0
-        check_context(state, given)
+        check_thought(state, given)
+        tell_context(state, given)
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Fields of an answer that hold its new parts."""

@@ -6,29 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nanovllm.server.openai import neutral
+from nanovllm.server.hints import OLLAMA
 from nanovllm.server.openai.protocol import Number
-from nanovllm.server.strict import AnyObject, Each, Refused, Strict
+from nanovllm.server.strict import AnyObject, Each, Strict
 
 NO_IMAGES = "the engine reads text alone, and no images"
-# Options of loading a model, which a running server has done: without effect on an answer.
-LOADING = (
-    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "use_mmap", "use_mlock",
-    "num_thread", "num_keep", "penalize_newline",
-)  # fmt: skip
-_SAMPLER = ("typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta")
 Think = bool | Literal["low", "medium", "high", "max"]
-KeepAlive = str | Number
 
 
 class Options(Strict):
     """`options` of a request."""
 
-    refused: ClassVar[Refused] = {name: neutral.SHARED[name] for name in _SAMPLER} | {
-        "vocab_only": ((False,), "the model is loaded whole"),
-        "embedding_only": ((False,), "the model is loaded whole"),
-        **{name: (neutral.Anything(bool, int), "it must be a number or a boolean") for name in LOADING},
-    }
+    hints: ClassVar = OLLAMA["options"]
 
     num_predict: int | None = None
     num_ctx: Annotated[int, Field(ge=1)] | None = None
@@ -39,22 +28,23 @@ class Options(Strict):
     seed: int | None = None
     stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
     repeat_penalty: Number | None = None
-    repeat_last_n: int | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
 
-    @model_validator(mode="after")
-    def _check_window(self) -> Options:
-        penalties = (self.repeat_penalty or 1, self.presence_penalty or 0, self.frequency_penalty or 0)
-        if self.repeat_last_n not in (None, -1) and penalties != (1, 0, 0):
-            raise ValueError(
-                f"repeat_last_n is {self.repeat_last_n}, but penalties count every token. Send -1, or no penalty."
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _take_no_window(cls, given: Any) -> Any:
+        """Without penalties for a repeat_last_n of 0, which counts no token."""
+        if not isinstance(given, dict) or given.get("repeat_last_n") != 0:
+            return given
+        off = ("repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty")
+        return {name: value for name, value in given.items() if name not in off}
 
 
 class GeneratingFields(Strict):
     """Fields of /api/chat and /api/generate."""
+
+    hints: ClassVar = OLLAMA[""]
 
     model: str
     stream: bool | None = None  # None: true
@@ -63,7 +53,6 @@ class GeneratingFields(Strict):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    keep_alive: KeepAlive | None = None  # without effect: a server keeps its one model
 
     @property
     def num_ctx(self) -> int | None:
@@ -99,11 +88,6 @@ class Message(Strict):
 class ChatBody(GeneratingFields):
     """Body of /api/chat. Without messages it asks whether the model is loaded."""
 
-    refused: ClassVar = {
-        "truncate": ((False,), "a conversation is taken as it is"),
-        "shift": ((False,), "an answer ends where the context does"),
-    }
-
     messages: Each[Message] | None = None
     tools: Each[AnyObject] | None = None
 
@@ -111,7 +95,7 @@ class ChatBody(GeneratingFields):
 class GenerateBody(GeneratingFields):
     """Body of /api/generate. Without a prompt it asks whether the model is loaded."""
 
-    refused: ClassVar = ChatBody.refused | {
+    refused: ClassVar = {
         "images": (([],), NO_IMAGES),
         "template": (("",), "the model's own template is used; send raw with the whole prompt"),
         "context": (([],), "send the conversation to /api/chat; its prefix is cached"),
@@ -135,23 +119,24 @@ class GenerateBody(GeneratingFields):
 
 
 class EmbedBody(Strict):
-    """Body of /api/embed. truncate has no effect: an input that is too long is refused."""
+    """Body of /api/embed."""
+
+    hints: ClassVar = OLLAMA[""]
 
     model: str
     input: str | Each[str]
-    truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: Options | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class EmbeddingsBody(Strict):
     """Body of /api/embeddings, the older form for one prompt."""
 
+    hints: ClassVar = OLLAMA[""]
+
     model: str
     prompt: str
     options: Options | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class ShowBody(Strict):

@@ -12,6 +12,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.ollama import protocol
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
 from nanovllm.server.state import ServerState
+from nanovllm.server.strict import tell_hint
 
 # Options -> fields of a chat request or a completion.
 _FIELDS = {
@@ -28,16 +29,17 @@ RENAMED = {field: f"options.{option}" for option, field in _FIELDS.items()} | {
 NO_LIMIT = (-1, -2)  # num_predict: to the end, or until the context is full
 
 
-def check_context(state: ServerState, body: protocol.GeneratingFields) -> None:
-    """Raise ApiError (400) for a num_ctx above the server's max_model_len."""
+def tell_context(state: ServerState, body: protocol.GeneratingFields) -> None:
+    """Log once that a num_ctx above the server's max_model_len is taken for that, as Ollama does."""
     limit = state.engine.config.max_model_len
     if body.num_ctx is not None and body.num_ctx > limit:
-        raise ApiError(
-            400,
-            f"options.num_ctx is {body.num_ctx}; the server's context has {limit} tokens (--max-model-len). Send at "
-            "most that, or leave it out.",
-            param="options.num_ctx",
-        )
+        tell_hint(f"options.num_ctx {body.num_ctx}", f"the server's context has {limit} tokens (--max-model-len)")
+
+
+def check_thought(state: ServerState, body: protocol.GeneratingFields) -> None:
+    """Raise ApiError (400), as Ollama does, for a think that asks a model without thought for some."""
+    if body.think and state.answer_format.reasoning is None:
+        raise ApiError(400, f"think: {state.model_name!r} does not support thinking. Leave it out.", param="think")
 
 
 def chat_of(body: protocol.ChatBody) -> ChatRequest:

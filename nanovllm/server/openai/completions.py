@@ -51,7 +51,7 @@ class CompletionJob:
         if body.suffix:
             state.check_length(body.suffix, "suffix")
         self._params = body.sampling_params(
-            state.engine.default_sampling_params,
+            state.engine,
             **stops,
             max_tokens=1 if self._only_scores else body.max_tokens,
             logprobs=body.logprobs,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from nanovllm.server.hints import OPENAI
 from nanovllm.server.strict import AnyObject, Each, Strict
 
 
@@ -32,12 +33,11 @@ class JsonObjectFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """`strict` has no effect: the answer always matches."""
+    hints: ClassVar = OPENAI["response_format.json_schema"]
 
     name: str
     description: str | None = None
     schema_: Annotated[AnyObject | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class JsonSchemaFormat(Strict):

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -24,9 +24,10 @@ from nanovllm.requests.scores import ScoringPlan, embedding_output
 from nanovllm.server import errors
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError
+from nanovllm.server.hints import POOLING
 from nanovllm.server.openai.generation import Tally, error_from_output, new_id
 from nanovllm.server.openai.limits import engine_options
-from nanovllm.server.openai.protocol import Number, TokenIds
+from nanovllm.server.openai.protocol import Number, TokenIds, longest_prompt
 from nanovllm.server.security import require_api_key
 from nanovllm.server.sse import CLIENT_GONE, ClientGone, compact, until_disconnect
 from nanovllm.server.state import ServerState, server_state
@@ -42,10 +43,18 @@ Documents = Annotated[Each["str | DocumentText"], Field(min_length=1)]
 class PoolingFields(Strict):
     """Fields of all three endpoints; the second half extends the APIs that they follow."""
 
-    model: str | None = None
-    user: str | None = None
+    hints: ClassVar = POOLING[""]
+    refused: ClassVar = {
+        "add_special_tokens": ((True,), "send token ids to choose the special tokens around a prompt"),
+        "truncation_side": (("left",), "truncate_prompt_tokens keeps the last tokens of a prompt"),
+        "mm_processor_kwargs": (({},), "the engine reads text alone"),
+        "embed_dtype": (("float32",), "embeddings are float32"),
+        "endianness": (("native", "little"), "numbers are little-endian"),
+    }
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    model: str | None = None
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0)] | None = None
@@ -55,7 +64,7 @@ class EmbeddingRequest(PoolingFields):
     """Body of /v1/embeddings. dimensions: cut each embedding and normalise the rest."""
 
     input: str | Each[str] | TokenIds | Each[TokenIds]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     normalize: bool = True
 
@@ -83,7 +92,7 @@ class DocumentText(Strict):
 class ScoringFields(PoolingFields):
     """method, instruction: see `LLM.score`."""
 
-    method: Literal["yes_no", "cosine"] = "yes_no"
+    method: Literal["auto", "yes_no", "cosine"] = "auto"
     instruction: Annotated[str, Field(min_length=1)] | None = None
 
 
@@ -93,6 +102,7 @@ class RerankRequest(ScoringFields):
     query: Annotated[str, Field(min_length=1)]
     documents: Documents
     top_n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None  # Cohere's
     return_documents: bool = True
 
 
@@ -113,6 +123,11 @@ class PoolingJob:
         state.check_model(body.model)
         self._options = engine_options(state, request, body)
 
+    @property
+    def truncation(self) -> int | None:
+        """Maximum number of a prompt's last tokens; None: all."""
+        return longest_prompt(self._body.truncate_prompt_tokens, self._state.engine)
+
     def check_texts(self, param: str, texts: Sequence[Any]) -> None:
         """Raise ApiError (400) for too many texts, or a text that is too long."""
         limit = self._state.settings.max_prompts
@@ -123,6 +138,17 @@ class PoolingJob:
         for given in texts:
             if isinstance(given, str):
                 self._state.check_length(given, param)
+
+    async def beginnings(self, texts: list[str], limit: int | None) -> list[str]:
+        """Cut each text to its first tokens, at most `limit` of them; None: no limit."""
+        if limit is None:
+            return texts
+        engine, cut = self._state.engine, []
+        for text in texts:
+            token_ids = await engine.tokenize(text, add_special_tokens=False)
+            begun = text if len(token_ids) <= limit else await engine.detokenize(token_ids[:limit])
+            cut.append(begun.rstrip("\ufffd"))  # half of a character
+        return cut
 
     async def outputs(self, prompts: list[Any], params: Any) -> list[RequestOutput]:
         """Compute the final outputs in order of the prompts; raises ApiError if a prompt fails."""
@@ -163,7 +189,7 @@ class PoolingJob:
             documents,
             method=body.method,
             instruction=body.instruction,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncate_prompt_tokens=self.truncation,
         )
         scored = plan.scores(await self.outputs(plan.prompts, plan.params))
         return [0.0 if output.score is None else output.score for output in scored]
@@ -213,7 +239,8 @@ def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     inputs = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
     both = [text, {**several, "items": text}]
     document = {"type": "object", "properties": {"text": text}, "required": ["text"], "additionalProperties": False}
-    common = {**model, "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY}}
+    truncated = {"truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}}}
+    common = {**model, **truncated, "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY}}
     scoring = {**common, "instruction": {"maxLength": state.max_prompt_chars}}
     documents = {"documents": {**several, "items": {"anyOf": [text, document]}}}
     return {
@@ -223,8 +250,8 @@ def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     }
 
 
-def _row(index: int, vector: NDArray[np.float32], encoding_format: str) -> str:
-    if encoding_format == "float":
+def _row(index: int, vector: NDArray[np.float32], encoding_format: str | None) -> str:
+    if encoding_format != "base64":
         encoded = encode_numbers(vector)
     else:
         encoded = f'"{base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")}"'
@@ -251,7 +278,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     job.check_texts("input", body.prompts)
 
     async def work() -> str:
-        params = EmbeddingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        params = EmbeddingParams(truncate_prompt_tokens=job.truncation)
         found = await vectors(job, body, params)
         rows = (_row(index, vector, body.encoding_format) for index, vector in enumerate(found))
         return await with_rows(job.head(), "data", rows)
@@ -291,7 +318,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     job.check_texts("query", [body.query])
 
     async def work() -> str:
-        scores = await job.scores(body.query, documents)
+        scores = await job.scores(body.query, await job.beginnings(documents, body.max_tokens_per_doc))
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
         if body.return_documents:

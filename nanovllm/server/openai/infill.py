@@ -31,7 +31,7 @@ router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedR
 MAX_FILES = 256
 # min_p for llama.cpp's filter `infill`, which keeps the second of two likely tokens from half of the first's share on.
 INFILL_MIN_P = 0.5
-FIELDS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "id_slot")
+FIELDS = ("samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms", "response_fields")
 SAMPLERS = (*FILTERS, "infill")
 Names = Annotated[Each[str], Field(max_length=64)]
 
@@ -47,7 +47,7 @@ class OtherFile(Strict):
 class InfillRequest(SamplingFields):
     """Body of /infill.
 
-    t_max_prompt_ms, id_slot: without effect: llama.cpp has no such limit, and a prefix is found in the cache.
+    t_max_prompt_ms: without effect, as in llama.cpp.
     """
 
     refused: ClassVar[Refused] = {name: row for name, row in neutral.SHARED.items() if name not in FIELDS} | {
@@ -64,7 +64,6 @@ class InfillRequest(SamplingFields):
     samplers: Annotated[Each[Literal[SAMPLERS]], Field(max_length=len(SAMPLERS))] | None = None  # type: ignore[valid-type]
     response_fields: Names | None = None
     t_max_prompt_ms: Number | None = None
-    id_slot: int | None = None
 
     @field_validator("samplers")
     @classmethod
@@ -113,7 +112,7 @@ class InfillJob(SingleJob):
         given = "".join((body.input_prefix, body.input_suffix, body.prompt, *(part for pair in files for part in pair)))
         state.check_length(given, "input_prefix")
         self._params = body.sampling_params(
-            state.engine.default_sampling_params,
+            state.engine,
             max_tokens=None if body.n_predict == -1 else max(1, body.n_predict),
             stop_token_ids=[*(body.stop_token_ids or ()), *self._infill.stop_token_ids],
             structured_output=output_form(body.shape),

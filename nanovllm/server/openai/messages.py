@@ -8,16 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from nanovllm.server.hints import OPENAI
 from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting, text_alone
-
-# Accepted and left out of the template: every prompt's prefix is cached.
-CacheControl = Annotated[AnyObject | None, Field(exclude=True)]
 
 
 class TextPart(Strict):
+    hints: ClassVar = OPENAI["messages[].content[]"]
+
     type: Literal["text"]
     text: str
-    cache_control: CacheControl = None
 
 
 Content = str | Each[Annotated[TextPart, text_alone("text")]]
@@ -29,29 +28,31 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
+    hints: ClassVar = OPENAI["messages[].tool_calls[]"]
+
     id: str
-    index: Annotated[int | None, Field(exclude=True)] = None  # of a stream's delta, sent back; their order tells
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class SystemMessage(Strict):
+class _Message(Strict):
+    hints: ClassVar = OPENAI["messages[]"]
+
+
+class SystemMessage(_Message):
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
-    cache_control: CacheControl = None
 
 
-class UserMessage(Strict):
+class UserMessage(_Message):
     role: Literal["user"]
     content: Content
     name: str | None = None
-    cache_control: CacheControl = None
 
 
-class AssistantMessage(Strict):
+class AssistantMessage(_Message):
     refused: ClassVar = {
-        "refusal": ((None,), "refusals are part of the text"),
         "audio": ((None,), "the engine supports text only"),
         "function_call": ((None,), "it was replaced by tool_calls"),
     }
@@ -59,18 +60,17 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
+    refusal: str | None = None  # the text, where there is no content
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM spells it
     tool_calls: Each[ToolCall] | None = None
-    annotations: Annotated[list[Any] | None, Field(exclude=True)] = None  # of an earlier answer
-    cache_control: CacheControl = None
 
 
-class ToolMessage(Strict):
+class ToolMessage(_Message):
     role: Literal["tool"]
-    content: Content
+    content: Content | None = None
     tool_call_id: str
     name: str | None = None
-    cache_control: CacheControl = None
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -84,9 +84,10 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    hints: ClassVar = OPENAI["tools[]"]
+
     type: Literal["function"]
     function: Function
-    cache_control: CacheControl = None
 
 
 def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -97,7 +98,10 @@ def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _as_template_message(message: Any, number: int) -> dict[str, Any]:
     """Join text parts by line breaks, map "developer" to "system", and parse the arguments of tool calls."""
     given: dict[str, Any] = message.model_dump(exclude_none=True)
-    content = given.get("content")
+    thought, refusal = given.pop("reasoning", None), given.pop("refusal", None)
+    if thought is not None:
+        given.setdefault("reasoning_content", thought)
+    content = given.get("content") or refusal
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
     given["content"] = content if content is not None else ""

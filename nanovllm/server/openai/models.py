@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm import __version__
-from nanovllm.server.answers.template_options import check_variables
+from nanovllm.server.answers.template_options import known_options
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.openai.messages import as_conversation
@@ -74,8 +74,9 @@ async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -
 
     limits: BodyLimits = request.app.state.body_limits
     messages, tools = await limits.off_loop(request, conversation)
-    check_variables(body.chat_template_kwargs or {}, state.template_variables, NOT_FOR_TEMPLATES)
-    return await state.engine.apply_chat_template(messages, tools=tools, **body.template_options)
+    given, can_think = body.chat_template_kwargs or {}, state.answer_format.reasoning is not None
+    options = known_options(given, state.template_variables, NOT_FOR_TEMPLATES, can_think=can_think) | body.prompt_end
+    return await state.engine.apply_chat_template(messages, tools=tools, **options)
 
 
 @router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")

@@ -10,22 +10,9 @@ from typing import Any
 
 from nanovllm.server.strict import Refused
 
-
-class Anything:
-    """Every JSON value of some types; another field decides whether this one has an effect."""
-
-    def __init__(self, *kinds: type) -> None:
-        self._kinds = kinds
-
-    def __contains__(self, value: object) -> bool:
-        return value is None or isinstance(value, self._kinds)
-
-
-_NUMBER, _TEXT, _TEXTS = Anything(int, float), Anything(str), Anything(list)
 _TEXT_ONLY, _NO_TRANSFER = "the engine reads text alone", "there is no transfer of caches between servers"
 _NOT_A_FILTER = "the sampler has no such filter; use top_k, top_p and min_p"
 _NOT_A_PENALTY = "the sampler has no such penalty; use repetition_penalty, frequency_penalty and presence_penalty"
-_ITS_SWITCH = "it must be a number"
 
 _VLLM: dict[str, tuple[Container[Any], str]] = {
     "use_beam_search": ((False,), "there is no beam search; use n"),
@@ -35,7 +22,6 @@ _VLLM: dict[str, tuple[Container[Any], str]] = {
     "truncation_side": (("left",), "truncate_prompt_tokens keeps the last tokens of a prompt"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "logits_processors": (([],), "a request brings no code"),
-    "guided_decoding_backend": (_TEXT, "it must be a string"),
     "guided_whitespace_pattern": ((), "the grammar has white space of its own"),
     "structural_tag": ((), "use tools, whose calls are constrained by tool_choice and strict"),
     "repetition_detection": ((), "answers end by max_tokens and stop strings"),
@@ -53,26 +39,14 @@ _LLAMA_CPP: dict[str, tuple[Container[Any], str]] = {
     "tfs_z": ((1,), _NOT_A_FILTER),
     "top_n_sigma": ((-1, 0), _NOT_A_FILTER),
     "xtc_probability": ((0,), _NOT_A_FILTER),
-    "xtc_threshold": (_NUMBER, _ITS_SWITCH),  # without effect at xtc_probability 0
     "min_keep": ((0, 1), _NOT_A_FILTER),
     "dynatemp_range": ((0,), "the temperature is constant"),
-    "dynatemp_exponent": (_NUMBER, _ITS_SWITCH),  # without effect at dynatemp_range 0
     "mirostat": ((0,), "there is no Mirostat; use top_p or min_p"),
-    "mirostat_tau": (_NUMBER, _ITS_SWITCH),  # without effect at mirostat 0
-    "mirostat_eta": (_NUMBER, _ITS_SWITCH),
     "dry_multiplier": ((0,), _NOT_A_PENALTY),
-    "dry_base": (_NUMBER, _ITS_SWITCH),  # without effect at dry_multiplier 0
-    "dry_allowed_length": (_NUMBER, _ITS_SWITCH),
-    "dry_penalty_last_n": (_NUMBER, _ITS_SWITCH),
-    "dry_sequence_breakers": (_TEXTS, "it must be a list"),
     "samplers": (([],), "filters act in the order top_k, top_p, min_p"),
     "n_probs": ((0,), "use logprobs"),
-    "n_keep": ((0, -1), "a prompt is taken whole"),
-    "n_discard": ((0,), "a prompt is taken whole"),
     "n_indent": ((0,), "lines are taken as the model writes them"),
     "t_max_predict_ms": ((0,), "use timeout, in seconds"),
-    "id_slot": ((-1,), "there are no slots; prefixes are found in the cache"),
-    "cache_prompt": ((True,), "every prompt's prefix is cached; use cache_salt to share it with nobody"),
     "timings_per_token": ((False,), "use stream_options.continuous_usage_stats"),
     "return_progress": ((False,), "a stream begins with the first token"),
     "return_tokens": ((False,), "use return_token_ids"),
@@ -81,12 +55,8 @@ _LLAMA_CPP: dict[str, tuple[Container[Any], str]] = {
     "lora": (([],), "adapters are named by model"),
     "grammar": (("",), "use guided_grammar"),
     "json_schema": ((), "use response_format or guided_json"),
-    "speculative.n_max": (_NUMBER, "it must be a number"),  # may change the speed of an answer alone
-    "speculative.n_min": (_NUMBER, "it must be a number"),
-    "speculative.p_min": (_NUMBER, "it must be a number"),
 }
 _OLLAMA: dict[str, tuple[Container[Any], str]] = {
-    "keep_alive": (Anything(int, float, str), "it must be a duration"),  # a server keeps its one model
     "options": (({},), "give its options as fields of the request, or use /api/chat"),
 }
 
@@ -101,7 +71,7 @@ CHAT: Refused = SHARED | {
     "best_of": ((1,), "samples are not ranked; use n"),
     "echo": ((False,), "an answer holds the new message alone; use continue_final_message to go on with one"),
     "documents": (([],), "give documents as text of a message"),
-    "chat_template": ((), "the model's own template is used; start the server with another tokenizer"),
+    "chat_template": ((), "the server has one; start it with --chat-template FILE"),
     "add_special_tokens": ((False,), "the chat template sets the special tokens"),
     "include_reasoning": ((True,), "thought is always shown, as reasoning_content; reasoning_effort may turn it off"),
     "reasoning_format": (("auto", "deepseek"), "thought is shown as reasoning_content"),
@@ -114,7 +84,6 @@ CHAT: Refused = SHARED | {
     "function_call": ((), "it was replaced by tool_choice"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "audio": ((), _TEXT_ONLY),
-    "verbosity": (("medium",), "no chat template supports it"),
     "web_search_options": ((), "there is no web search"),
     "moderation": ((), "there is none"),
 }

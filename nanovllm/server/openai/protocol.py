@@ -17,9 +17,11 @@ from pydantic import (
     model_validator,
 )
 
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.sampling_params import CHECKS, MAX_SEED, SamplingParams
 from nanovllm.core.validation import integer, real, truth
 from nanovllm.server.answers.template_options import EFFORTS
+from nanovllm.server.hints import OPENAI
 from nanovllm.server.openai import neutral
 from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
@@ -61,12 +63,18 @@ NOT_FOR_TEMPLATES = {
 }  # fmt: skip
 
 
+def longest_prompt(limit: int | None, engine: AsyncLLM) -> int | None:
+    """Resolve truncate_prompt_tokens; -1 is vLLM's word for the longest prompt that the engine takes."""
+    return engine.config.max_model_len - 1 if limit == -1 else limit
+
+
 class StreamOptions(Strict):
     """include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage to every chunk."""
 
+    hints: ClassVar = OPENAI["stream_options"]
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # without effect: no event is padded
 
 
 _plain_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in PLAIN_OPTIONS.items()}
@@ -76,22 +84,14 @@ _PlainFields: Any = create_model("_PlainFields", __base__=ConstraintFields, **_p
 class SamplingFields(_PlainFields):  # type: ignore[misc]
     """Fields of both generating endpoints; the second half extends OpenAI's API, see docs/guide/server.md."""
 
+    hints: ClassVar = OPENAI[""]
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
     stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
-    # Accepted, and without effect: none of them can change an answer.
-    user: str | None = None
-    metadata: AnyObject | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: AnyObject | None = None
-    request_id: Annotated[str, Field(max_length=256)] | None = None
 
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -120,14 +120,16 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
             raise ValueError("stream_options is given, but stream is not true. Set it, or leave stream_options out.")
         return self
 
-    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+    def sampling_params(self, engine: AsyncLLM, **options: Any) -> SamplingParams:
         """Build the `SamplingParams`; raises their TypeError and ValueError.
 
         Args:
-            defaults: values of fields that the body leaves out.
+            engine: its defaults are the values of fields that the body leaves out.
         """
-        names = (*PLAIN_OPTIONS, "seed", *_LISTS)
+        defaults, names = engine.default_sampling_params, (*PLAIN_OPTIONS, "seed", *_LISTS)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "truncate_prompt_tokens" in given:
+            given["truncate_prompt_tokens"] = longest_prompt(given["truncate_prompt_tokens"], engine)
         return replace(defaults, **(given | options))
 
 
@@ -188,12 +190,10 @@ class TemplateFields(Strict):
         return self
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        options = dict(self.chat_template_kwargs or {})
-        options["add_generation_prompt"] = self.add_generation_prompt
-        if self.continue_final_message:
-            options["continue_final_message"] = True
-        return options
+    def prompt_end(self) -> dict[str, Any]:
+        """Options of `apply_chat_template` for the end of the prompt."""
+        options = {"add_generation_prompt": self.add_generation_prompt}
+        return options | {"continue_final_message": True} if self.continue_final_message else options
 
 
 class ChatRequest(TemplateFields, SamplingFields):
@@ -211,7 +211,6 @@ class ChatRequest(TemplateFields, SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
-    prediction: AnyObject | None = None  # without effect: it could make an answer faster, not another one
 
     thinking_token_budget: Annotated[int, Field(ge=1)] | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.server.openai import responses_protocol as protocol
 from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.strict import check_nesting
+from nanovllm.server.strict import check_nesting, tell_hint
 
 # Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
@@ -35,7 +35,6 @@ def as_chat(body: protocol.ResponsesRequest, before: Sequence[dict[str, Any]] = 
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": bool(body.stream),
-        "user": body.user,
     }
     tools = body.tools or []
     if isinstance(body.tool_choice, protocol.AllowedTools):
@@ -107,7 +106,8 @@ def new_messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
             case protocol.MessageItem():
                 messages.append({"role": item.role, "content": _text(item.content)})
             case protocol.ReasoningItem():
-                _answer(messages, joins=False)["reasoning_content"] = _thought(item, number)
+                if thought := _thought(item):
+                    _answer(messages, joins=False)["reasoning_content"] = thought
             case protocol.FunctionCallItem():
                 function = {"name": item.name, "arguments": _checked(item.arguments, number)}
                 call = {"id": item.call_id, "type": "function", "function": function}
@@ -138,15 +138,18 @@ def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | list[protocol.InputText]) -> str:
+def _text(content: str | list[protocol.InputText | protocol.Refusal]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _thought(item: protocol.ReasoningItem, number: int) -> str:
+def _thought(item: protocol.ReasoningItem) -> str:
+    """Thought of an item: its text, the text that this server sealed, or its summary."""
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content is not None:
-        return opened(item.encrypted_content, f"input[{number}].encrypted_content")
+        if (thought := opened(item.encrypted_content)) is not None:
+            return thought
+        tell_hint("input[].encrypted_content", "it was sealed by another server, which alone can read it")
     return "\n".join(part.text for part in item.summary or ())
 
 
@@ -155,9 +158,9 @@ def sealed(thought: str) -> str:
     return base64.b64encode(thought.encode("utf-8", "surrogatepass")).decode()
 
 
-def opened(text: str, field: str) -> str:
-    """Decode `sealed` thought; raises ValueError for other text."""
+def opened(text: str) -> str | None:
+    """Decode `sealed` thought; None for other text."""
     try:
         return base64.b64decode(text, validate=True).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{field}: it is not of an answer of this server. Leave the item out.") from error
+    except (ValueError, binascii.Error):  # also text that is not ASCII
+        return None

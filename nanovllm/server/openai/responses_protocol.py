@@ -5,39 +5,60 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from nanovllm.server.answers.template_options import EFFORTS
+from nanovllm.server.hints import RESPONSES
 from nanovllm.server.openai.protocol import Number
-from nanovllm.server.strict import AnyObject, Each, Strict, text_alone
+from nanovllm.server.strict import AnyObject, Each, Strict, lets_pass, tell_hint, text_alone
 
+# Details of items that no answer here has.
+_OF_OTHER_TOOLS = (
+    "file_search_call.", "web_search_call.", "computer_call_output.", "code_interpreter_call.", "message.input_image.",
+)  # fmt: skip
 STATELESS = "nothing is stored; send the whole conversation as input"
 
 
 class InputText(Strict):
+    hints: ClassVar = RESPONSES["input[].content[]"]
+
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None  # of an earlier answer
-    logprobs: list[Any] | None = None
+
+
+class Refusal(Strict):
+    """A refusal of an earlier answer: text of its message."""
+
+    hints: ClassVar = RESPONSES["input[].content[]"]
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[InputText | Refusal, Field(discriminator="type"), text_alone("input_text")]
 
 
 class MessageItem(Strict):
     """A message; `type` may be left out."""
 
-    refused: ClassVar = {"phase": ((None, "commentary", "final_answer"), "chat templates have no phases")}
+    hints: ClassVar = RESPONSES["input[]"]
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Each[Annotated[InputText, text_alone("input_text")]]
+    content: str | Each[Part]
     id: str | None = None
     status: str | None = None
 
 
 class FunctionCallItem(Strict):
+    hints: ClassVar = RESPONSES["input[]"]
     refused: ClassVar = {
         "namespace": ((None,), "tools have no namespaces"),
         "async": ((None, False), "calls are answered in order"),
-        "caller": ((None, {"type": "direct"}), "tools are called by the model alone"),
     }
 
     type: Literal["function_call"]
@@ -49,9 +70,11 @@ class FunctionCallItem(Strict):
 
 
 class FunctionOutputItem(Strict):
+    hints: ClassVar = RESPONSES["input[]"]
+
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Each[Annotated[InputText, text_alone("input_text")]]
+    output: str | Each[Part]
     id: str | None = None
     status: str | None = None
 
@@ -72,15 +95,30 @@ class ReasoningItem(Strict):
     status: str | None = None
 
 
-Item = Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")]
+class OtherItem(BaseModel):
+    """A tool's work on another server for an earlier answer: left out of the conversation."""
+
+    type: Literal[
+        "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "tool_search_call",
+        "tool_search_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+    ]  # fmt: skip
+
+    @model_validator(mode="after")
+    def _tell(self) -> OtherItem:
+        tell_hint(f"input[].type {self.type}", "another server's tools are no part of the conversation")
+        return self
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | OtherItem, Field(discriminator="type")
+]
 
 
 class FunctionTool(Strict):
+    hints: ClassVar = RESPONSES["tools[]"]
     refused: ClassVar = {
-        "defer_loading": ((None, False), "every tool is shown to the model"),
         "allowed_callers": ((None, ["direct"]), "tools are called by the model alone"),
         "async": ((None, False), "calls are answered in order"),
-        "output_schema": ((None,), "chat templates have no place for it"),
     }
 
     type: Literal["function"]
@@ -116,42 +154,39 @@ class SchemaFormat(Strict):
 
 
 class TextConfig(Strict):
-    refused: ClassVar = {"verbosity": ((None, "medium"), "no chat template supports it")}
+    hints: ClassVar = RESPONSES["text"]
 
     format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
 
 class Reasoning(Strict):
-    """`summary` has no effect: the answer always has the thought, as reasoning_text."""
-
+    hints: ClassVar = RESPONSES["reasoning"]
     refused: ClassVar = {
         "context": ((None, "auto"), "the chat template decides which thought it shows"),
         "mode": ((None, "standard"), "there is one"),
     }
 
     effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(Strict):
-    include_obfuscation: Literal[False] | None = None
+    hints: ClassVar = RESPONSES["stream_options"]
 
 
 class ResponsesRequest(Strict):
     """Body of /v1/responses. Tools other than functions are left out; a header of the answer names their types."""
 
+    hints: ClassVar = RESPONSES[""]
     refused: ClassVar = {
         "conversation": ((None,), STATELESS),
         "background": ((None, False), STATELESS),
         "prompt": ((None,), "there are no stored prompts"),
-        "max_tool_calls": ((None,), "tools are called by the client"),
-        "service_tier": ((None, "auto", "default"), "there is one"),
         "top_logprobs": ((None, 0), "use /v1/chat/completions"),
-        "prompt_cache_retention": ((None, "in_memory", "in-memory"), "a prefix is kept as long as there is room"),
-        "prompt_cache_options": ((None, {}), "every prompt's prefix is cached"),
         "context_management": ((None, []), "a conversation is taken as it is"),
         "moderation": ((None,), "there is none"),
+        "access_programs": ((None, {}), "there are none"),
+        "background_options": ((None, {}), STATELESS),
+        "image": ((None, {}), "the engine reads text alone"),
     }
 
     model: str | None = None
@@ -172,11 +207,10 @@ class ResponsesRequest(Strict):
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None  # None: true where the server keeps responses
     truncation: Literal["auto", "disabled"] | None = None  # a conversation that is too long is refused under both
-    # Accepted, and without effect.
+    # Of the answer too, and without effect on it.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    client_metadata: AnyObject | None = None
 
     _skipped: list[str] = PrivateAttr(default_factory=list)
 
@@ -213,7 +247,9 @@ class ResponsesRequest(Strict):
     @classmethod
     def _check_include(cls, include: list[str] | None) -> list[str] | None:
         for name in include or ():
-            if name != "reasoning.encrypted_content":
+            if name.startswith(_OF_OTHER_TOOLS):
+                tell_hint(f"include {name}", "there are no such items")
+            elif name != "reasoning.encrypted_content" and not lets_pass(f"include {name}"):
                 raise ValueError(f"{name!r} is not supported; reasoning.encrypted_content is.")
         return include
 

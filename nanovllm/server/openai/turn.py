@@ -14,7 +14,7 @@ from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.delta import AnswerDelta
 from nanovllm.server.answers.grammar import build_form
 from nanovllm.server.answers.reasoning import ends_in_thought, is_left_open
-from nanovllm.server.answers.template_options import check_variables, effort_options
+from nanovllm.server.answers.template_options import effort_options, known_options
 from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
 from nanovllm.server.openai.forms import constraints_of, error_field, named_error
@@ -54,7 +54,7 @@ class ChatTurn:
         options["prompt_logprobs"] = body.prompt_logprobs
         if self._form.needs_special_tokens(with_tools=bool(self.tools)):
             options["skip_special_tokens"] = False
-        self._params = body.sampling_params(state.engine.default_sampling_params, **options)
+        self._params = body.sampling_params(state.engine, **options)
         self._options = engine_options(state, request, body)
         self._answers: dict[int, Answer] = {}  # by choice
 
@@ -168,12 +168,12 @@ def template_options(
     Args:
         variables: variables that the template reads; None if unknown.
     """
-    options = body.template_options
-    given = body.chat_template_kwargs or {}
-    check_variables(given, variables, NOT_FOR_TEMPLATES)
+    can_think = answer_format.reasoning is not None
+    given = known_options(body.chat_template_kwargs or {}, variables, NOT_FOR_TEMPLATES, can_think=can_think)
+    options = given | body.prompt_end
     if body.reasoning_effort is None:
         return options
-    effort = effort_options(body.reasoning_effort, variables, can_think=answer_format.reasoning is not None)
+    effort = effort_options(body.reasoning_effort, variables, can_think=can_think)
     for name in effort.keys() & given.keys():
         raise ValueError(f"reasoning_effort and chat_template_kwargs.{name} say the same to the template; give one.")
     return options | effort

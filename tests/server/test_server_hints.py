@@ -1,0 +1,232 @@
+"""Fields that clients send of their own accord and that have no effect; parts of a conversation that are left out."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic.types.beta
+import openai.types.chat.completion_create_params
+import openai.types.responses.response_create_params
+import pytest
+from anthropic.types.beta import message_create_params
+
+from nanovllm.server import hints
+from nanovllm.server.anthropic.protocol import AssistantMessage, MessagesRequest, OtherBlock, Tool
+from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
+from tests.support.pages import TEXTS, inline_code, tables
+from tests.support.serving import MODEL, Serving, serving
+from tests.support.structured import model
+
+ASK = [{"role": "user", "content": "Hello"}]
+BLOCKS = [{"type": "text", "text": "Hello"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+VALUES: list[Any] = [True, "x", [1], {"type": "x"}]
+# Bodies with each place of a table, as a function of the fields that it has.
+OPENAI = {
+    "": lambda new: {"messages": ASK} | new,
+    "stream_options": lambda new: {"messages": ASK, "stream": True, "stream_options": new},
+    "messages[]": lambda new: {"messages": [ASK[0] | new, {"role": "assistant", "content": "y"} | new, *ASK]},
+    "messages[].content[]": lambda new: {"messages": [{"role": "user", "content": [BLOCKS[0] | new]}]},
+    "messages[].tool_calls[]": lambda new: {
+        "messages": [*ASK, {"role": "assistant", "tool_calls": [CALL | new]},
+                     {"role": "tool", "tool_call_id": "c1", "content": "z"}]},
+    "response_format.json_schema": lambda new: {
+        "messages": ASK,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}} | new}},
+    "tools[]": lambda new: {"messages": ASK, "tools": [{"type": "function", "function": FUNCTION} | new]},
+}  # fmt: skip
+RESPONSES = {
+    "": lambda new: {"input": "x"} | new,
+    "text": lambda new: {"input": "x", "text": new},
+    "reasoning": lambda new: {"input": "x", "reasoning": new},
+    "stream_options": lambda new: {"input": "x", "stream": True, "stream_options": new},
+    "input[]": lambda new: {"input": [ASK[0] | new]},
+    "input[].content[]": lambda new: {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"} | new]}]},
+    "tools[]": lambda new: {"input": "x", "tools": [{"type": "function", "name": "f"} | new]},
+}  # fmt: skip
+ANTHROPIC = {
+    "": lambda new: {"messages": ASK} | new,
+    "thinking": lambda new: {"messages": ASK, "thinking": {"type": "adaptive"} | new},
+    "messages[].content[]": lambda new: {
+        "system": [BLOCKS[0] | new],
+        "messages": [{"role": "user", "content": [BLOCKS[0] | new]}, {"role": "assistant", "content": [USED | new]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "z"} | new]}]},
+    "tools[]": lambda new: {"messages": ASK, "tools": [{"name": "f", "input_schema": {"type": "object"}} | new]},
+}  # fmt: skip
+OLLAMA = {"": lambda new: {"messages": ASK, "stream": False} | new,
+          "options": lambda new: {"messages": ASK, "stream": False, "options": {"num_predict": 2} | new}}  # fmt: skip
+APIS: dict[str, tuple[str, hints.Hints, dict[str, Any], dict[str, Any]]] = {
+    "openai": ("/v1/chat/completions", hints.OPENAI, OPENAI, {"max_tokens": 2}),
+    "responses": ("/v1/responses", hints.RESPONSES, RESPONSES, {"max_output_tokens": 2}),
+    "anthropic": ("/v1/messages", hints.ANTHROPIC, ANTHROPIC, {"max_tokens": 2}),
+    "ollama": ("/api/chat", hints.OLLAMA, OLLAMA, {}),
+    "pooling": ("/v1/embeddings", hints.POOLING, {"": lambda new: {"input": "x"} | new}, {}),
+}
+TABLES = [
+    ("`/v1/chat/completions`", hints.OPENAI), ("`/v1/responses`", hints.RESPONSES), ("`/v1/embeddings`", hints.POOLING),
+    ("`/v1/messages`", hints.ANTHROPIC), ("`/api/chat`", hints.OLLAMA),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving(model=model()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_field_without_effect_passes_at_any_value(running, api):
+    path, table, places, size = APIS[api]
+    assert set(table) == set(places)
+    with running.http() as http:
+        for place, fields in table.items():
+            for value in VALUES:
+                body = {"model": MODEL, **size} | places[place](dict.fromkeys(fields, value))
+                answer = http.post(path, json=body)
+                assert answer.status_code == 200, (place, value, answer.text)
+
+
+def test_the_log_says_once_that_a_field_has_no_effect(caplog):
+    body = {"model": MODEL, "max_tokens": 2, "messages": ASK, "speed": "fast", "metadata": {"user_id": "u"}}
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    with serving() as running, running.http() as http:
+        for _ in range(2):
+            assert http.post("/v1/messages", json=body).status_code == 200
+    logged = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(logged) == 2
+    assert "'MessagesRequest.speed' has no effect, here and in later requests: there is one engine" in logged[1]
+
+
+def test_the_page_has_every_field_without_effect_and_its_reason():
+    found = {rows[0][0].partition(",")[0]: rows[1:] for rows in tables(TEXTS["docs/guide/clients.md"])}
+    for head, table in TABLES:
+        shown = {name: why for names, why in found[head] for name in inline_code(names)}
+        assert shown == {
+            f"{place}.{name}".lstrip("."): why for place, fields in table.items() for name, why in fields.items()
+        }
+
+
+KNOWN_PARAMS = {
+    "messages": (message_create_params.MessageCreateParamsBase, MessagesRequest, {"betas"}),  # a header
+    "tool": (anthropic.types.beta.BetaToolParam, Tool, set()),
+    "chat": (openai.types.chat.completion_create_params.CompletionCreateParamsBase, ChatRequest, set()),
+    "responses": (openai.types.responses.response_create_params.ResponseCreateParamsBase, ResponsesRequest, set()),
+    "function": (openai.types.responses.FunctionToolParam, FunctionTool, set()),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_PARAMS)
+def test_every_parameter_of_the_clients_is_honoured_refused_by_name_or_without_effect(name):
+    params, model, others = KNOWN_PARAMS[name]
+    assert set(params.__annotations__) - others <= set(model.names())
+
+
+def test_calls_and_thought_of_another_server_are_left_out_of_a_conversation(running, monkeypatch):
+    kinds = typing.get_args(OtherBlock.model_fields["type"].annotation)
+    others = [{"type": kind, "id": "x", "content": [{"any": "thing"}]} for kind in kinds]
+    answer = {"role": "assistant", "content": [*others, {"type": "text", "text": "y"}]}
+    items = [{"type": kind, "id": "x"} for kind in typing.get_args(OtherItem.model_fields["type"].annotation)]
+    sealed = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAAAAB"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "y"}]}
+    with running.http() as http:
+        plain = {"model": MODEL, "messages": [*ASK, {"role": "assistant", "content": "y"}, *ASK]}
+        size = http.post("/v1/messages/count_tokens", json=plain).json()
+        given = http.post("/v1/messages/count_tokens", json=plain | {"messages": [*ASK, answer, *ASK]})
+        assert given.json() == size
+        input_items = [*ASK, *items, sealed, refused, *ASK]
+        answered = http.post("/v1/responses", json={"model": MODEL, "max_output_tokens": 2, "input": input_items})
+        assert answered.json()["usage"]["input_tokens"] == size["input_tokens"]
+
+
+def test_a_tool_reference_is_the_name_of_its_tool(running):
+    def count(content: Any) -> int:
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": content}]}
+        messages = [*ASK, {"role": "assistant", "content": [USED]}, result]
+        with running.http() as http:
+            return http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": messages}).json()[
+                "input_tokens"
+            ]
+
+    assert count([{"type": "tool_reference", "tool_name": "weather"}]) == count("weather")
+
+
+REFUSED = {
+    "a value that is refused": ("/v1/chat/completions", {"messages": ASK, "use_beam_search": True}),
+    "a variable of the template": ("/v1/chat/completions", {"messages": ASK, "chat_template_kwargs": {"mood": 1}}),
+    "an edit": ("/v1/messages", {"messages": ASK, "context_management": {"edits": [{"type": "compact_20260112"}]}}),
+    "a tool of the server": (
+        "/v1/messages",
+        {"messages": ASK, "tools": [{"type": "web_search_20250305", "name": "w"}]},
+    ),
+    "details of an answer": ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]}),
+    "an option": ("/api/chat", {"messages": ASK, "stream": False, "options": {"main_gpu_x": 1}}),
+    "a thread that goes on": ("/v1/messages", {"messages": ASK, "thread": {"type": "continue"}}),
+}
+
+
+@pytest.mark.parametrize("unknown_fields", ["refuse", "warn"])
+def test_a_server_that_warns_lets_refused_fields_pass(unknown_fields, caplog):
+    sizes = {"/v1/responses": {"max_output_tokens": 2}, "/api/chat": {}}
+    with serving({"unknown_fields": unknown_fields}) as running, running.http() as http:
+        for what, (path, body) in REFUSED.items():
+            answer = http.post(path, json={"model": MODEL} | sizes.get(path, {"max_tokens": 2}) | body)
+            assert answer.status_code == (400 if unknown_fields == "refuse" else 200), (what, answer.text)
+    logged = [record for record in caplog.records if "is ignored" in record.getMessage()]
+    assert len(logged) == (0 if unknown_fields == "refuse" else len(REFUSED))
+
+
+def test_an_assistants_message_is_taken_as_other_servers_write_it():
+    base = {"messages": [*ASK, {"role": "assistant", "content": "y", "reasoning_content": "t"}, *ASK]}
+    expected = ChatRequest.model_validate(base).conversation()
+    for other in (
+        {"content": "y", "reasoning": "t", "refusal": None},
+        {"content": "y", "reasoning": None, "reasoning_content": "t"},
+        {"content": None, "refusal": "y", "reasoning": "t"},
+    ):
+        given = {"messages": [*ASK, {"role": "assistant"} | other, *ASK]}
+        assert ChatRequest.model_validate(given).conversation() == expected
+    nothing = {"role": "tool", "tool_call_id": "c1", "content": None}
+    called = [*ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, nothing]
+    assert ChatRequest.model_validate({"messages": called}).conversation()[-1]["content"] == ""
+    assert AssistantMessage.model_validate({"role": "assistant", "content": "y"}).content == "y"
+
+
+def test_minus_one_truncates_to_the_longest_prompt(running):
+    longest = running.engine.config.max_model_len - 1
+    with running.http() as http:
+        given = {"model": MODEL, "prompt": [5] * (longest + 50), "max_tokens": 1, "truncate_prompt_tokens": -1}
+        answer = http.post("/v1/completions", json=given)
+        assert answer.json()["usage"]["prompt_tokens"] == longest
+        given = {"model": MODEL, "input": [5] * (longest + 50), "truncate_prompt_tokens": -1, "encoding_format": None}
+        answer = http.post("/v1/embeddings", json=given)
+        assert answer.json()["usage"]["prompt_tokens"] == longest
+        refused = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "truncate_prompt_tokens": 0})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_documents_are_cut_to_their_first_tokens(running):
+    long = "The sea is blue and wide. " * 4
+    with running.http() as http:
+        ids = http.post("/tokenize", json={"prompt": long, "add_special_tokens": False}).json()["tokens"]
+        begun = http.post("/detokenize", json={"tokens": ids[:5]}).json()["prompt"]
+        body = {"model": MODEL, "query": "sea", "method": "cosine"}
+        cut = http.post("/v2/rerank", json=body | {"documents": [long], "max_tokens_per_doc": 5}).json()
+        expected = http.post("/v2/rerank", json=body | {"documents": [begun]}).json()
+        assert cut["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
+        assert cut["results"][0]["document"]["text"] == long
+
+
+def test_a_reranker_without_words_for_its_answers_compares_embeddings(running):
+    body = {"model": MODEL, "query": "sea", "documents": ["The sea", "The sun"]}
+    with running.http() as http:
+        plain = http.post("/v1/rerank", json=body).json()["results"]
+        assert plain == http.post("/v1/rerank", json=body | {"method": "cosine"}).json()["results"]
+        refused = http.post("/v1/rerank", json=body | {"method": "yes_no"})
+        assert refused.status_code == 400 and "spells 'yes'" in refused.json()["error"]["message"]
