@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -264,10 +265,11 @@ def test_refusals_have_ollamas_form(http, path, body, status, said):
 
 
 @pytest.mark.parametrize(("headers", "status"), [
-    ({}, 200), ({"Origin": "https://example.org"}, 400), ({"Content-Type": "text/plain"}, 400),
+    ({}, 200), ({"Content-Type": "text/plain"}, 200), ({"Origin": "https://example.org"}, 400),
+    ({"Origin": "https://example.org", "Content-Type": "text/plain"}, 400),
 ])  # fmt: skip
-def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(http, headers, status):
-    """LiteLLM names no type; a page of another origin could do the same."""
+def test_a_body_is_json_whatever_its_type_unless_a_browser_sends_it(http, headers, status):
+    """LiteLLM names no type, and curl a form's; a page of another origin could do the same."""
     body = json.dumps({"model": MODEL, "messages": ASK, "options": GREEDY, "stream": False})
     assert http.post("/api/chat", content=body, headers=headers).status_code == status
 
@@ -290,3 +292,78 @@ def test_a_silent_stream_has_lines_without_text():
     with serving({"keep_alive_interval": 0.02}) as slow, slow.http() as other:
         found = lines(other, "/api/chat", messages=ASK, options={"num_predict": 300, "temperature": 0})
         assert found[-1]["done"] is True and all("message" in line for line in found)
+
+
+# The requests of Ollama's documentation (its api.md), without images and without those that change models.
+DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
+    ("generate", {"prompt": "Why is the sky blue?"}),
+    ("generate", {"prompt": "Why is the sky blue?", "stream": False}),
+    ("generate", {"prompt": "[INST] why is the sky blue? [/INST]", "raw": True, "stream": False}),
+    ("generate", {"prompt": "Why is the sky blue?", "options": {"seed": 123}}),
+    ("generate", {"prompt": "Why is the sky blue?", "stream": False, "options": {
+        "num_keep": 5, "seed": 42, "num_predict": 100, "top_k": 20, "top_p": 0.9, "min_p": 0.0, "typical_p": 0.7,
+        "repeat_last_n": 33, "temperature": 0.8, "repeat_penalty": 1.2, "presence_penalty": 1.5,
+        "frequency_penalty": 1.0, "mirostat": 1, "mirostat_tau": 0.8, "mirostat_eta": 0.6, "penalize_newline": True,
+        "stop": ["\n", "user:"], "numa": False, "num_ctx": 1024, "num_batch": 2, "num_gpu": 1, "main_gpu": 0,
+        "low_vram": False, "vocab_only": False, "use_mmap": True, "use_mlock": False, "num_thread": 8}}),
+    ("generate", {}),
+    ("generate", {"keep_alive": 0}),
+    ("chat", {"messages": [{"role": "user", "content": "why is the sky blue?"}], "stream": False}),
+    ("chat", {"messages": [{"role": "user", "content": "why is the sky blue?"}, {
+        "role": "assistant", "content": "due to rayleigh scattering."}, {
+        "role": "user", "content": "how is that different than mie scattering?"}]}),
+    ("chat", {"messages": [{"role": "user", "content": "Hello!"}], "options": {"seed": 101, "temperature": 0}}),
+    ("chat", {"messages": [{"role": "user", "content": "What is the weather today in Paris?"}], "stream": False,
+              "tools": [{"type": "function", "function": {
+                  "name": "get_current_weather", "description": "Get the current weather for a location",
+                  "parameters": {"type": "object", "required": ["location", "format"], "properties": {
+                      "location": {"type": "string", "description": "e.g. San Francisco, CA"},
+                      "format": {"type": "string", "enum": ["celsius", "fahrenheit"]}}}}}]}),
+    ("chat", {"messages": []}),
+    ("chat", {"messages": [], "keep_alive": 0}),
+    ("show", {}),
+    ("embed", {"input": "Why is the sky blue?"}),
+    ("embed", {"input": ["Why is the sky blue?", "Why is the grass green?"]}),
+    ("embeddings", {"prompt": "Here is an article about llamas..."}),
+]  # fmt: skip
+
+
+def test_documented_requests_are_answered_as_curl_sends_them(monkeypatch):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    with serving(model=ending_model()) as running, running.http(headers=form) as http:
+        says(running, monkeypatch, "Blue.")
+        for path, body in DOCUMENTED:
+            answer = http.post(f"/api/{path}", content=json.dumps({"model": MODEL} | body).encode())
+            assert answer.status_code == 200, (path, body, answer.text)
+            assert all("error" not in json.loads(line) for line in answer.text.splitlines())
+
+
+def test_head_is_answered_as_get_is(http):
+    for path in ("/", "/api/version", "/api/tags", "/api/ps"):
+        assert (http.head(path).status_code, http.head(path).content) == (200, b"")
+    assert http.head("/api/blobs/sha256:00").status_code == 404
+
+
+def test_a_context_above_the_servers_is_taken_for_that_and_logged(caplog):
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    with serving() as running, running.http() as http:
+        for _ in range(2):
+            assert post(http, "/api/chat", messages=ASK, options={"num_ctx": 131072, "num_predict": 2})["done"]
+    (line,) = (record.getMessage() for record in caplog.records if "num_ctx" in record.getMessage())
+    assert line.startswith("'options.num_ctx 131072' has no effect") and "--max-model-len" in line
+
+
+def test_a_window_of_no_tokens_turns_penalties_off():
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 1.5, "frequency_penalty": 1.0}
+    for window, expected in ((64, 1.1), (-1, 1.1), (0, None)):
+        options = penalties | {"repeat_last_n": window}
+        chat = chat_of(ChatBody.model_validate({"model": MODEL, "messages": ASK, "options": options}))
+        assert chat.repetition_penalty == expected and (chat.presence_penalty is None) == (expected is None)
+
+
+def test_empty_inputs_have_no_embeddings(http):
+    for body in ({"input": ""}, {"input": []}, {}):
+        assert http.post("/api/embed", json={"model": MODEL} | body).json() == {"model": MODEL, "embeddings": []}
+    assert http.post("/api/embeddings", json={"model": MODEL, "prompt": ""}).json() == {"embedding": []}
+    answer = http.post("/api/embed", json={"model": MODEL, "input": [""]})
+    assert answer.status_code == 400 and answer.json()["error"].startswith("the prompt")

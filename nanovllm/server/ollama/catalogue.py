@@ -34,7 +34,9 @@ from nanovllm.server.openai.embeddings import (
     vectors,
     with_rows,
 )
+from nanovllm.server.openai.translated import translated
 from nanovllm.server.security import require_api_key
+from nanovllm.server.sse import compact
 from nanovllm.server.state import ServerState, server_state
 
 API_VERSION = "0.13.0"  # version of Ollama's API below /api, which some clients compare with a smallest one
@@ -151,18 +153,18 @@ async def root(request: Request) -> Response:
     return Response()
 
 
-@router.get("/api/version")
+@router.api_route("/api/version", methods=["GET", "HEAD"])
 async def version() -> dict[str, str]:
     return {"version": API_VERSION}
 
 
-@router.get("/api/tags")
+@router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> dict[str, Any]:
     names, begun = server_state(request).model_names, request.app.state.ollama_begun
     return {"models": [_entry(request, name) | {"modified_at": begun} for name in names]}
 
 
-@router.get("/api/ps")
+@router.api_route("/api/ps", methods=["GET", "HEAD"])
 async def running_models(request: Request) -> dict[str, Any]:
     state = server_state(request)
     loaded = {"expires_at": FOREVER, "size_vram": 0, "context_length": state.engine.config.max_model_len}
@@ -191,8 +193,11 @@ async def show(body: ShowBody, request: Request) -> dict[str, Any]:
 
 @router.post("/api/embed")
 async def embed(body: EmbedBody, request: Request) -> Response:
-    given = EmbeddingRequest(model=body.model, input=body.input, dimensions=body.dimensions)
-    job, begin = _pooling(request, given, "input"), time.monotonic()
+    begin = time.monotonic()
+    if not body.input:
+        server_state(request).check_model(body.model)
+        return _answer({"model": server_state(request).model_name, "embeddings": []})
+    job, given = _pooling(request, "input", model=body.model, input=body.input, dimensions=body.dimensions)
 
     async def work() -> str:
         found = await vectors(job, given, EmbeddingParams())
@@ -209,8 +214,10 @@ async def embed(body: EmbedBody, request: Request) -> Response:
 
 @router.post("/api/embeddings")
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
-    given = EmbeddingRequest(model=body.model, input=body.prompt)
-    job = _pooling(request, given, "prompt")
+    if not body.prompt:
+        server_state(request).check_model(body.model)
+        return _answer({"embedding": []})
+    job, given = _pooling(request, "prompt", model=body.model, input=body.prompt)
 
     async def work() -> str:
         (vector,) = await vectors(job, given, EmbeddingParams())
@@ -219,16 +226,26 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     return await job.answer(work())
 
 
-def _pooling(request: Request, given: EmbeddingRequest, param: str) -> PoolingJob:
-    job = PoolingJob(server_state(request), request, given, "embd")
-    job.check_texts(param, given.prompts)
-    return job
+def _answer(given: dict[str, Any]) -> Response:
+    """Answer without a call of the engine: no input asks whether the model is loaded."""
+    return Response(compact(given), media_type="application/json")
+
+
+def _pooling(request: Request, param: str, **fields: Any) -> tuple[PoolingJob, EmbeddingRequest]:
+    """The job of an embedding request with these fields; raises ApiError that names `param` for `input`."""
+    with translated({"input": param}, EmbeddingRequest.names()):
+        given = EmbeddingRequest(**fields)
+        job = PoolingJob(server_state(request), request, given, "embd")
+        job.check_texts(param, given.prompts)
+    return job, given
 
 
 @router.api_route("/api/{call}", methods=["POST", "DELETE"])
 @router.api_route("/api/{call}/{rest:path}", methods=["POST", "DELETE", "HEAD"])
-async def refuse_change(call: str, rest: str = "") -> None:
+async def refuse_change(request: Request, call: str, rest: str = "") -> None:
     """Refuse calls that would change the models of this machine; raises ApiError (403 or 404)."""
+    if request.method == "HEAD":
+        raise ApiError(404, "no file is kept here.")
     if call in (*CHANGES, "blobs"):
         raise ApiError(
             403,

@@ -40,18 +40,20 @@ from nanovllm.streaming.streams import OutputStream
 
 
 class OllamaRoute(LimitedRoute):
-    """Route that takes a body without a content type as JSON, as LiteLLM sends it.
+    """Route that takes every body as JSON: `curl -d`, as in Ollama's documentation, calls it a form.
 
-    Browsers send such a body to other origins unasked, but never without an Origin header.
+    Browsers send forms and texts to other origins unasked, but never without an Origin header: from these, JSON must
+    be called JSON.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def typed(request: Request) -> Response:
-            names = {name for name, _ in request.scope["headers"]}
-            if not names & {b"content-type", b"origin"}:
-                request.scope["headers"] = [*request.scope["headers"], (b"content-type", b"application/json")]
+            headers = request.scope["headers"]
+            if not any(name == b"origin" for name, _ in headers):
+                others = [(name, value) for name, value in headers if name != b"content-type"]
+                request.scope["headers"] = [*others, (b"content-type", b"application/json")]
             return await handle(Request(request.scope, request.receive))
 
         return typed

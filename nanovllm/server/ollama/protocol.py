@@ -124,7 +124,7 @@ class EmbedBody(Strict):
     hints: ClassVar = OLLAMA[""]
 
     model: str
-    input: str | Each[str]
+    input: str | Each[str] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     options: Options | None = None
 
@@ -135,7 +135,7 @@ class EmbeddingsBody(Strict):
     hints: ClassVar = OLLAMA[""]
 
     model: str
-    prompt: str
+    prompt: str | None = None
     options: Options | None = None
 
 
