@@ -173,6 +173,11 @@ class ServerSettings:
         "what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once each).",
         check=partial(one_of, choices=("refuse", "warn")),
     )
+    open_objects: bool = option(
+        False,
+        "let objects of a json_schema, and of Ollama's format, have further properties unless the schema forbids them, "
+        "as the standard does; off, they have those that it names. A request's open_objects comes first.",
+    )
     store_responses: int = option(
         0,
         "number of answers of /v1/responses whose conversations are kept in memory, for previous_response_id; 0 keeps "

@@ -50,6 +50,7 @@ class GeneratingFields(Strict):
     stream: bool | None = None  # None: true
     options: Options | None = None
     format: AnyObject | Literal["", "json"] | None = None
+    open_objects: bool | None = None  # this server's own: objects of a format take any property
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

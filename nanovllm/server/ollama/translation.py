@@ -75,7 +75,7 @@ def _shared(body: protocol.GeneratingFields) -> dict[str, Any]:
         del options["num_predict"]
     given: dict[str, Any] = {_FIELDS[name]: value for name, value in options.items()}
     given |= {"model": body.model, "stream": body.stream is not False, "top_logprobs": body.top_logprobs}
-    given["logprobs"] = body.logprobs
+    given |= {"logprobs": body.logprobs, "open_objects": body.open_objects}
     if body.format == "json":
         given["response_format"] = {"type": "json_object"}
     elif body.format:

@@ -56,7 +56,7 @@ class CompletionJob:
             max_tokens=1 if self._only_scores else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
-            structured_output=output_form(body.shape),
+            structured_output=output_form(body, open_objects=state.settings.open_objects),
         )
         self._options = engine_options(state, request, body)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice

@@ -22,6 +22,7 @@ class Shape:
     kind: str
     value: Any
     field: str
+    is_document: bool = False  # of OpenAI's json_schema, whose objects are closed unless the schema says otherwise
 
 
 class TextFormat(Strict):
@@ -86,6 +87,7 @@ class ConstraintFields(Strict):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    open_objects: bool | None = None  # None: the server's setting
 
     @model_validator(mode="after")
     def _check_one_constraint(self) -> ConstraintFields:
@@ -117,5 +119,5 @@ class ConstraintFields(Strict):
         elif isinstance(form, JsonSchemaFormat):
             schema = form.json_schema.schema_
             field = "response_format.json_schema.schema"
-            shapes.append(Shape("json_schema", {} if schema is None else schema, field))
+            shapes.append(Shape("json_schema", {} if schema is None else schema, field, is_document=True))
         return shapes

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.requests.grammar.closed_objects import with_closed_objects
 from nanovllm.requests.grammar.compiler import schema_problem
 from nanovllm.server.answers.call_grammars import parameters_of
 from nanovllm.server.answers.grammar import AnswerConstraints
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.constraints import Shape
+from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_choice import NamedTool
 
@@ -51,19 +52,28 @@ def _schema_error(constraints: AnswerConstraints) -> str:
     return "the schemas together make a grammar that cannot be compiled, or is too large. Shorten them, or send fewer."
 
 
-def output_form(shape: Shape | None) -> StructuredOutput | None:
-    """Build a request's structured output; raises ApiError (400) that names its field."""
-    if shape is None:
+def output_form(body: ConstraintFields, *, open_objects: bool) -> StructuredOutput | None:
+    """Build a request's structured output; raises ApiError (400) that names its field.
+
+    Args:
+        open_objects: the server's setting, if the request says nothing.
+    """
+    if (shape := body.shape) is None:
         return None
+    opens = open_objects if body.open_objects is None else body.open_objects
     with named_by(shape.field):
-        return StructuredOutput(**{shape.kind: shape.value})
+        value = with_closed_objects(shape.value) if shape.is_document and not opens else shape.value
+        return StructuredOutput(**{shape.kind: value})
 
 
-def constraints_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> AnswerConstraints:
+def constraints_of(
+    body: ChatRequest, tools: list[dict[str, Any]] | None, *, open_objects: bool = False
+) -> AnswerConstraints:
     """Constraints of a chat request on its answer.
 
     Args:
         tools: tools that the model may call.
+        open_objects: as of `output_form`.
     """
     offered = tools or []
     is_parallel = body.parallel_tool_calls is not False
@@ -73,7 +83,7 @@ def constraints_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Ans
     # With a response_format, calls are constrained too: the answer is either a document or calls.
     is_constrained = body.must_call or is_strict or not is_parallel or body.shape is not None
     return AnswerConstraints(
-        shape=output_form(body.shape),
+        shape=output_form(body, open_objects=open_objects),
         tools=tuple(offered) if is_constrained else (),
         must_call=body.must_call,
         is_parallel=is_parallel and not isinstance(body.tool_choice, NamedTool),

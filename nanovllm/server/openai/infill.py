@@ -115,7 +115,7 @@ class InfillJob(SingleJob):
             state.engine,
             max_tokens=None if body.n_predict == -1 else max(1, body.n_predict),
             stop_token_ids=[*(body.stop_token_ids or ()), *self._infill.stop_token_ids],
-            structured_output=output_form(body.shape),
+            structured_output=output_form(body, open_objects=state.settings.open_objects),
             **body.filters(state.engine.default_sampling_params),
         )
         self._options = engine_options(state, request, body)

@@ -35,6 +35,7 @@ def as_chat(body: protocol.ResponsesRequest, before: Sequence[dict[str, Any]] = 
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": bool(body.stream),
+        "open_objects": body.open_objects,
     }
     tools = body.tools or []
     if isinstance(body.tool_choice, protocol.AllowedTools):

@@ -207,6 +207,7 @@ class ResponsesRequest(Strict):
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None  # None: true where the server keeps responses
     truncation: Literal["auto", "disabled"] | None = None  # a conversation that is too long is refused under both
+    open_objects: bool | None = None  # this server's own, as in a chat
     # Of the answer too, and without effect on it.
     user: str | None = None
     safety_identifier: str | None = None

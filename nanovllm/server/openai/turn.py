@@ -47,7 +47,7 @@ class ChatTurn:
             self._form = replace(self._form, special_tokens=frozenset())  # the client wants them
         if body.must_call and self._form.tools is None:  # the grammar forces the calls: any format works
             self._form = replace(self._form, tools=FORMATS["hermes"])
-        self._constraints = constraints_of(body, self.tools)
+        self._constraints = constraints_of(body, self.tools, open_objects=state.settings.open_objects)
         if self._constraints.budget is not None and self._form.reasoning is None:
             self._constraints = replace(self._constraints, budget=None)  # a model without thought keeps any budget
         options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": self.num_logprobs}

@@ -1,0 +1,82 @@
+"""Objects of a document are closed in every API that asks for one, unless the server or the request opens them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scripted import ending_model
+from tests.support.serving import MODEL, serving
+
+ASK = [{"role": "user", "content": "x"}]
+OPEN = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+NAMED = {"name": "n", "schema": OPEN}
+SIZE = {"max_tokens": 40, "temperature": 0}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions",
+             SIZE | {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": NAMED}}),
+    "completion": ("/v1/completions",
+                   SIZE | {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": NAMED}}),
+    "responses": ("/v1/responses", {"max_output_tokens": 40, "temperature": 0, "input": "x",
+                                    "text": {"format": {"type": "json_schema", **NAMED}}}),
+    "ollama": ("/api/chat", {"messages": ASK, "format": OPEN, "stream": False,
+                             "options": {"num_predict": 40, "temperature": 0}}),
+    "ollama generate": ("/api/generate", {"prompt": "x", "format": OPEN, "stream": False,
+                                          "options": {"num_predict": 40, "temperature": 0}}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """Schemas that the engine is given, in their order."""
+    given: list[str] = []
+
+    def watch(running: Any) -> httpx.Client:
+        engine, submit = running.engine, running.engine.submit
+
+        async def noted(prompts: Any, params: Any, **options: Any) -> Any:
+            form = params.structured_output
+            given.append(form.json_schema or form.grammar)
+            return await submit(prompts, params, **options)
+
+        monkeypatch.setattr(engine, "submit", noted)
+        return running.http()
+
+    watch.given = given
+    return watch
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_document_has_the_properties_of_its_schema_alone(forms, opens):
+    with serving({"open_objects": opens}, model=ending_model()) as running, forms(running) as http:
+        for path, body in REQUESTS.values():
+            for own in (None, False, True):
+                field = {} if own is None else {"open_objects": own}
+                answer = http.post(path, json={"model": MODEL} | body | field)
+                assert answer.status_code == 200, answer.text
+                is_open = opens if own is None else own
+                assert ('"additionalProperties": false' not in forms.given[-1]) is is_open, (path, own)
+
+
+def test_schemas_of_other_fields_keep_the_standards_meaning(forms):
+    with serving(model=ending_model()) as running, forms(running) as http:
+        for body in (
+            {"guided_json": OPEN},
+            {"structured_outputs": {"json": OPEN}},
+            {"response_format": {"type": "json_object"}},
+        ):
+            answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK} | SIZE | body)
+            assert answer.status_code == 200, answer.text
+            assert "additionalProperties" not in (forms.given[-1] or "")
+
+
+def test_a_schema_that_cannot_be_closed_is_named(forms):
+    chain = {f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}]} for number in range(60)}
+    schema = {"$defs": chain | {"d60": {"properties": {"a": {}}}}, "$ref": "#/$defs/d0", "type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with serving(model=ending_model()) as running, forms(running) as http:
+        body = {"model": MODEL, "messages": ASK, "response_format": form} | SIZE
+        error = http.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["param"] == "response_format.json_schema.schema" and "open_objects" in error["message"]
