@@ -47,7 +47,7 @@ RANKS = {
     for name in names.split()
 }
 INTERFACES = ("server.openai.", "server.anthropic.", "server.ollama.", "server.live.")
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 350, 50, 8, 600
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 500, 50, 8, 600
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",

@@ -109,7 +109,7 @@ def test_masks_added_by_a_kernel_are_those_added_by_torch():
 
 @pytest.fixture(autouse=True)
 def heads_are_captured_at_once(monkeypatch):
-    monkeypatch.setattr("nanovllm.execution.cuda_graphs.STEPS_TO_CAPTURE", 2)
+    monkeypatch.setattr("nanovllm.execution.forward_graphs.STEPS_TO_CAPTURE", 2)
 
 
 @pytest.fixture(scope="module")
