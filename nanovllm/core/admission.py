@@ -91,9 +91,6 @@ class Admission:
         shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
         overtaken: list[Sequence] = []
         num_looked_past, held_back = 0, None
-        threshold = max(
-            step.threshold, min(SHORT_BLOCKS * self.blocks.block_size, self.config.long_prefill_token_threshold)
-        )
         for sequence in waiting:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
@@ -116,7 +113,7 @@ class Admission:
                 held_back = sequence.client if limit < min(lacking, self.blocks.block_size) else held_back
             # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
             is_partial = left >= self.blocks.block_size or (left > 0 and limit < lacking)
-            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, threshold)):
+            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
                 num_looked_past += 1
                 continue
             if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
@@ -186,6 +183,7 @@ class Admission:
     def _may_be_partial(self, lacking: int, partial: list[int], threshold: int) -> bool:
         """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
         config = self.config
+        threshold = max(threshold, min(SHORT_BLOCKS * self.blocks.block_size, config.long_prefill_token_threshold))
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
             return False
         return len(partial) < config.max_num_partial_prefills

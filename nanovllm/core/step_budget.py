@@ -56,6 +56,8 @@ class StepBudget:
     A request that still lacks its first token relaxes the goal of ITL of its client's streams: from half of its
     `ttft_goal` on, linearly, up to 4 `itl_goal` once that has passed.
 
+    itl_goal, ttft_goal: in force, seconds; with itl_goal="auto" they follow the costs.
+
     Args:
         config: resolved, with an `itl_goal` in seconds.
         clock: the engine's, in seconds.
@@ -64,7 +66,8 @@ class StepBudget:
     def __init__(self, config: EngineConfig, costs: StepCosts, clock: Callable[[], float]) -> None:
         self._config, self._costs, self._clock = config, costs, clock
         assert config.itl_goal is not None
-        self._itl_goal: float = config.itl_goal
+        self.itl_goal: float = config.itl_goal
+        self.ttft_goal = config.ttft_goal
         self._last = config.max_num_batched_tokens
 
     def num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
@@ -90,7 +93,7 @@ class StepBudget:
         relaxation = self._relaxation(first, now)
         goal, longest = math.inf, math.inf
         for sequence, *_ in decodes:
-            own = self._itl_goal if sequence.params.itl_goal is None else sequence.params.itl_goal
+            own = self.itl_goal if sequence.params.itl_goal is None else sequence.params.itl_goal
             goal = min(goal, own)
             longest = min(longest, own * relaxation if sequence.client == first.client else own)
         # With overlap the step before still runs, and the next token is due one goal after its end.
@@ -98,7 +101,7 @@ class StepBudget:
 
     def _relaxation(self, first: Sequence, now: float) -> float:
         """Goals that a gap of the prompt's own client may take, 1 to `MAX_RELAXATION`."""
-        ttft_goal = self._config.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
+        ttft_goal = self.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
         has_token = first.num_known_tokens > first.num_prompt_tokens  # one that was preempted
         if ttft_goal is None or has_token:
             return 1.0
@@ -106,4 +109,4 @@ class StepBudget:
         return 1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)
 
     def stats(self) -> BudgetStats:
-        return BudgetStats(self._itl_goal, self._last, self._costs.error, self._costs.num_misses)
+        return BudgetStats(self.itl_goal, self._last, self._costs.error, self._costs.num_misses)

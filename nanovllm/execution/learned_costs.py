@@ -36,6 +36,7 @@ DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
 # A CPU's ttft_goal with it, in itl_goals: up to the capacity hardly a prompt waits half of them, in a batch most do.
 DEFAULT_TTFT_GOALS = 50
 BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
+NO_WORK = StepWork(0, 0, 0, 0, 0, 0, 0)
 MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # in prompt tokens; a few steps of a start may be fitted by less or more
 
 logger = logging.getLogger("nanovllm")
@@ -136,16 +137,20 @@ class RecursiveFit:
                 values[place] = max(0.0, values[place] + gap / (products[place, place] + inertia))
 
 
+def automatic_goal(config: EngineConfig, block_seconds: float) -> float:
+    """Seconds of itl_goal="auto" where a step of one block takes so many."""
+    least = GPU_GOAL_S if config.device.startswith("cuda") else DEFAULT_GOAL_S
+    return max(least, DEFAULT_GOAL_BLOCKS * block_seconds)
+
+
 def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
     """Settle automatic goals by the device's type and the seconds of a step of one block.
 
     Raises ValueError for less than half of them; for a goal between, a warning says that steps will exceed it.
     """
     if config.itl_goal == AUTO_GOAL:
-        is_gpu = config.device.startswith("cuda")
-        goal = max(GPU_GOAL_S if is_gpu else DEFAULT_GOAL_S, DEFAULT_GOAL_BLOCKS * block_seconds)
-        ttft_goal = config.ttft_goal
-        if ttft_goal is None and not is_gpu:
+        goal, ttft_goal = automatic_goal(config, block_seconds), config.ttft_goal
+        if ttft_goal is None and not config.device.startswith("cuda"):
             ttft_goal = DEFAULT_TTFT_GOALS * goal
         return replace(config, itl_goal=goal, ttft_goal=ttft_goal)
     assert config.itl_goal is not None
@@ -173,7 +178,7 @@ def relative_decode_cost(cost: DeviceCost, config: EngineConfig) -> float:
     size, count = min(config.max_num_batched_tokens, config.max_model_len - 1), config.max_num_seqs
     num_held = (config.num_kv_blocks - 1) * config.block_size
     context = min(num_held, count * config.max_model_len) // 2  # sequences are half as long as they may become
-    prompt = cost.seconds(StepWork(0, 0, 0, 0, 0, 0, 0).with_chunk(0, size)) / size
+    prompt = cost.seconds(NO_WORK.with_chunk(0, size)) / size
     decode = cost.seconds(StepWork(count, count, 0, context, 0, 0, count)) / count
     return min(max(decode / max(prompt, 1e-12), MIN_DECODE_COST), MAX_DECODE_COST)
 
@@ -182,6 +187,8 @@ class LearnedCosts(Observer):
     """`StepCosts` of an engine, which learns from its step records.
 
     A step's seconds are those that a decode waits for it: since the step before was read, or since its scheduling.
+
+    when_learned: called with the engine's time after each step with chunks.
 
     Args:
         config: fully resolved.
@@ -192,6 +199,7 @@ class LearnedCosts(Observer):
     def __init__(self, config: EngineConfig, groups: Sequence[CacheGroup] = (), cost: DeviceCost | None = None) -> None:
         self.fit = RecursiveFit(cost or DeviceCost(KNEES[0]))
         self.last_time = 0.0
+        self.when_learned: Callable[[float], None] | None = None
         self._block_size, self._groups = config.block_size, groups
         self.row_sizes = RowSizes.from_config(config)
         self._filling: dict[tuple[int, int], tuple[int, ...]] = {}  # (padded decodes, limit) -> sizes
@@ -204,6 +212,11 @@ class LearnedCosts(Observer):
     @property
     def num_misses(self) -> int:
         return self.fit.num_misses
+
+    @property
+    def block_seconds(self) -> float:
+        """Seconds of a step of one block alone."""
+        return self.fit.seconds(NO_WORK.with_chunk(0, self._block_size, self.row_sizes, self._groups))
 
     def sizes(self, num_decodes: int, limit: int) -> Sequence[int]:
         if self.row_sizes is None:
@@ -233,6 +246,8 @@ class LearnedCosts(Observer):
         seconds = record.time - max(record.start_time, self.last_time)
         self.last_time = record.time
         self.fit.learn(self.work(batch), seconds)
+        if self.when_learned is not None and batch.prefills:
+            self.when_learned(record.time)
 
     def __str__(self) -> str:
         return "the step costs"

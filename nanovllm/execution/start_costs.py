@@ -12,6 +12,7 @@ from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import AUTO_GOAL, EngineConfig
 from nanovllm.core.step_budget import StepBudget
+from nanovllm.execution.auto_goal import follow_costs
 from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.execution.dummy_batches import Spans, dummy_batch
 from nanovllm.execution.learned_costs import LearnedCosts, RecursiveFit, resolve_goal
@@ -50,7 +51,7 @@ def learned_budget(
     give_up = clock() + PATIENCE_S
     while config.itl_goal != AUTO_GOAL and samples[0][1] > config.itl_goal and clock() < give_up:
         samples[0] = min(samples[0], timed([(0, block)], 0), key=itemgetter(1))
-    config = resolve_goal(config, samples[0][1])
+    asked, config = config, resolve_goal(config, samples[0][1])
     if samples[0][1] <= LONG_STEP:
         samples += [timed([(0, size)], 0) for size in (block // 4, min(4 * block, longest)) if size > 1]
         samples.append(timed([(block - 1, 1)] * min(8, config.max_num_seqs), min(8, config.max_num_seqs)))
@@ -58,7 +59,9 @@ def learned_budget(
         costs.fit = RecursiveFit.begin(samples)
     else:
         costs.fit = RecursiveFit(read_costs(config.step_costs).step_cost(overlap=config.overlap))
-    return StepBudget(config, costs, clock), costs, config
+    budget = StepBudget(config, costs, clock)
+    follow_costs(asked, budget, costs)
+    return budget, costs, config
 
 
 def fastest(batch: ScheduledBatch, execute: Callable[[ScheduledBatch], object], clock: Callable[[], float]) -> float:

@@ -22,9 +22,9 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
+from nanovllm.server.option_metrics import option_gauges, tier_counters
 from nanovllm.server.request_facts import RequestFacts
 from nanovllm.server.speculation_metrics import speculation_figures
-from nanovllm.server.tier_metrics import tier_counters, tier_gauges
 from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
@@ -60,13 +60,7 @@ class EngineFigures(Collector):
             "kv_cache_touched_bytes": ("Memory that the KV cache takes.", stats.kv_touched_bytes),
             "kv_cache_findable_bytes": ("KV memory of findable prefixes.", stats.kv_findable_bytes),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1; of the fullest pool.", usage),
-        } | tier_gauges(stats.tiers)
-        if stats.budget is not None:
-            error = math.nan if stats.budget.error is None else stats.budget.error
-            gauges |= {
-                "step_budget_tokens": ("Token budget of the last step, by itl_goal.", stats.budget.num_tokens),
-                "step_cost_error": ("Median relative error of predicted step times.", error),
-            }
+        } | option_gauges(stats)
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)

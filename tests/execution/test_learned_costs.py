@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.step_budget import StepBudget
+from nanovllm.execution.auto_goal import follow_costs
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.execution.learned_costs import (
+    BUSY,
     DEFAULT_GOAL_S,
     GPU_GOAL_S,
     MAX_MISSES,
@@ -232,3 +235,61 @@ def test_prompts_that_wait_long_relax_the_automatic_goal_of_a_cpu():
     assert resolve_goal(config(itl_goal=0.1), 1e-3).ttft_goal is None
     gpu = replace(EngineConfig(itl_goal="auto").resolve_limits("cuda", 4096), device="cuda:1")
     assert resolve_goal(gpu, 1e-3).ttft_goal is None
+
+
+def follower(block_seconds: float, *, asked: EngineConfig | None = None) -> Any:
+    """Budget of a start with such steps of one block, and its costs."""
+    asked = config(itl_goal="auto") if asked is None else asked
+    costs = LearnedCosts(asked, cost=DeviceCost(8, fixed=block_seconds))
+    budget = StepBudget(resolve_goal(asked, block_seconds), costs, lambda: 0.0)
+    follow_costs(asked, budget, costs)
+    return budget, costs
+
+
+def end_steps(costs: LearnedCosts, seconds: float, num_steps: int, start: float = 0.0) -> None:
+    """Steps of one block of a prompt, of so many seconds each."""
+    loop = Loop(make_scheduler(max_num_batched_tokens=64, max_model_len=64, num_kv_blocks=4097))
+    for number in range(num_steps):
+        loop.add([number % 7] * 63, max_tokens=1)
+        begin = start + number * seconds
+        costs.step_ended(SimpleNamespace(start_time=begin, time=begin + seconds), loop.step())
+
+
+def test_the_automatic_goal_of_a_busy_start_follows_the_steps_that_run():
+    budget, costs = follower(0.9)
+    assert (budget.itl_goal, budget.ttft_goal) == (3.6, 180.0)
+    end_steps(costs, 0.04, 60)
+    assert budget.itl_goal == budget.stats().itl_goal == pytest.approx(0.16, rel=0.05)
+    assert budget.ttft_goal == pytest.approx(50 * budget.itl_goal)
+
+
+def test_the_automatic_goal_stays_within_its_bounds():
+    budget, costs = follower(0.9)
+    end_steps(costs, 0.001, 60)
+    assert budget.itl_goal == DEFAULT_GOAL_S
+    end_steps(costs, 5.0, 60)
+    assert budget.itl_goal == BUSY * DEFAULT_GOAL_S
+
+
+def test_goals_that_were_set_do_not_follow():
+    budget, costs = follower(0.04, asked=config(itl_goal=0.5, ttft_goal=9.0))
+    end_steps(costs, 0.4, 60)
+    assert (budget.itl_goal, budget.ttft_goal) == (0.5, 9.0)
+    budget, costs = follower(0.04, asked=config(itl_goal="auto", ttft_goal=9.0))
+    end_steps(costs, 0.06, 60)
+    assert budget.itl_goal > 0.2 and budget.ttft_goal == 9.0
+
+
+def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minute(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "nanovllm")
+    _, costs = follower(0.9)
+    end_steps(costs, 0.1, 60)
+    end_steps(costs, 0.04, 60, start=10.0)
+    told = [
+        "itl_goal is 3600 ms, for steps with a block of 64 tokens that take 900 ms; it follows their costs",
+        "itl_goal is 400 ms instead of 3600: steps with a block of 64 tokens take 100 ms now",
+    ]
+    assert caplog.messages == told
+    end_steps(costs, 0.04, 1, start=70.0)
+    told.append("itl_goal is 160 ms instead of 400: steps with a block of 64 tokens take 40 ms now")
+    assert caplog.messages == told

@@ -24,6 +24,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_budget import StepBudget
+from nanovllm.execution.auto_goal import follow_costs
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
@@ -100,8 +101,9 @@ class Replica:
             decode_cost = relative_decode_cost(cost, config)
         if config.itl_goal is not None:
             costs = LearnedCosts(config, self._groups, cost)
-            config = resolve_goal(config, costs.forecast([], 0)(config.block_size))
+            asked, config = config, resolve_goal(config, costs.block_seconds)
             budget = StepBudget(config, costs, lambda: self.now)
+            follow_costs(asked, budget, costs)
             self.observers.append(costs)
             self.observers.predict = costs.predicted
         self.config = config

@@ -1,16 +1,36 @@
-"""Metrics of the prefix cache's tiers, as (help, value) by name."""
+"""Metrics of the token budget and of the prefix cache's tiers, as (help, value) by name."""
 
 from __future__ import annotations
 
-from nanovllm.core.option_stats import TierStats
+import math
+
+from nanovllm.core.option_stats import BudgetStats, TierStats
+from nanovllm.core.outputs import EngineStats
 
 
-def tier_gauges(tiers: TierStats | None) -> dict[str, tuple[str, float]]:
+def option_gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    return _tier_gauges(stats.tiers) | _budget_gauges(stats.budget)
+
+
+def _tier_gauges(tiers: TierStats | None) -> dict[str, tuple[str, float]]:
     if tiers is None:
         return {}
     return {
         "prefix_tier_host_bytes": ("Host memory of stored prefixes.", tiers.host_bytes),
         "prefix_tier_dir_bytes": ("Files of stored prefixes.", tiers.dir_bytes),
+    }
+
+
+def _budget_gauges(budget: BudgetStats | None) -> dict[str, tuple[str, float]]:
+    if budget is None:
+        return {}
+    return {
+        "step_budget_tokens": ("Token budget of the last step, by itl_goal.", budget.num_tokens),
+        "itl_goal_seconds": ("ITL that the budget keeps to.", budget.itl_goal),
+        "step_cost_error": (
+            "Median relative error of predicted step times.",
+            math.nan if budget.error is None else budget.error,
+        ),
     }
 
 
