@@ -17,7 +17,10 @@ from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matchi
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
-TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
+TOOL_FORMATS = (
+    "auto", "hermes", "llama", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2",
+    "cohere", "gemma4", "qwen_xml", "seed", "glm", "minimax_m2", "harmony", "none",
+)  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
 

@@ -36,7 +36,10 @@ TOOLS = [
 ]
 SCHEMAS = {"weather": WEATHER, "time": {"type": "object"}}
 NUMBER = StructuredOutput(json_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
-TEXTS = ("hermes", "llama", "mistral", "qwen_xml", "seed", "glm")  # also with markers of several tokens
+TEXTS = (  # also with markers of several tokens
+    "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "deepseek_v3", "deepseek_v31", "deepseek_v32",
+    "deepseek_v4", "kimi_k2", "cohere", "gemma4", "minimax_m2",
+)  # fmt: skip
 SETTINGS = [(name, True) for name in (*TEXTS, "mistral_args", "harmony")] + [(name, False) for name in TEXTS]
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}\n</tool_call>'
@@ -56,7 +59,31 @@ LLAMA = '{"name": "weather", "parameters": {"city":"Paris","unit":"C"}}'
 MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}]'
 ARGS = '[TOOL_CALLS]weather[ARGS]{"city":"Paris","unit":"C"}'
 HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris","unit":"C"}'
-CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "seed": SEED,
+JSON = '{"city":"Paris","unit":"C"}'
+V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+V3 = V31.replace("weather<｜tool▁sep｜>", "function<｜tool▁sep｜>weather\n```json\n").replace(
+    "<｜tool▁call▁end｜>", "\n```<｜tool▁call▁end｜>"
+)
+V4 = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>"
+)
+KIMI = (
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+COHERE = (
+    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": ' + JSON + "}\n]<|END_ACTION|>"
+)
+GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,unit:<|"|>C<|"|>}<tool_call|>'
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="unit">C</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+CALL = {"deepseek_v3": V3, "deepseek_v31": V31, "deepseek_v32": V4.replace("tool_calls", "function_calls"),
+        "deepseek_v4": V4, "kimi_k2": KIMI, "cohere": COHERE, "gemma4": GEMMA, "minimax_m2": MINIMAX,
+        "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "seed": SEED,
         "glm": GLM, "harmony": HARMONY}  # fmt: skip
 
 

@@ -28,9 +28,15 @@ class Setting:
         self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
         if as_tokens:
             plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷"]  # fmt: skip
+                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷",
+                     "<minimax:tool_call>", "</minimax:tool_call>"]  # fmt: skip
             special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
-                       "<|return|>"]  # fmt: skip
+                       "<|return|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>", "<tool_call|>", '<|"|>',
+                       "｜DSML｜", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+                       "<|tool_call_begin|>",
+                       "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>",
+                       "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+                       "<｜tool▁call▁end｜>"]  # fmt: skip
             if tools == "mistral_args":
                 special += ["[ARGS]", "[CALL_ID]"]
             self.tokenizer.add_tokens(plain)
@@ -38,7 +44,9 @@ class Setting:
         self.form = AnswerFormat(
             REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])
         )
-        self.closing = self.tokenizer({"seed": "</parameter>", "glm": "</arg_value>"}.get(tools, ""))["input_ids"]
+        closing = {"seed": "</parameter>", "glm": "</arg_value>", "gemma4": '<|"|>', "minimax_m2": "</parameter>"}
+        closing |= dict.fromkeys(("deepseek_v32", "deepseek_v4"), "</｜DSML｜parameter>")
+        self.closing = self.tokenizer(closing.get(tools, ""))["input_ids"]
         self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
         self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.server.answers import harmony
+from nanovllm.server.answers.call_formats import FORMATS, HARMONY_TOOLS, ToolFormat, detect_format
 from nanovllm.server.answers.delta import AnswerDelta
+from nanovllm.server.answers.json_calls import Tools
 from nanovllm.server.answers.reasoning import (
     HARMONY,
     REASONING_FORMATS,
@@ -17,8 +19,7 @@ from nanovllm.server.answers.reasoning import (
     ReasoningStream,
     detect_reasoning,
 )
-from nanovllm.server.answers.tagged_calls import Tools
-from nanovllm.server.answers.tool_calls import FORMATS, HARMONY_TOOLS, ToolFormat, ToolStream, detect_format
+from nanovllm.server.answers.tool_calls import ToolStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class AnswerFormat:
         """Whether the parser needs special tokens in the text, because markers are special tokens."""
         own = () if self.reasoning is None else self.reasoning.markers
         if with_tools and self.tools is not None:
-            own += self.tools.markers + self.tools.inner
+            own += self.tools.strings
         return self.is_harmony or not self.special_tokens.isdisjoint(own)
 
     def stream(self, tools: Tools | None, *, is_open: bool) -> AnswerStream | harmony.HarmonyStream | None:
@@ -54,7 +55,7 @@ class AnswerFormat:
             return None
         kept = () if self.reasoning is None else self.reasoning.markers
         if tool_format is not None:
-            kept += tool_format.markers + tool_format.inner
+            kept += tool_format.strings
         dropped = self.special_tokens - set(kept) if self.needs_special_tokens(with_tools=bool(tools)) else ()
         return AnswerStream(
             None if self.reasoning is None else ReasoningStream(self.reasoning, is_open=is_open),

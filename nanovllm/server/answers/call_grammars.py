@@ -1,17 +1,16 @@
-"""Grammars of tool calls, one per format of `tool_calls`: they allow exactly the calls that its parser accepts."""
+"""Grammars of tool calls, one per format of `call_formats`: they allow exactly the calls that its parser accepts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from nanovllm.server.answers import harmony
+from nanovllm.server.answers.call_arguments import Tool, Value, parameters_of, values_of
+from nanovllm.server.answers.call_formats import DSML
+from nanovllm.server.answers.lenient_json import GEMMA_QUOTE
 from nanovllm.server.answers.rules import Rules
-from nanovllm.server.answers.tagged_calls import is_text
-from nanovllm.server.answers.text_values import text_value
-
-Tool = dict[str, Any]  # in OpenAI's form
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +18,11 @@ class CallRules:
     """Grammar rules for the tool calls of one request.
 
     opening: the marker that opens a call.
-    body: one call, without that marker.
+    body: one call, or the calls of one block, without that marker.
     one: one call with its marker, as the whole answer.
     joined: one call or more, as the whole answer.
     plain: text without a call, if the format allows no text around calls; else None.
+    single: one call without the marker, where `body` may hold several.
     """
 
     opening: str
@@ -30,60 +30,10 @@ class CallRules:
     one: str
     joined: str
     plain: str | None = None
+    single: str | None = None
 
 
-_LINE_BREAK = '"\\n"?'
-
-
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool's arguments; keywords unknown to the compiler are errors for strict tools only."""
-    function = tool["function"]
-    given = function.get("parameters") or {}
-    schema = dict(given if _is_composed(given) else _closed(given))
-    schema.setdefault("type", "object")
-    # One line, as templates write calls: small models fall into endless white space.
-    schema["x-guidance"] = {"whitespace_pattern": " ?", "lenient": not function.get("strict")}
-    return schema
-
-
-_COMPOSING = frozenset({"allOf", "if", "dependentSchemas"})
-_OPEN = frozenset({
-    "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "anyOf", "oneOf", "$ref",
-})  # fmt: skip
-
-
-def _closed(schema: Any) -> Any:
-    """Close the objects that name their properties, so that the model cannot invent arguments.
-
-    No caller wants them, small models do not stop adding them, and formats that name arguments in tags lack them.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    found = dict(schema)
-    properties = schema.get("properties")
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(own := schema.get(key), dict):
-            found[key] = {name: _closed(inner) for name, inner in own.items()}
-    for key in ("items", "additionalProperties"):
-        if key in schema:
-            found[key] = _closed(schema[key])
-    for key in ("prefixItems",) if properties else ("prefixItems", "anyOf", "oneOf"):
-        if isinstance(own := schema.get(key), list):
-            found[key] = [_closed(inner) for inner in own]
-    if isinstance(properties, dict) and not _OPEN & schema.keys():
-        required = schema.get("required", [])
-        if isinstance(required, list) and all(name in list(properties) for name in required):
-            found["additionalProperties"] = False
-    return found
-
-
-def _is_composed(value: Any) -> bool:
-    """Whether several subschemas describe one object: closing each would refuse the properties of its siblings."""
-    if isinstance(value, dict):
-        if _COMPOSING & value.keys() or {"$ref", "properties"} <= value.keys():
-            return True
-        return any(map(_is_composed, value.values()))
-    return isinstance(value, list) and any(map(_is_composed, value))
+_LINE_BREAK, _NEW_LINE = '"\\n"?', '"\\n"'
 
 
 def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str]) -> str:
@@ -111,6 +61,17 @@ def hermes(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     return _tagged(rules, "<tool_call>", f'"\\n" {call} "\\n" {rules.marker("</tool_call>")}')
 
 
+def _block(rules: Rules, opening: str, call: str, closing: str, *, head: str = "", between: str = "") -> CallRules:
+    """Calls in one block, between two markers.
+
+    Args:
+        head, between: rules for the text behind the opening marker, and between calls.
+    """
+    marker, end = rules.marker(opening), rules.marker(closing)
+    single, body = f"{head} {call} {end}", f"{head} {call} ({between} {call})* {end}"
+    return CallRules(opening, body, f"{marker} {single}", f"{marker} {body}", single=single)
+
+
 def llama(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     call = _each(rules, tools, _json_call(rules, "parameters"))
     plain = rules.add(r"/([^{ \n\r\t](.|\n)*)?/")
@@ -123,7 +84,8 @@ def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
         own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # as the templates write earlier calls
         call = _each(rules, tools, _json_call(rules, "arguments", f"{own_id}?"))
         body = f'" "? "[" {call} (", " {call})* "]"'  # older models write the space
-        return CallRules("[TOOL_CALLS]", body, f'{marker} " "? "[" {call} "]"', f"{marker} {body}")
+        single = f'" "? "[" {call} "]"'
+        return CallRules("[TOOL_CALLS]", body, f"{marker} {single}", f"{marker} {body}", single=single)
     number = rules.token_id("[CALL_ID]")  # which Mistral Small 3.2 writes
     named = "" if number is None else f"(<[{number}]> {rules.add('/[A-Za-z0-9]{9}/')})?"
     body = _each(
@@ -135,7 +97,7 @@ def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 def qwen_xml(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     def call(name: str, tool: Tool) -> str:
-        body = _arguments(rules, tool, lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
+        body = _arguments(rules, tool, lambda value: f"<parameter={value.key}>\n", "\n</parameter>\n")
         return f'{rules.literal(f"<function={name}>" + chr(10))} {body} "</function>"'
 
     return _tagged(rules, "<tool_call>", f'"\\n" {_each(rules, tools, call)} "\\n" {rules.marker("</tool_call>")}')
@@ -143,7 +105,7 @@ def qwen_xml(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 def seed(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     def call(name: str, tool: Tool) -> str:
-        body = _arguments(rules, tool, lambda key: f"<parameter={key}>", "</parameter>\n")
+        body = _arguments(rules, tool, lambda value: f"<parameter={value.key}>", "</parameter>\n")
         return f'{rules.literal(f"<function={name}>" + chr(10))} {body} "</function>"'
 
     closing = rules.marker("</seed:tool_call>")
@@ -159,44 +121,117 @@ def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     return _tagged(rules, "<tool_call>", f"{_each(rules, tools, call)} {rules.marker('</tool_call>')}")
 
 
-def _arguments(rules: Rules, tool: Tool, opening: Callable[[str], str] | None, closing: str) -> str:
+def _deepseek(rules: Rules, tools: Sequence[Tool], before: str, behind: str, end: str) -> CallRules:
+    """Args: the texts in front of a call's name, behind it, and behind the arguments."""
+    opening, closing = rules.marker("<｜tool▁call▁begin｜>"), rules.marker("<｜tool▁call▁end｜>")
+
+    def call(name: str, tool: Tool) -> str:
+        arguments = rules.json(parameters_of(tool))
+        return f"{opening} {before} {rules.literal(name)} {behind} {arguments} {end} {closing}"
+
+    return _block(
+        rules, "<｜tool▁calls▁begin｜>", _each(rules, tools, call), "<｜tool▁calls▁end｜>", between=_LINE_BREAK
+    )
+
+
+def deepseek_v3(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    separator = rules.marker("<｜tool▁sep｜>")
+    return _deepseek(rules, tools, f'"function" {separator}', rules.literal("\n```json\n"), rules.literal("\n```"))
+
+
+def deepseek_v31(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    return _deepseek(rules, tools, "", rules.marker("<｜tool▁sep｜>"), "")
+
+
+def kimi_k2(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    opening, closing = rules.marker("<|tool_call_begin|>"), rules.marker("<|tool_call_end|>")
+    separator, number = rules.marker("<|tool_call_argument_begin|>"), rules.add("/[0-9]{1,4}/")
+
+    def call(name: str, tool: Tool) -> str:
+        head = f"{rules.literal(f'functions.{name}:')} {number}"
+        return f"{opening} {head} {separator} {rules.json(parameters_of(tool))} {closing}"
+
+    call_rule = _each(rules, tools, call)
+    return _block(rules, "<|tool_calls_section_begin|>", call_rule, "<|tool_calls_section_end|>")
+
+
+def cohere(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    space = rules.add(r"/[ \n]{0,8}/")
+    own_id = rules.add(r'/\{"tool_call_id": "[0-9]{1,4}", /')
+
+    def call(name: str, tool: Tool) -> str:
+        head = f'"tool_name": {rules.literal(name)}, "parameters": '
+        return f'{own_id} {rules.literal(head)} {rules.json(parameters_of(tool))} "}}"'
+
+    marker, end, one = rules.marker("<|START_ACTION|>"), rules.marker("<|END_ACTION|>"), _each(rules, tools, call)
+    single, body = (f'"[" {space} {one} {more} {space} "]" {end}' for more in ("", f'("," {space} {one})*'))
+    return CallRules("<|START_ACTION|>", body, f"{marker} {single}", f"{marker} {body}", single=single)
+
+
+def gemma4(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    """Strings of arguments within Gemma's quotes, other values as JSON."""
+
+    def call(name: str, tool: Tool) -> str:
+        members = _members(rules, values_of(rules, tool, GEMMA_QUOTE, is_for_text=True))
+        return f"{rules.literal(f'call:{name}{{')} {members} {rules.literal('}')}"
+
+    return _tagged(rules, "<|tool_call>", f"{_each(rules, tools, call)} {rules.marker('<tool_call|>')}")
+
+
+def _members(rules: Rules, values: Sequence[Value]) -> str:
+    """Rule for names and values in their order, with commas between those that are there."""
+    quote = rules.marker(GEMMA_QUOTE)
+    more, members = '""', '""'  # of the values behind the one at hand, behind others and alone
+    for value in reversed(values):
+        member = f"{rules.literal(f'{value.key}:')} {quote if value.is_text else ''} {value.rule}"
+        if value.is_required:
+            members = rules.add(f"{member} {more}")
+            more = rules.add(f'"," {member} {more}')
+        else:
+            members = rules.add(f"{member} {more} | {members}")
+            more = rules.add(f'("," {member})? {more}')
+    return members
+
+
+def minimax_m2(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    def call(name: str, tool: Tool) -> str:
+        body = _arguments(rules, tool, lambda value: f'<parameter name="{value.key}">', "</parameter>", "\n")
+        head = rules.literal(f'<invoke name="{name}">\n')
+        return f"{head} {body} {rules.literal('</invoke>' + chr(10))}"
+
+    calls = _each(rules, tools, call)
+    return _block(rules, "<minimax:tool_call>", calls, "</minimax:tool_call>", head=_NEW_LINE)
+
+
+def _dsml(rules: Rules, tools: Sequence[Tool], block: str) -> CallRules:
+    def opening(value: Value) -> str:
+        return f'<{DSML}parameter name="{value.key}" string="{"true" if value.is_text else "false"}">'
+
+    def call(name: str, tool: Tool) -> str:
+        body = _arguments(rules, tool, opening, f"</{DSML}parameter>", "\n")
+        head = rules.marker(f'<{DSML}invoke name="{name}">\n')
+        return f"{head} {body} {rules.marker(f'</{DSML}invoke>' + chr(10))}"
+
+    return _block(rules, f"<{DSML}{block}>", _each(rules, tools, call), f"</{DSML}{block}>", head=_NEW_LINE)
+
+
+def _arguments(rules: Rules, tool: Tool, opening: Callable[[Value], str] | None, closing: str, behind: str = "") -> str:
     """Arguments between tags, in the order of the schema; raises ValueError for one without properties to name.
 
     Args:
         opening: the text before a value; None for GLM's two tags.
+        behind: the text behind the closing tag.
     """
-    function, schema = tool["function"], parameters_of(tool)
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
-    problem = f"tools: the parameters of {function['name']!r} have "
-    if not isinstance(properties, dict):
-        raise ValueError(f"{problem}{properties!r} as properties; they must be an object.")
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ValueError(f"{problem}{required!r} as required; it must be a list of names.")
-    if function.get("strict") and (unknown := sorted({"anyOf", "oneOf", "allOf", "$ref", "not"} & schema.keys())):
-        raise ValueError(
-            f"{problem}{unknown[0]!r} at their root, and this model writes "
-            "arguments by name. List them in properties, or leave strict out."
-        )
-    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     parts = []
-    for key, own in properties.items():
+    for value in values_of(rules, tool, closing):
         if opening is not None:
-            head = rules.literal(opening(key))
+            part = f"{rules.marker(opening(value))} {value.rule} {rules.literal(behind) if behind else ''}"
         else:
-            head = (
-                f"{rules.marker('<arg_key>')} {rules.literal(key)} {rules.marker('</arg_key>')} "
-                f"{_LINE_BREAK} {rules.marker('<arg_value>')}"
+            part = (
+                f"{rules.marker('<arg_key>')} {rules.literal(value.key)} {rules.marker('</arg_key>')} "
+                f"{_LINE_BREAK} {rules.marker('<arg_value>')} {value.rule} {_LINE_BREAK}"
             )
-        if is_text(own):  # as it stands; anything else as JSON
-            owner = f"the string {key!r} of {function['name']!r}"
-            guided = own | {"x-guidance": schema["x-guidance"]}
-            value = text_value(rules, guided, closing, owner, is_strict=bool(function.get("strict")))
-        else:
-            value = f"{rules.json((own if isinstance(own, dict) else {}) | shared)} {rules.marker(closing)}"
-        part = f"{head} {value}"
-        if opening is None:
-            part += f" {_LINE_BREAK}"
-        parts.append(part if key in required else f"({part})?")
+        parts.append(part if value.is_required else f"({part})?")
     return " ".join(parts) or '""'
 
 
@@ -219,4 +254,12 @@ CALLS: dict[str, Callable[[Rules, Sequence[Tool]], CallRules]] = {
     "qwen_xml": qwen_xml,
     "seed": seed,
     "glm": glm,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+    "deepseek_v32": partial(_dsml, block="function_calls"),
+    "deepseek_v4": partial(_dsml, block="tool_calls"),
+    "kimi_k2": kimi_k2,
+    "cohere": cohere,
+    "gemma4": gemma4,
+    "minimax_m2": minimax_m2,
 }

@@ -106,7 +106,8 @@ def _answer(rules: Rules, constraints: AnswerConstraints, form: AnswerFormat) ->
     if calls.plain is not None:  # an answer is text or calls
         return f"({several} | {calls.plain})"
     # Free text up to each call's marker, and after the last call.
-    pair = f"{rules.until(calls.opening)} {calls.body}"
+    body = calls.body if constraints.is_parallel or calls.single is None else calls.single
+    pair = f"{rules.until(calls.opening)} {body}"
     return f"({pair})* {rules.free_text()}" if constraints.is_parallel else f"({pair} | {rules.free_text()})"
 
 

@@ -11,6 +11,7 @@ from nanovllm.server.answers.thought_count import marker_id
 
 _META = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 ANY_TEXT = r"/(.|\n)*/"
+_INNER = re.compile("(｜[^｜<>]+｜)")  # within DeepSeek's tags, a token of its own
 
 
 class Rules:
@@ -52,15 +53,27 @@ class Rules:
         return token_id if added is not None and is_marker(marker, added.special) else None
 
     def marker(self, marker: str) -> str:
+        """Rule for a marker: a token, text, or text around a token."""
         token_id = self.token_id(marker)
-        return self.literal(marker) if token_id is None else f"<[{token_id}]>"
+        if token_id is not None:
+            return f"<[{token_id}]>"
+        if not self._has_inner_token(marker):
+            return self.literal(marker)
+        return " ".join(self.marker(part) for part in _INNER.split(marker) if part)
 
     def until(self, marker: str, terminal: str | None = None) -> str:
         """Rule for free text, or for a terminal's text, up to and including a marker."""
-        token_id = self.token_id(marker)
-        if token_id is not None:
-            return f"{terminal or self.free_text()} <[{token_id}]>"
+        if self.token_id(marker) is not None:
+            return f"{terminal or self.free_text()} {self.marker(marker)}"
+        if self._has_inner_token(marker):  # what stands before the token is the end of the text's own terminal
+            before, token, behind = _INNER.split(marker, maxsplit=1)
+            text = self.terminal(f"{terminal or ANY_TEXT} {self.literal(before)}")
+            return f"{text} {self.marker(token)} {self.literal(behind)}"
         if terminal is not None:
             return self.add(f"{terminal} {self.literal(marker)}", "lazy")
         escaped = _META.sub(r"\\\g<0>", marker).replace("\n", r"\n")
         return self.add(rf"/(.|\n)*{escaped}/", "lazy")
+
+    def _has_inner_token(self, marker: str) -> bool:
+        found = _INNER.search(marker)
+        return found is not None and found[0] != marker and self.token_id(found[0]) is not None

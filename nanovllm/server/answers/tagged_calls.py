@@ -1,4 +1,4 @@
-"""Readers of tool calls that write each argument between tags: Qwen3-Coder's and GLM's.
+"""Reader of tool calls that write each argument between tags, as Qwen3-Coder's, GLM's, MiniMax's and DeepSeek's do.
 
 ::
 
@@ -11,114 +11,249 @@
     </tool_call>
 
 A value is a verbatim string or JSON, by the tool's schema. If the schema allows both, text that parses as JSON of an
-allowed type is read as JSON.
+allowed type is read as JSON. A value ends at its closing tag if a tag of the call follows. Models leave tags out: a
+value also ends at the next argument's tag, and at the tags that end a call.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-Call = tuple[str, Any]  # function name, arguments
-Tools = Mapping[str, Any]  # JSON Schema of the parameters by the tool's name; None or {} for any
-NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
+from nanovllm.server.answers.json_calls import JsonCall, Tools, properties_of, tool_name
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "boolean": (bool,), "null": (type(None),), "array": (list,), "object": (dict,),
     "number": (int, float), "integer": (int,),
 }  # fmt: skip
 _PYTHON = {"True": True, "False": False, "None": None}
+_SPACE = re.compile(r"\s*")
+_MAX_TAG = 300  # characters that a tag with a name may have
 
 
-class QwenReader:
-    """Parses one call; the tags around <function=...> are optional."""
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags of one format.
 
-    OPEN = "<tool_call>"
-    MARKERS: tuple[str, ...] = (OPEN, "<function=")
-    TRIMS = True  # whether values stand on lines of their own
-    _END = re.compile(r"</function>\s*</tool_call>")
-    _NAME = re.compile(r"\s*<function=([^>\n]+)>")
-    _ARGUMENT = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|$))", re.DOTALL)
+    starts: how a call's opening tag begins; empty if the name itself follows the tag around calls.
+    call: pattern of the opening tag, its group the name.
+    call_so_far: pattern of texts that may become an opening tag.
+    argument: pattern of the tag before a value, with the group `key`, and the group `kind` for "true" before a string.
+    argument_starts, closings, ends: how that tag begins; the tags behind a value; the tags that end a call.
+    has_lines: whether each argument's tag begins a line, so that one within a line is text.
+    trims: whether the tags around a value stand on lines of their own.
+    takes_json: whether an object may stand in place of the arguments' tags.
+    """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-
-    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        is_tagged = text.startswith(self.OPEN)
-        body = text[len(self.OPEN) :] if is_tagged else text
-        if not is_last and is_tagged and _cannot_begin(body.lstrip(), "<function="):
-            return [], len(self.OPEN)
-        end = self._end_of(text, is_tagged=is_tagged, is_last=is_last)
-        if end is None:
-            return ([], len(text)) if is_last else None
-        named = self._NAME.match(body)
-        if named is None:
-            return [], end
-        name = named[1].strip()
-        inner = body[named.end() : end - (len(text) - len(body))]
-        found = self._ARGUMENT.findall(inner)
-        if not found and inner.partition("</function>")[0].strip():  # arguments of another form
-            return [], end
-        return [(name, _typed(found, self._tools.get(name), trims=self.TRIMS))], end
-
-    def _end_of(self, text: str, *, is_tagged: bool, is_last: bool) -> int | None:
-        if is_tagged and (found := self._END.search(text)):
-            return found.end()
-        at = text.find("</function>")
-        return at + len("</function>") if at >= 0 and (is_last or not is_tagged) else None
+    starts: tuple[str, ...]
+    call: re.Pattern[str]
+    call_so_far: re.Pattern[str]
+    argument: re.Pattern[str]
+    argument_starts: tuple[str, ...]
+    closings: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    has_lines: bool = True
+    trims: bool = False
+    takes_json: bool = False
 
 
-class SeedReader(QwenReader):
-    """Seed-OSS: Qwen's format in <seed:...> tags."""
-
-    OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
-    MARKERS = (OPEN,)
-    TRIMS = False
-    _END = re.compile(r"</function>\s*</seed:tool_call>")
-
-
-class GlmReader:
-    """Parses one call, up to its closing tag."""
-
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    _ARGUMENT = re.compile(
-        r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>|$))", re.DOTALL
-    )
-    _END = re.compile(r"(?:<tool_call>[^<]*|</arg_value>\s*)</tool_call>")
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-
-    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        found = self._END.search(text)
-        if found is None:
-            return ([], len(text)) if is_last else None
-        body = text[len(self.OPEN) : found.end() - len(self.CLOSE)]
-        name = body.partition("<arg_key>")[0].strip()
-        return [(name, _typed(self._ARGUMENT.findall(body), self._tools.get(name), trims=False))], found.end()
-
-
-def _cannot_begin(text: str, tag: str) -> bool:
-    return bool(text) and not tag.startswith(text[: len(tag)])
-
-
-def _typed(found: list[tuple[str, str]], schema: Any, *, trims: bool = True) -> dict[str, Any]:
-    """Arguments with the types of a schema; one line break at each end of a value belongs to its tags.
+class TaggedCall:
+    """Reads the call that begins at an index of a growing text; its attributes are those of `JsonCall`.
 
     Args:
-        trims: whether the tags stand on separate lines.
+        closers, openers: tags behind calls and before them.
     """
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    arguments = {}
-    for key, value in found:
-        if trims:
-            value = value.removeprefix("\n").removesuffix("\n")
-        own = properties.get(key.strip()) if isinstance(properties, dict) else None
-        arguments[key.strip()] = _value(value, own, schema)
-    return arguments
+
+    def __init__(
+        self, start: int, tools: Tools, tags: Tags, closers: tuple[str, ...], openers: tuple[str, ...]
+    ) -> None:
+        self._start, self._tools, self._tags = start, tools, tags
+        self._closers, self._next = closers, openers + tags.starts
+        self._all = tags.argument_starts + tags.ends + closers + self._next
+        bounds = tags.closings + tags.argument_starts + tags.ends + closers
+        self._bounds = re.compile("|".join(map(re.escape, bounds)))
+        self._longest = max(map(len, bounds))
+        self.name: str | None = None
+        self.end: int | None = None
+        self.failed: int | None = None
+        self._tool: str | None = None
+        self._at = start
+        self._keys: set[str] = set()
+        self._written = "{"
+        self._key = ""
+        self._kind: str | None = None
+        self._value_at: int | None = None  # index of the value that is open
+        self._searched = 0  # index before which the open value does not end
+        self._json: JsonCall | None = None  # in place of arguments
+
+    @property
+    def arguments(self) -> str:
+        if self._json is not None:
+            written = self._json.arguments
+            return written if self.end is not None or self._json.end is None else written[:-1]
+        return self._written
+
+    def read(self, text: str, *, is_last: bool) -> None:
+        """Read on, as far as the text decides."""
+        while self.end is None and self.failed is None:
+            if self._json is not None and self._json.end is None:
+                goes_on = self._read_json(self._json, text, is_last=is_last)
+            elif self._tool is None:
+                goes_on = self._read_opening(text)
+            elif self._value_at is None:
+                goes_on = self._read_tag(text)
+            else:
+                goes_on = self._read_value(text, is_last=is_last)
+            if not goes_on:
+                if is_last:
+                    self.failed = len(text)
+                return
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    def _read_opening(self, text: str) -> bool:
+        found = self._tags.call.match(text, self._start)
+        if found is None:
+            if len(text) - self._start < _MAX_TAG and self._tags.call_so_far.fullmatch(text, self._start):
+                return False
+            self.failed = self._start + 1
+            return True
+        self._tool = tool_name(found[1], self._tools)
+        self._at = found.end()
+        if self._tool is None:
+            self.failed = self._at
+        return True
+
+    def _read_tag(self, text: str) -> bool:
+        """Read what follows the opening tag or a value."""
+        at = _end_of_space(text, self._at)
+        if self._json is None and (found := self._tags.argument.match(text, at)):
+            self._key, self._kind = found["key"].strip(), found.groupdict().get("kind")
+            self._value_at = self._searched = found.end()
+        elif text.startswith(self._tags.ends, at):
+            self._finish(at + len(next(end for end in self._tags.ends if text.startswith(end, at))))
+        elif text.startswith(self._closers + self._next, at):
+            self._finish(at)
+        elif text.startswith("{", at) and self._tags.takes_json and not self._keys and self._json is None:
+            self._json = JsonCall(at, self._tools, self._tags.ends + self._closers, self._tool)
+            self.name = self._tool
+        elif _may_become(text, at, self._all) or (
+            text.startswith(self._tags.argument_starts, at) and len(text) - at < _MAX_TAG
+        ):
+            return False
+        else:
+            self.failed = max(at, self._start + 1)
+        return True
+
+    def _finish(self, end: int) -> None:
+        self.name, self.end = self._tool, end
+        self._written += "}"
+
+    def _read_json(self, inner: JsonCall, text: str, *, is_last: bool) -> bool:
+        inner.read(text, is_last=is_last)
+        if inner.end is not None:
+            self._at = inner.end
+        self.failed = inner.failed
+        return inner.end is not None or inner.failed is not None
+
+    def _read_value(self, text: str, *, is_last: bool) -> bool:
+        begin = self._value_at
+        assert begin is not None
+        found = self._end_of_value(text, begin, is_last=is_last)
+        if found is None:
+            return False
+        end, self._at = found
+        value = text[begin:end]
+        if self._tags.trims:
+            value = value.removeprefix("\n")
+        if self._tags.trims or self._at == end:  # the line break of a tag that is missing
+            value = value.removesuffix("\n")
+        schema = self._tools.get(self._tool or "")
+        own = properties_of(schema).get(self._key)
+        if self._kind == "true" and AllowedValues(schema).has(value, own):
+            typed: Any = value
+        else:
+            typed = _value(value, own, schema)
+        self._written += ", " if self._keys else ""
+        self._written += f"{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}"
+        self._keys.add(self._key)
+        self.name, self._value_at = self._tool, None
+        return True
+
+    def _end_of_value(self, text: str, begin: int, *, is_last: bool) -> tuple[int, int] | None:
+        """Index of a value's end, and that of the text behind its tag; None if more text decides."""
+        for found in self._bounds.finditer(text, self._searched):
+            at = found.start()
+            if found[0] in self._tags.closings:
+                ends, behind = self._is_end(text, begin, found)
+            elif found[0] in self._tags.argument_starts:
+                ends, behind = self._is_argument(text, at, begin), at
+            else:
+                following = self._next if found[0] in self._closers else self._closers + self._next
+                ends, behind = self._follows(text, found.end(), following), at
+                if ends is None and is_last:
+                    ends = True
+            if ends:
+                return at, behind
+            self._searched = at if ends is None else found.end()
+            if ends is None and not is_last:
+                return None
+        self._searched = max(self._searched, len(text) - self._longest + 1)
+        return None
+
+    def _is_end(self, text: str, begin: int, closing: re.Match[str]) -> tuple[bool | None, int]:
+        """Whether a closing tag ends the value, and the index behind it and behind its repetitions."""
+        behind, tags = closing.end(), self._all
+        if not any(start in text[begin : closing.start()] for start in self._tags.argument_starts):
+            while found := _repeated(text, behind, self._tags.closings):
+                behind = found
+            tags += self._tags.closings
+        return self._follows(text, behind, tags), behind
+
+    def _is_argument(self, text: str, at: int, begin: int) -> bool | None:
+        """Whether the tag at an index begins the next argument, behind a value without a closing tag."""
+        found = self._tags.argument.match(text, at)
+        if found is None:
+            return None if len(text) - at < _MAX_TAG else False
+        key, schema = found["key"].strip(), self._tools.get(self._tool or "")
+        if key not in properties_of(schema) or key in self._keys or key == self._key:
+            return False
+        if self._tags.has_lines and at > begin and text[at - 1] != "\n":
+            return False
+        for bound in self._bounds.finditer(text, found.end()):
+            if bound[0] in self._tags.closings:  # of this argument, or of an example within the value
+                return self._follows(text, bound.end(), self._all)
+            if bound[0] not in self._tags.argument_starts:
+                return True
+        return None
+
+    @staticmethod
+    def _follows(text: str, at: int, tags: tuple[str, ...]) -> bool | None:
+        """Whether one of the tags follows after white space; None if more text decides."""
+        at = _end_of_space(text, at)
+        if text.startswith(tags, at):
+            return True
+        return None if _may_become(text, at, tags) else False
+
+
+def _repeated(text: str, at: int, tags: tuple[str, ...]) -> int | None:
+    """Index behind one of the tags and the space before it; None if none follows."""
+    at = _end_of_space(text, at)
+    return next((at + len(tag) for tag in tags if text.startswith(tag, at)), None)
+
+
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def _may_become(text: str, at: int, tags: tuple[str, ...]) -> bool:
+    """Whether the rest of a text may become one of the tags."""
+    rest = text[at : at + _MAX_TAG]
+    return any(tag.startswith(rest) for tag in tags)
 
 
 def is_text(schema: Any) -> bool:
@@ -136,11 +271,16 @@ def _value(text: str, schema: Any, root: Any) -> Any:
         return text
     stripped = text.strip()
     try:
-        value = _PYTHON[stripped] if stripped in _PYTHON else json.loads(text)
+        value = _PYTHON[stripped] if stripped in _PYTHON else json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, allow_nan=False)  # a number may be too large for JSON
         allowed = AllowedValues(root)
         return text if allowed.has(text, schema) and not allowed.has(value, schema) else value
     except (ValueError, RecursionError):
         return text  # unquoted, as these formats write strings
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class AllowedValues:

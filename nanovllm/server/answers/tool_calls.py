@@ -1,194 +1,197 @@
-"""Tool call parser: finds tool calls in an answer's text, in the formats of model families.
+"""Tool call parser: finds tool calls in an answer's text, in the formats of `call_formats`.
 
-    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call    Hermes, Qwen2.5, Qwen3
-    llama     {"name": ..., "parameters": {...}} as the whole answer; ";" between several     Llama 3.1 and later
-    mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...}  Mistral
-    qwen_xml  <tool_call><function=...><parameter=...>...</parameter></function></tool_call>  Qwen3-Coder, Qwen3.5
-    seed      the same within <seed:tool_call>...</seed:tool_call>                            Seed-OSS
-    glm       <tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>     GLM-4.5 and later
-    harmony   messages to functions.name; `harmony` reads them                                gpt-oss
-
-Text that does not parse as a call of an offered tool stays content.
+Models write calls with deviations: tags that are missing or repeated, other keys, code fences, lists. A call is read
+if its tool and its arguments are certain; any other text stays content.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
 
+from nanovllm.server.answers.call_formats import FORMATS, HARMONY_TOOLS, ToolFormat, detect_format
 from nanovllm.server.answers.delta import Part, new_call
+from nanovllm.server.answers.json_calls import JsonCall, Tools, tool_name
 from nanovllm.server.answers.reasoning import partial_marker
-from nanovllm.server.answers.tagged_calls import NO_CALL, Call, GlmReader, QwenReader, SeedReader, Tools
+from nanovllm.server.answers.tagged_calls import TaggedCall
 
-_decode = json.JSONDecoder().raw_decode
+__all__ = ["FORMATS", "HARMONY_TOOLS", "ToolFormat", "ToolStream", "Tools", "detect_format"]
 
-
-class CallReader(Protocol):
-    """Parser of the calls after one marker."""
-
-    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        """Parse calls; returns them and their number of characters, or no calls and the content's number of characters.
-
-        Returns None if more text could change the result, never with `is_last`.
-
-        Args:
-            text: all text from the marker on; grows from call to call.
-        """
+_FENCE = "```"
+_FENCE_LINE = re.compile(r"```\w*")
+_BETWEEN = re.compile(r"[\s,;]*")
+_HEADER_TEXT = re.compile(r"[\w.:/\s-]*")
+_MAX_HEADER = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """Format of one model family.
-
-    markers: strings that start a call.
-    reader: factory of the parser, from the request's tools.
-    at_start: a marker counts only at the start of the answer, after white space.
-    inner: strings within a call that some tokenizers have as special tokens, like the markers.
-    """
+class EmptyCall:
+    """Call without arguments, which has ended; its attributes are those of `JsonCall`."""
 
     name: str
-    markers: tuple[str, ...]
-    reader: Callable[[Tools], CallReader]
-    at_start: bool = False
-    inner: tuple[str, ...] = ()
+    end: int
+    arguments: str = "{}"
+    failed: int | None = None
+
+    def read(self, text: str, *, is_last: bool) -> None:
+        """Nothing is left to read."""
 
 
-class ObjectScan:
-    """Finds the end of a JSON object in growing text; scans each character once."""
-
-    def __init__(self, start: int) -> None:
-        self._at, self._depth = start, 0
-        self._in_string = self._is_escaped = False
-
-    def end(self, text: str) -> int | None:
-        """Return the index after the closing brace, or None if it is not in the text yet."""
-        for at in range(self._at, len(text)):
-            character = text[at]
-            if self._in_string:
-                self._in_string = self._is_escaped or character != '"'
-                self._is_escaped = not self._is_escaped and character == "\\"
-            elif character == '"':
-                self._in_string = True
-            elif character == "{":
-                self._depth += 1
-            elif character == "}":
-                self._depth -= 1
-                if not self._depth:
-                    return at + 1
-        self._at = len(text)
-        return None
+AnyCall = JsonCall | TaggedCall | EmptyCall
 
 
-class HermesReader:
-    """Parses one call, up to the end of its JSON object; the closing tag is optional."""
+class CallRun:
+    """Reads calls that follow one another, from the marker of the first one on.
 
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-    def __init__(self, _: Tools) -> None:
-        self._scan: ObjectScan | None = None
-        self._end: int | None = None
-
-    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        inner = text[len(self.OPEN) :].lstrip() if self._scan is None else ""
-        if self._scan is None and inner:
-            if inner[0] != "{":
-                return [], len(self.OPEN)
-            self._scan = ObjectScan(len(text) - len(inner))
-        if self._scan is not None and self._end is None:
-            self._end = self._scan.end(text)
-        if self._end is None:
-            return ([], len(text)) if is_last else None
-        rest = text[self._end :].lstrip()
-        is_closed, end = rest.startswith(self.CLOSE), self._end
-        if is_closed:
-            end = len(text) - len(rest) + len(self.CLOSE)
-        elif self.CLOSE.startswith(rest):  # the tag is to come, or was cut off
-            if not is_last:
-                return None
-            end = len(text)
-        try:
-            call = json.loads(text[len(self.OPEN) : self._end])
-            return [(call["name"], call.get("arguments", {}))], end
-        except NO_CALL:
-            return [], end
-
-
-class RestReader:
-    """Parses the rest of an answer as calls, all or nothing.
-
-    Args:
-        parse: parser; raises one of NO_CALL for text that is not a call.
+    calls: those that have ended.
+    current: the call that is open.
+    mark: index behind the last call and what belongs to it.
+    failed: index behind text that is no call; None if there is none.
+    is_done: whether no call follows.
     """
 
-    def __init__(self, parse: Callable[[str], Iterator[Call]], _: Tools) -> None:
-        self._parse = parse
+    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+        self._form, self._tools = form, tools
+        self._starts = () if form.tags is None else form.tags.starts
+        self._closers = form.closers + (() if form.tags is None else form.tags.ends)
+        self._ends = self._closers + form.openers + (_FENCE,)
+        self.calls: list[AnyCall] = []
+        self.current: AnyCall | None = None
+        self.mark = 0
+        self.failed: int | None = None
+        self.is_done = False
+        self._at = 0
+        self._opened: int | None = None  # index behind the first opener since the last call
+        self._is_fenced = False
 
-    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        if not is_last:
-            return None
-        try:
-            return list(self._parse(text)), len(text)
-        except NO_CALL:
-            return [], len(text)
+    def read(self, text: str, *, is_last: bool) -> None:
+        """Read on, as far as the text decides; with `is_last` the run is done."""
+        while not self.is_done:
+            if self.current is None and not self._find_call(text, is_last=is_last):
+                return
+            if self.current is not None and not self._read_call(self.current, text, is_last=is_last):
+                return
 
+    # ------------------------------------------------------------------------------------------------------- parts
 
-def _llama(text: str) -> Iterator[Call]:
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    while text:
-        call, end = _decode(text)
-        yield call["name"], call["parameters"] if "parameters" in call else call["arguments"]
-        text = text[end:].lstrip("; \n")
+    def _read_call(self, call: AnyCall, text: str, *, is_last: bool) -> bool:
+        call.read(text, is_last=is_last)
+        if call.failed is not None:
+            self._fail(call.failed)
+        elif call.end is not None:
+            self.calls.append(call)
+            self.current = self._opened = None
+            self._at = self.mark = call.end
+        return call.failed is not None or call.end is not None
 
+    def _fail(self, at: int) -> bool:
+        self.failed, self.is_done = max(at, 1), True
+        return True
 
-def _mistral(text: str) -> Iterator[Call]:
-    parts = [part.strip() for part in text.split("[TOOL_CALLS]") if part.strip()]
-    for part in parts:
-        if part.startswith("["):
-            for call in json.loads(part):
-                yield call["name"], call["arguments"]
+    def _end(self) -> bool:
+        """End the run where no call begins: behind its calls, or in text from an opener on."""
+        if self._opened is not None or not self.calls:
+            return self._fail(self._opened or 1)
+        self.is_done = True
+        return True
+
+    def _find_call(self, text: str, *, is_last: bool) -> bool:
+        """Skip what stands between calls, and begin the next one; returns False if more text decides."""
+        while self._skip(text):
+            pass
+        if self._is_cut(text):
+            if not is_last:
+                return False
+            if self.calls and self._opened is None:
+                self.mark = len(text)
+            return self._end()
+        tags = self._form.tags
+        if text.startswith("{", self._at):
+            self.current = JsonCall(self._at, self._tools, self._ends)
+        elif tags is not None and (text.startswith(tags.starts, self._at) or (self._opened and not tags.starts)):
+            self.current = TaggedCall(self._at, self._tools, tags, self._form.closers, self._form.openers)
+        elif self._opened is None:
+            return self._end()
         else:
-            name, _, _ = part.partition("{")
-            yield re.split(r"\[(?:ARGS|CALL_ID)\]", name)[0].strip(), json.loads(part[len(name) :])
+            return self._read_header(text, is_last=is_last)
+        return True
 
+    def _skip(self, text: str) -> bool:
+        """Skip an opener, a closer or what else stands between calls; returns whether more may follow."""
+        found = _BETWEEN.match(text, self._at)
+        self._at = at = self._at if found is None else found.end()
+        for opener in self._form.openers:
+            if text.startswith(opener, at):
+                self._at = at + len(opener)
+                self._opened = self._opened or self._at
+                return True
+        if self._is_cut(text):
+            return False
+        if text.startswith("[", at):
+            self._at = at + 1
+            return True
+        fence = _FENCE_LINE.match(text, at)
+        if fence is not None and not self._is_fenced and not self.calls:
+            self._is_fenced = True
+            self._at = fence.end()
+            return True
+        closers = (*self._closers, "}", "]", *((_FENCE,) if self._is_fenced else ()))
+        if not self.calls:  # a closer that is left of an earlier call
+            closers = self._form.closers if self._opened is None else ()
+        closer = next((token for token in closers if text.startswith(token, at)), "")
+        if not closer or self._opened is not None:
+            return False
+        self._is_fenced = self._is_fenced and closer != _FENCE
+        self._at = at + len(closer)
+        if self.calls:
+            self.mark = self._at
+        return True
 
-_TAGS = ("</tool_call>",)
-HARMONY_TOOLS = ToolFormat("harmony", (), partial(RestReader, _llama))  # read by `harmony` instead
-FORMATS: dict[str, ToolFormat | None] = {
-    "hermes": ToolFormat("hermes", (HermesReader.OPEN,), HermesReader, inner=_TAGS),
-    "llama": ToolFormat("llama", ("<|python_tag|>", "{"), partial(RestReader, _llama), at_start=True),
-    "mistral": ToolFormat("mistral", ("[TOOL_CALLS]",), partial(RestReader, _mistral), inner=("[ARGS]", "[CALL_ID]")),
-    "qwen_xml": ToolFormat("qwen_xml", QwenReader.MARKERS, QwenReader, inner=_TAGS),
-    "seed": ToolFormat("seed", SeedReader.MARKERS, SeedReader, inner=(SeedReader.CLOSE,)),
-    "glm": ToolFormat(
-        "glm", (GlmReader.OPEN,), GlmReader, inner=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    ),
-    "harmony": HARMONY_TOOLS,
-    "none": None,
-}
-# Texts that all occur in a format's templates; the first match counts. Some models share a tag with a format but write
-# calls differently: MiniMax's <invoke>, Apriel's <tool_calls>, Functionary's JSON in <function=name>, Llama's Python.
-_SIGNS = (
-    (("<|channel|>",), "harmony"),
-    (("<seed:tool_call>", "<parameter="), "seed"),
-    (("<function=", "<parameter="), "qwen_xml"),
-    (("<function=",), "none"),
-    (("<arg_key>", "<tool_call>"), "glm"),
-    (("<invoke name=",), "none"),
-    (("<tool_calls>",), "none"),
-    (("<tool_call>", "arguments"), "hermes"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<|python_tag|>", "parameters"), "llama"),
-    (("Environment: ipython", "parameters"), "llama"),
-)
+    def _is_cut(self, text: str) -> bool:
+        """Whether what comes next is not there yet, or not all of it."""
+        rest = text[self._at : self._at + _MAX_HEADER]
+        if _FENCE_LINE.fullmatch(rest):
+            return not (self._is_fenced and self.calls)
+        tokens = self._form.openers + self._closers + self._starts + (_FENCE,)
+        return any(token.startswith(rest) and token != rest for token in tokens)
 
+    # -------------------------------------------------------------------------------------- arguments behind a name
 
-def detect_format(template: str) -> str:
-    """Name the tool call format of a chat template; "none" if it has no tools or an unsupported format."""
-    return next((name for signs, name in _SIGNS if all(sign in template for sign in signs)), "none")
+    def _read_header(self, text: str, *, is_last: bool) -> bool:
+        """Read a name in front of its arguments; returns False if more text decides."""
+        begin, form = self._at, self._form
+        rest = text[begin : begin + _MAX_HEADER]
+        bounds = [at for token in ("{", '"', *self._closers, *form.openers) if (at := rest.find(token)) >= 0]
+        header = rest[: min(bounds, default=len(rest))]
+        is_whole = bool(bounds) or is_last
+        words = header
+        if not is_whole:
+            tokens = (*form.header, *self._closers, *form.openers)
+            words = header[: len(header) - max((partial_marker(header, token) for token in tokens), default=0)]
+        for token in (*form.header, _FENCE):
+            words = words.replace(token, "\n")
+        if len(header) == _MAX_HEADER or not _HEADER_TEXT.fullmatch(words.rstrip("`")):
+            return self._end()
+        if not is_whole:
+            return False
+        named = words.split()
+        if named[:1] == ["function"] and len(named) > 1:  # the tool's type, which DeepSeek V3 writes
+            named = named[1:]
+        name = tool_name(named[0], self._tools) if named else None
+        if name is None:
+            return self._end()
+        at = begin + len(header)
+        if text.startswith(("{", '"'), at):
+            self._is_fenced = _FENCE in header
+            self.current = JsonCall(at, self._tools, self._ends, name)
+            return True
+        schema = self._tools[name]
+        needs_arguments = isinstance(schema, dict) and bool(schema.get("required"))
+        is_separated = any(token in header for token in form.header)
+        if not (bounds and is_separated) and (needs_arguments or not (bounds or is_separated)):
+            return self._end()
+        self.current = EmptyCall(name, at)
+        return True
 
 
 class ToolStream:
@@ -205,8 +208,9 @@ class ToolStream:
         self._form, self._tools = form, tools
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
-        self._has_content = False
-        self._reader: CallReader | None = None  # at a marker
+        self._has_content = self._has_tags = False  # shown; tags are those of text that is no call
+        self._run: CallRun | None = None  # from a marker on
+        self._num_read = 0  # calls of the run that are returned
         self.num_calls = 0
 
     def add(self, text: str, *, is_last: bool) -> list[Part]:
@@ -214,27 +218,31 @@ class ToolStream:
         self._text += text
         parts: list[Part] = []
         while self._text:
-            if self._reader is None:
+            if self._run is None:
                 start, is_marker = self._next_marker()
                 parts.append(self._take_content(len(self._text) if is_last and not is_marker else start))
                 if not is_marker:
                     break
-                self._reader = self._form.reader(self._tools)
-            found = self._reader.read(self._text, is_last=is_last)
-            if found is None:
+                self._run, self._num_read = CallRun(self._form, self._tools), 0
+            run = self._run
+            run.read(self._text, is_last=is_last)
+            parts += self._new_calls(run)
+            if not run.is_done:
                 break
-            self._reader = None
-            calls = self._as_calls(found[0])
-            if calls:
-                self._text = self._text[found[1] :]
-                parts += calls
-                self.num_calls += len(calls)
-            else:
-                parts.append(self._take_content(found[1]))
+            self._text, self._run = self._text[run.mark :], None
+            if run.failed is not None:
+                self._has_tags = True
+                parts.append(self._take_content(run.failed - run.mark))
         if is_last and not self.num_calls:
             parts.append(self._space)
             self._space = ""
         return [part for part in parts if part]
+
+    def _new_calls(self, run: CallRun) -> list[Part]:
+        calls = run.calls[self._num_read :]
+        self._num_read += len(calls)
+        self.num_calls += len(calls)
+        return [new_call(call.name or "", call.arguments) for call in calls]
 
     def _take_content(self, end: int) -> str:
         taken, self._text = self._space + self._text[:end], self._text[end:]
@@ -250,31 +258,15 @@ class ToolStream:
     def _next_marker(self) -> tuple[int, bool]:
         """Return the start of a marker, complete or partial, and whether it is complete; the text's end without one."""
         text, markers = self._text, self._form.markers
-        if self._form.at_start:
-            begin = text.lstrip()
-            if self._has_content or not any(begin.startswith(m) or m.startswith(begin) for m in markers):
-                return len(text), False
-            return len(text) - len(begin), begin.startswith(markers)
+        if not self._has_tags:  # a closer that is left over may stand before a call
+            markers += self._form.closers
+        begin = text.lstrip()
+        bare = () if self._has_content or self.num_calls else self._form.bare
+        if begin.startswith(bare):
+            return len(text) - len(begin), True
+        if any(marker.startswith(begin) for marker in bare):
+            return len(text) - len(begin), False
         found = [at for marker in markers if (at := text.find(marker)) >= 0]
         if found:
             return min(found), True
         return len(text) - max(partial_marker(text, marker) for marker in markers), False
-
-    def _as_calls(self, calls: list[Call]) -> list[dict[str, Any]]:
-        """Convert calls to OpenAI's form; returns none if one is not of an offered tool."""
-        try:
-            texts = [(name, _as_json(arguments)) for name, arguments in calls if name in self._tools]
-        except NO_CALL:
-            return []
-        if len(texts) < len(calls):
-            return []
-        return [new_call(name, arguments) for name, arguments in texts]
-
-
-def _as_json(arguments: Any) -> str:
-    """Encode arguments; raises TypeError or ValueError unless they are an object or its JSON."""
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise TypeError(f"arguments must be an object, not {type(arguments).__name__}")
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

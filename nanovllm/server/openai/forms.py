@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.closed_objects import with_closed_objects
 from nanovllm.requests.grammar.compiler import schema_problem
-from nanovllm.server.answers.call_grammars import parameters_of
+from nanovllm.server.answers.call_arguments import parameters_of
 from nanovllm.server.answers.grammar import AnswerConstraints
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.constraints import ConstraintFields

@@ -1,0 +1,254 @@
+"""Tool calls as models write them: each format's own form, and the deviations that users of public engines report."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from nanovllm.server.answers.call_formats import FORMATS
+from nanovllm.server.answers.tool_calls import ToolStream
+
+TEXT = {"type": "string"}
+TOOLS: dict[str, Any] = {
+    "read": {"type": "object", "properties": {"path": TEXT}, "required": ["path"]},
+    "write": {"type": "object", "properties": {"path": TEXT, "content": TEXT, "mode": {"type": "integer"}}},
+    "edit": {"type": "object", "properties": {"edits": {"type": "array"}, "options": {"type": "object"}}},
+    "now": None,
+}
+READ = [("read", {"path": "/x"})]
+WRITE = [("write", {"path": "/x", "content": "hello"})]
+NOW = [("now", {})]
+SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI, KIMI_ARGUMENTS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+Q = '<|"|>'
+
+
+def tag(inner: str) -> str:
+    return f"<tool_call>{inner}</tool_call>"
+
+
+def xml(*parts: str, name: str = "write", begin: str = "<tool_call>\n", end: str = "</function>\n</tool_call>") -> str:
+    return f"{begin}<function={name}>\n{''.join(parts)}{end}"
+
+
+PATH, BODY = "<parameter=path>\n/x\n</parameter>\n", "<parameter=content>\nhello\n</parameter>\n"
+OPEN_PATH, OPEN_BODY = "<parameter=path>\n/x\n", "<parameter=content>\nhello\n"
+
+
+def dsml(*parts: str, name: str = "write", block: str = "function_calls") -> str:
+    head = f'<｜DSML｜{block}>\n<｜DSML｜invoke name="{name}">\n'
+    return f"{head}{''.join(parts)}</｜DSML｜invoke>\n</｜DSML｜{block}>"
+
+
+DSML_PATH = '<｜DSML｜parameter name="path" string="true">/x</｜DSML｜parameter>\n'
+DSML_BODY = '<｜DSML｜parameter name="content" string="true">hello</｜DSML｜parameter>\n'
+
+
+def invoke(*parts: str, name: str = "write") -> str:
+    return f'<minimax:tool_call>\n<invoke name="{name}">\n{"".join(parts)}</invoke>\n</minimax:tool_call>'
+
+
+INVOKE_PATH = '<parameter name="path">/x</parameter>\n'
+INVOKE_BODY = '<parameter name="content">hello</parameter>\n'
+PAIR_PATH = "<arg_key>path</arg_key>\n<arg_value>/x</arg_value>\n"
+PAIR_BODY = "<arg_key>content</arg_key>\n<arg_value>hello</arg_value>\n"
+
+CALLS = [  # format, text, content, calls
+    # Objects with a name and arguments, within tags.
+    ("hermes", tag('{"name": "read", "parameters": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('{"name": "read", "args": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('{"name": "read", "input": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('{"type": "function", "function": {"name": "read", "arguments": {"path": "/x"}}}'), "", READ),
+    ("hermes", tag('{"id": "c1", "type": "function", "function": {"name": "read", "parameters": {"path": "/x"}}}'),
+               "", READ),
+    ("hermes", tag('{"function": "read", "arguments": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('{"tool_name": "read", "arguments": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('{"arguments": {"path": "/x"}, "name": "read"}'), "", READ),
+    ("hermes", tag('{"name": "read", "arguments": "{\\"path\\": \\"/x\\"}"}'), "", READ),
+    ("hermes", tag('{"name": "now", "arguments": ""}'), "", NOW),
+    ("hermes", tag('{"name": "read", "path": "/x"}'), "", READ),
+    ("hermes", tag('{"name": "functions.read", "arguments": {"path": "/x"}}'), "", READ),
+    ("hermes", tag('\n{"name": "read", "arguments": {"path": "/x"}}}\n'), "", READ),
+    ("hermes", tag('\n{"name": "read", "arguments": {"path": "/x"}\n'), "", READ),
+    ("hermes", tag('{"name": "read", "arguments": {"path": "/x"'), "", READ),
+    ("hermes", tag('{"name": "read", "arguments": {"path": "/x",},}'), "", READ),
+    ("hermes", tag("{'name': 'read', 'arguments': {'path': '/x'}}"), "", READ),
+    ("hermes", tag("{'name': 'write', 'arguments': {'content': 'a \"b\" it\\'s', 'mode': None}}"), "",
+               [("write", {"content": 'a "b" it\'s', "mode": None})]),
+    ("hermes", tag('{name: "read", arguments: {path: "/x"}}'), "", READ),
+    ("hermes", tag('{"name": "write", "arguments": {"content": "one\ntwo\tx", "mode": True}}'), "",
+               [("write", {"content": "one\ntwo\tx", "mode": True})]),
+    ("hermes", tag('{"name": "write", "arguments": {"content": "\\d+\\\'\\u00e9\\ud83d\\ude00\\uZ"}}'), "",
+               [("write", {"content": "\\d+'é😀\\uZ"})]),
+    ("hermes", tag('```json\n{"name": "read", "arguments": {"path": "/x"}}\n```'), "", READ),
+    ("hermes", tag('[{"name": "read", "arguments": {"path": "/x"}}, {"name": "now"}]'), "", READ + NOW),
+    ("hermes", tag('{"name": "read", "arguments": {"path": "/x"}}\n{"name": "now"}'), "", READ + NOW),
+    ("hermes", tag('read\n{"path": "/x"}'), "", READ),
+    ("hermes", tag("now"), "", NOW),
+    ("hermes", '<tool_call>{"name": "read", "arguments": {"path": "/x"}}<tool_call>{"name": "now"}', "", READ + NOW),
+    ("hermes", '<tool_call>\n<tool_call>\n{"name": "now"}\n</tool_call>\n</tool_call>', "", NOW),
+    ("hermes", 'So.\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>', "So.", NOW),
+    ("hermes", xml(PATH, BODY), "", WRITE),
+    ("hermes", '{"name": "read", "arguments": {"path": "/x"}}', "", READ),
+    ("hermes", '```json\n{"name": "read", "arguments": {"path": "/x"}}\n```', "", READ),
+    ("hermes", tag('{"name": "now"}') + "\n```python\nprint()\n```", "```python\nprint()\n```", NOW),
+    # Arguments that are not certain, and tools that are not there: text.
+    ("hermes", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("hermes", "```json\n[1]\n```", "```json\n[1]\n```", []),
+    *[("hermes", text, text, []) for text in (
+        tag('{"name": "write", "arguments": {"path": "/x"}, "content": "hello"}'),
+        tag('{"name": "write", "arguments": {"path": "/x"}, "parameters": {"content": "hello"}}'),
+        tag('{"name": "read", "file": "/x"}'),
+        tag('{"name": "other", "arguments": {"path": "/x"}}'),
+        tag('{"name": "read", "arguments": ["/x"]}'),
+        tag('{"name": "read", "arguments": {"path": "say "hi""}}'),
+        tag('{"name": "read", "arguments": {"path": /x}}'),
+        tag('other\n{"path": "/x"}'),
+        '<tool_call>{"name": "read", "arguments": {"path": "/x',
+        '<tool_call>{"name": "write", "arguments": {"path": "/x"',
+        "<tool_call></tool_call>", "Say <tool_call> or </tool_call>.",
+    )],
+    # Llama's, whose calls have no tags of their own.
+    ("llama", '{"name": "read", "arguments": {"path": "/x"}}', "", READ),
+    ("llama", '[{"name": "read", "parameters": {"path": "/x"}}, {"name": "now", "parameters": {}}]', "", READ + NOW),
+    ("llama", '{"name": "read", "parameters": {"path": "/x"}}\n{"name": "now", "parameters": {}}', "", READ + NOW),
+    ("llama", '```json\n{"name": "read", "parameters": {"path": "/x"}}\n```', "", READ),
+    ("llama", '{"type": "function", "name": "read", "parameters": {"path": "/x"}}', "", READ),
+    ("llama", 'Well. <|python_tag|>{"name": "now", "parameters": {}}', "Well.", NOW),
+    ("llama", '{"name": "read", "parameters": {"path": "/x"}} Done.', "Done.", READ),
+    # Mistral's, and others with the name in front.
+    ("mistral", "[TOOL_CALLS]now[ARGS]", "", NOW),
+    ("mistral", '[TOOL_CALLS]read[CALL_ID]abcdefghi[ARGS]{"path": "/x"}', "", READ),
+    ("mistral", '[TOOL_CALLS] [{"name": "read", "arguments": {"path": "/x"}, "id": "abcdefghi"}]', "", READ),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}]\n[TOOL_CALLS][{"name": "now"}]\n', "", NOW + NOW),
+    ("mistral", '[TOOL_CALLS]{"name": "read", "arguments": {"path": "/x"}}', "", READ),
+    ("mistral", 'So. [TOOL_CALLS]read{"path": "/x"}[TOOL_CALLS]now{}', "So.", READ + NOW),
+    ("mistral", "[TOOL_CALLS]read[ARGS]", "[TOOL_CALLS]read[ARGS]", []),
+    ("mistral", '[TOOL_CALLS]read[ARGS]{"path": "/', '[TOOL_CALLS]read[ARGS]{"path": "/', []),
+    *[(form, text, "", calls) for form in ("deepseek_v3", "deepseek_v31") for text, calls in (
+        (f'{ALL_BEGIN}{BEGIN}function{SEP}read\n```json\n{{"path": "/x"}}\n```{END}{ALL_END}', READ),
+        (f'{ALL_BEGIN}{BEGIN}read{SEP}{{"path": "/x"}}{END}{BEGIN}now{SEP}{{}}{END}{ALL_END}', READ + NOW),
+        (f'{BEGIN}function{SEP}read\n```json\n{{"path": "/x"}}\n```{END}\n{BEGIN}now{SEP}{{}}', READ + NOW),
+        (f'{ALL_BEGIN}read{SEP}{{"path": "/x"}}{ALL_END}', READ),
+        (f'{ALL_BEGIN}{BEGIN}{{"name": "read", "arguments": {{"path": "/x"}}}}{END}{ALL_END}', READ),
+        (f"{ALL_BEGIN}{BEGIN}now{SEP}{END}{ALL_END}", NOW),
+        (f'{ALL_BEGIN}{BEGIN}read{SEP}{{"path": "/x"{END}{ALL_END}', READ),
+    )],
+    ("kimi_k2", f'So. {KIMI_ALL}{KIMI}functions.read:0{KIMI_ARGUMENTS}{{"path": "/x"}}{KIMI_END}'
+                f"{KIMI}functions.now:1{KIMI_ARGUMENTS}{{}}{KIMI_END}{KIMI_ALL_END}", "So.", READ + NOW),
+    ("kimi_k2", f'{KIMI} read\n{KIMI_ARGUMENTS} {{"path": "/x"}} {KIMI_END}', "", READ),
+    ("kimi_k2", f'{KIMI_ALL}\n{KIMI}read:3{KIMI_ARGUMENTS}{{"path": "/x"}}{KIMI_ALL_END}', "", READ),
+    ("kimi_k2", f'{KIMI}functions.read:1{KIMI_ARGUMENTS}"{{\\"path\\": \\"/x\\"}}"{KIMI_END}{KIMI_ALL_END}', "", READ),
+    ("kimi_k2", f"{KIMI}functions.now:0{KIMI_ARGUMENTS}{KIMI_END}", "", NOW),
+    ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "read", "parameters": {"path": "/x"}},\n'
+               '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>', "", READ + NOW),
+    ("cohere", '<|START_ACTION|>{"tool_name": "read", "parameters": {"path": "/x"}}<|END_ACTION|>', "", READ),
+    ("cohere", '<|START_ACTION|>[{"tool_call_id": 0, "tool_name": "read", "parameters": {"path": "/x"}}]', "", READ),
+    ("gemma4", f"So.<|tool_call>call:read{{path:{Q}/x{Q}}}<tool_call|><|tool_call>call:now{{}}<tool_call|>", "So.",
+               READ + NOW),
+    ("gemma4", f"<|tool_call>call:edit{{edits:[{{new:{Q}a \"b\" \\n{{}}{Q},old:{Q}c{Q}}},{{n:-1.5}}],"
+               f"options:{{deep:true,{Q}k y{Q}:null}}}}<tool_call|>", "",
+               [("edit", {"edits": [{"new": 'a "b" \\n{}', "old": "c"}, {"n": -1.5}],
+                          "options": {"deep": True, "k y": None}})]),
+    ("gemma4", '<|tool_call>call:read{"path":"/x"}<tool_call|>', "", READ),
+    ("gemma4", "<|tool_call>call:read{path: '/x'}<tool_call|>", "", READ),
+    ("gemma4", f"<|tool_call>call:write{{content:{Q}hello{Q}mode:9}}<tool_call|>", "",
+               [("write", {"content": "hello", "mode": 9})]),
+    ("gemma4", f"<|tool_call>call:default_api:mcp.read{{path:{Q}/x{Q}}}<tool_call|>", "", READ),
+    ("gemma4", f"<|tool_call>call:read(path={Q}/x{Q})<tool_call|>", f"<|tool_call>call:read(path={Q}/x{Q})<tool_call|>",
+               []),
+    # Arguments between tags.
+    ("qwen_xml", xml(PATH, OPEN_BODY), "", WRITE),
+    ("qwen_xml", xml(OPEN_PATH, BODY), "", WRITE),
+    ("qwen_xml", xml(OPEN_PATH, OPEN_BODY), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY, end="</tool_call>"), "", WRITE),
+    ("qwen_xml", xml(PATH, OPEN_BODY, end="</tool_call>"), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY, begin=""), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY, end="</function>"), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY) + "\n</tool_call>", "", WRITE),
+    ("qwen_xml", xml(PATH, BODY, end="</function>\n</function>\n</tool_call>"), "", WRITE),
+    ("qwen_xml", "</tool_call>\n" + xml(PATH, BODY), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY, end="</function>\n") + xml(name="now"), "", WRITE + NOW),
+    ("qwen_xml", xml(PATH, BODY, end="") + xml(name="now"), "", WRITE + NOW),
+    ("qwen_xml", xml(PATH.replace("</parameter>", "</parameter>\n</parameter>"), BODY), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY).replace("\n/x\n", "/x"), "", WRITE),
+    ("qwen_xml", xml(PATH, BODY).replace("=write", '="write"').replace("=path", '="path"'), "", WRITE),
+    ("qwen_xml", "I use `<function=` now.\n" + xml(PATH, BODY), "I use `<function=` now.", WRITE),
+    ("qwen_xml", tag('{"name": "read", "arguments": {"path": "/x"}}'), "", READ),
+    ("qwen_xml", xml("<parameter=content>\nuse <parameter=x>1</parameter> here\n</parameter>\n"), "",
+                 [("write", {"content": "use <parameter=x>1</parameter> here"})]),
+    ("qwen_xml", xml("<parameter=content>\n<parameter=path>\n/y\n</parameter>\nis a tag\n</parameter>\n", PATH), "",
+                 [("write", {"content": "<parameter=path>\n/y\n</parameter>\nis a tag", "path": "/x"})]),
+    ("qwen_xml", xml("<parameter=content>\n<parameter=x>1</parameter>\n</parameter>\n"), "",
+                 [("write", {"content": "<parameter=x>1</parameter>"})]),
+    ("qwen_xml", xml("<parameter=mode>\n1e999\n</parameter>\n"), "", [("write", {"mode": "1e999"})]),
+    *[("qwen_xml", text, text, []) for text in (
+        xml("hello\n"), xml(PATH, name="other"), xml(PATH, end=""), xml(PATH, OPEN_BODY, end=""),
+        "<function=write", "<function=", "<tool_call>\nhello\n</tool_call>", "<function=a b>",
+    )],
+    ("seed", "<seed:tool_call>\n<function=write>\n<parameter=path>/x\n<parameter=content>hello</parameter>\n"
+             "</function>\n</seed:tool_call>", "", WRITE),
+    ("seed", "<seed:tool_call>\n<function=write>\n<parameter=path>/x</parameter>\n"
+             "<parameter=content>hello</parameter>\n</seed:tool_call>", "", WRITE),
+    ("glm", tag(f"write\n{PAIR_PATH}{PAIR_BODY}"), "", WRITE),
+    ("glm", tag(f"write{PAIR_PATH}{PAIR_BODY}".replace("\n", "")), "", WRITE),
+    ("glm", tag(f"write\n{PAIR_PATH.replace('</arg_value>', '')}{PAIR_BODY}"), "", WRITE),
+    ("glm", tag(f"write\n{PAIR_PATH}{PAIR_BODY.replace('</arg_value>', '')}"), "", WRITE),
+    ("glm", tag(f"write\n{PAIR_PATH.replace('</arg_key>', '')}{PAIR_BODY}"), "", WRITE),
+    ("glm", tag('{"name": "read", "arguments": {"path": "/x"}}'), "", READ),
+    ("glm", tag("other"), tag("other"), []),
+    ("minimax_m2", "So.\n" + invoke(INVOKE_PATH, INVOKE_BODY), "So.", WRITE),
+    ("minimax_m2", invoke(INVOKE_PATH, INVOKE_BODY).replace("</invoke>", '</invoke>\n<invoke name="now">\n</invoke>'),
+                   "", WRITE + NOW),
+    ("minimax_m2", f'<invoke name="write">\n{INVOKE_PATH}{INVOKE_BODY}</invoke>', "", WRITE),
+    ("minimax_m2", invoke(INVOKE_PATH.replace("</parameter>", ""), INVOKE_BODY), "", WRITE),
+    ("minimax_m2", invoke(INVOKE_PATH, INVOKE_BODY.replace("</parameter>", "")), "", WRITE),
+    ("minimax_m2", invoke('<parameter name="content">a </minimax:tool_call> b</parameter>\n'), "",
+                   [("write", {"content": "a </minimax:tool_call> b"})]),
+    ("minimax_m2", invoke('{"path": "/x", "content": "hello"}\n'), "", WRITE),
+    *[(form, text, content, calls) for form in ("deepseek_v32", "deepseek_v4") for text, content, calls in (
+        ("So.\n\n" + dsml(DSML_PATH, DSML_BODY), "So.", WRITE),
+        (dsml(DSML_PATH, DSML_BODY, block="tool_calls"), "", WRITE),
+        (dsml(DSML_PATH, DSML_BODY).replace("｜DSML｜", ""), "", WRITE),
+        (dsml(DSML_PATH.replace("</｜DSML｜parameter>", ""), DSML_BODY), "", WRITE),
+        (dsml('{"path": "/x", "content": "hello"}\n'), "", WRITE),
+        (dsml(DSML_BODY, '<｜DSML｜parameter name="mode" string="false">3</｜DSML｜parameter>\n'), "",
+         [("write", {"content": "hello", "mode": 3})]),
+        (dsml('<｜DSML｜parameter name="mode" string="true">3</｜DSML｜parameter>\n'), "", [("write", {"mode": 3})]),
+        (dsml(name="now"), "", NOW),
+    )],
+]  # fmt: skip
+
+
+def parsed(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    stream = ToolStream(FORMATS[form], TOOLS)
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        for new in stream.add(part, is_last=number == len(parts) - 1):
+            if isinstance(new, str):
+                content += new
+            else:
+                calls.append((new["function"]["name"], json.loads(new["function"]["arguments"])))
+    return content, calls
+
+
+def cuts(text: str, chance: random.Random) -> list[list[str]]:
+    """The text in pieces: whole, single characters, two pieces, and at random."""
+    found = [[text], list(text)]
+    found += [[text[:at], text[at:]] for at in range(1, len(text))]
+    for _ in range(10):
+        places = sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randint(1, 8))))
+        found.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
+    return found
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
+def test_a_call_is_read_with_all_its_arguments_or_stays_text(form, text, content, calls):
+    assert parsed(form, [text]) == (content, calls)
+    for parts in cuts(text, random.Random(text)):
+        assert parsed(form, parts) == (content, calls), parts
