@@ -20,9 +20,6 @@ from random_models import SHAPES
 from torch import Tensor
 
 from nanovllm.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, machine_code, why_not
-from nanovllm.kernels.layer_parts import add_and_norm, gated, norm
-from nanovllm.kernels.rotary import rotate_and_store
-from nanovllm.kernels.skinny_linear import linear, linear_and_add, suits
 from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
 
 CUDA = torch.device("cuda")
@@ -69,6 +66,10 @@ def check(case: Case, num_rows: int) -> None:
 
 def by_kernels(layer: DenseWeights, cache: Tensor, step: DenseStep) -> Tensor:
     """The launches of `KernelLayer`."""
+    from nanovllm.kernels.layer_parts import add_and_norm, gated, norm  # with Triton, as the next two
+    from nanovllm.kernels.rotary import rotate_and_store
+    from nanovllm.kernels.skinny_linear import linear, linear_and_add, suits
+
     product, wide, narrow = (linear if suits(each) else F.linear for each in (layer.output, layer.gate_up, layer.down))
     residual, normed = add_and_norm(
         product(step.attended, layer.output)[None], step.residual[None], layer.post_norm, layer.epsilons[0]

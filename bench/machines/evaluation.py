@@ -19,21 +19,23 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.api.registry import get_model
-from lm_eval.tasks import TaskManager
 
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.process.numa import openmp_threads
-from nanovllm.tools.evaluation import lm_eval_model
 from tests.support.evaluation_tasks import write_tasks
 
 TASK = "store_choice"
 MAX_LENGTH = 2000
 
 
-def timed(model: Any, manager: TaskManager, clock: Callable[[], float]) -> tuple[float, float, list[float]]:
-    """Seconds within the model, accuracy, and the log-likelihood of every answer."""
+def timed(model: Any, manager: Any, clock: Callable[[], float]) -> tuple[float, float, list[float]]:
+    """Seconds within the model, accuracy, and the log-likelihood of every answer.
+
+    Args:
+        manager: lm_eval's `TaskManager`.
+    """
+    from lm_eval import simple_evaluate
+
     seconds = 0.0
     score = model.loglikelihood
 
@@ -57,6 +59,11 @@ def main() -> None:
     parser.add_argument("--hf-batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
+    from lm_eval.api.registry import get_model
+    from lm_eval.tasks import TaskManager
+
+    from nanovllm.tools.evaluation import lm_eval_model
+
     clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(openmp_threads(os.environ) or os.cpu_count() or 1)
     lm_eval_model.register()

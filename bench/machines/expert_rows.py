@@ -22,7 +22,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from nanovllm.kernels import expert_rows
 from nanovllm.model.experts import experts_function
 
 NUM_LAYERS = 4
@@ -109,6 +108,8 @@ def main() -> None:
 
 
 def sweep(layers: list[Any], inputs: tuple[Tensor, Tensor, Tensor], floor: float) -> None:
+    from nanovllm.kernels import expert_rows  # with Triton
+
     found = []
     sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 5), (2, 4, 8))
     for tiles in itertools.starmap(expert_rows.Tiles, sizes):

@@ -9,6 +9,7 @@ weights of the experts that were chosen.
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from typing import Any
 
@@ -97,6 +98,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {rate / 1e12:.2f} TB/s", flush=True)
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ python bench/machines/prompt_attention.py
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import sys
@@ -90,6 +91,7 @@ STEPS = (
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"{torch.cuda.get_device_name()}\n{'heads':>30} {'step':>22} {'own':>8} {'torch':>8}  TFLOP/s")
     for form, sizes in FORMS.items():
         if reason := why_not(sizes, DEVICE):

@@ -36,10 +36,11 @@ from random_models import SHAPES, NoText, checkpoint  # beside this file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.replicas import opening
-from nanovllm.replicas.opening import open_pool
 from nanovllm.replicas.replica import ReplicaResources
+from nanovllm.streaming.engines import EngineInterface
 
 PARTS = ("offline", "served", "start", "kill")
 PROMPT_TOKENS = 100
@@ -63,6 +64,11 @@ def model_folder(name: str) -> str:
     return folder
 
 
+def open_behind(*arguments: Any, **options: Any) -> EngineInterface:
+    """`open_engine` of a process, whatever the front door asks for."""
+    return open_engine(*arguments, **options | {"engine_process": True})
+
+
 @contextmanager
 def one_behind_a_front() -> Iterator[None]:
     """`LLM` and `AsyncLLM` put even a single engine into a process of its own."""
@@ -71,8 +77,8 @@ def one_behind_a_front() -> Iterator[None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[-1] if visible else str(num_gpus - 1)
     try:
         with (
-            mock.patch("nanovllm.llm.open_engine", open_pool),
-            mock.patch.object(AsyncLLM, "_open", staticmethod(open_pool)),
+            mock.patch("nanovllm.llm.open_engine", open_behind),
+            mock.patch.object(AsyncLLM, "_open", staticmethod(open_behind)),
         ):
             yield
     finally:

@@ -9,7 +9,8 @@ kill: of one of these replicas, the seconds to the next token of its streams.
 ranks: one request, 64 requests and W1 of the 8B and 32B shapes, as in `tensor_parallel.py`.
 simulated: throughput of the replicas by the simulator alone, with the costs of `simulator_replicas.py`; needs no GPU.
 
-Each part prints as it goes, and a part that fails does not end the others. NVLink multicast stays off.
+Each part prints as it goes, and a part that fails does not end the others, but is named at the end. NVLink multicast
+stays off.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -186,7 +188,8 @@ def simulate_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> list[str]:
+    """Run the parts; returns those that failed."""
     os.environ.update({name: value for name, value in MULTICAST.items() if name not in os.environ})
     if not torch.cuda.is_available():
         share_all_cores()
@@ -196,15 +199,18 @@ def measure(options: argparse.Namespace) -> None:
         "simulated": simulate_replicas, "replicas": measure_replicas, "ranks": measure_ranks,
     }  # fmt: skip
     found: dict[str, Any] = {}
+    failed: list[str] = []
     for part in (name for name in runs if name in options.parts):
         begin = time.perf_counter()
         try:
             found[part] = runs[part](options)
         except Exception:  # one part that fails must not lose the others
             traceback.print_exc()
+            failed.append(part)
         print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return failed
 
 
 def main() -> None:
@@ -216,7 +222,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="of each W1")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the figures, after each part")
-    measure(parser.parse_args())
+    if failed := measure(parser.parse_args()):
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python bench/micro/experts.py
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,11 +58,14 @@ def measure(dtype: torch.dtype, num_rows: int) -> dict[str, float]:
 
 @torch.no_grad()
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    rows = parser.parse_args().rows
     print(torch.get_num_threads(), "threads")
     print("| dtype | rows | eager | grouped_mm | batched_mm | packed | packed / grouped_mm |")
     print("|---|---|---|---|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
-        for num_rows in ROWS:
+        for num_rows in rows:
             least = measure(dtype, num_rows)
             cells = [f"{least[name]:.2f}" if name in least else "" for name in ("eager", "grouped_mm", "batched_mm")]
             ratio = least["packed"] / least["grouped_mm"]

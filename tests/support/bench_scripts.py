@@ -1,0 +1,152 @@
+"""The scripts of bench: what runs each of them once at its smallest, and the answer of each to --help.
+
+python -m tests.support.bench_scripts SCRIPT ...      prints a line of JSON a script: its name, exit status and output
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+# The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
+ON_CPU: dict[str, str] = {
+    "machines/engine_process": "--shape tiny --streams 2 --tokens 4 --rate 2 --seconds 1 --rounds 1 --settle 0 "
+    "--kv-cache 64MiB",
+    "machines/replicas": "--model tiny --parts offline served --requests 2 --tokens 4 --rounds 1",
+    "machines/scaling": "--shape tiny --ranks-shapes tiny --parts replicas simulated --requests 2 --sizes 1 --rounds 1",
+    "machines/simulator_replicas": "--replicas 1 2 --requests 2",
+    "machines/stale_index": "--replicas 2 --blocks 512 --delays 0 --seeds 0",
+    "machines/start_phases": "--shape tiny --caches usual",
+    "machines/tensor_parallel": "--shape tiny --sizes 1 --requests 2 --rounds 1",
+    "machines/waiting_threads": "--shape tiny --rounds 1 --threads 1 --counts default --alone",
+    "micro/cache_groups": "--rounds 1",
+    "micro/experts": "--rows 1",
+    "structured/masks": "--vocab-size 1000 --rows 2 --steps 2",
+}
+# The same behind the marker `slow`: models of real sizes, servers, calibrations.
+SLOW_ON_CPU: dict[str, str] = {
+    "machines/activation_perplexity": "--texts LICENSE --tokens 512 --models smollm2-135m-instruct:int8",
+    "machines/async_streams": "--model tiny --clients 4 --tokens 4 --rounds 1",
+    "machines/curves": "--output {folder} --repeats 1 budget",
+    "machines/draft_acceptance": "--bits 8 --drafts 2 --output 4",
+    "machines/first_use": "--shape tiny --cases plain --idle 0 --longest 64",
+    "machines/goals_flood": "--shape tiny --seconds 1 --every 0.5 --longest 20 --how shares",
+    "machines/goals_live": "--shape tiny --play 1 --shares 0.5 --batch 4 --scale 0.05 --goals 1s --budgets 512 "
+    "--seconds 5",
+    "machines/goals_on_cores": "--shape tiny --play 1 --shares 0.5 --capacity 4",
+    "machines/hybrid": "prefix --shape tiny --count 2 --tokens 4 --shared 64 --repeats 1",
+    "machines/prefix_tiers": "beams --repeats 1",
+    "machines/process_start": "--runs 1",
+    "machines/quantisation": "--tokens 256 --rounds 1 --requests 2",
+    "machines/replica_forecast": "--shape tiny --replicas 1 --requests 4 --repeats 1",
+    "machines/server_load": "--model tiny --clients 2 --tokens 4 --rounds 1",
+    "machines/simulator_accuracy": "--cpu-time --repeats 1 --scale 0.1",
+    "machines/speculation": "--rounds 1 --parts chat",
+    "structured/documents": "--documents 4 --schemas 2 --max-tokens 8",
+    "structured/speed": "--rows 2 --new-tokens 4 --rounds 1",
+}
+# The smallest run on a GPU.
+ON_GPU: dict[str, str] = {
+    "machines/dense_layer": "--shapes 0.6b --rows 16",
+    "machines/expert_rows": "",
+    "machines/few_experts": "",
+    "machines/gpu": "pool",
+    "machines/idle_speculation": "--shape tiny --requests 1 --prompt 16 --output 32 --seconds 1",
+    "machines/layer_stack": "--shape tiny --steps 1",
+    "machines/model_shapes": "pools",
+    "machines/paged_decode": "4x256 --no-flex",
+    "machines/prefix_tiers_gpu": "host --shape tiny --prefix 256 --repeats 1",
+    "machines/prompt_attention": "",
+    "machines/speculation_gpu": "--shape tiny --requests 1 --prompt 16 --output 32 --rounds 1",
+}
+# Scripts that another test runs, by its file.
+IN_TESTS: dict[str, str] = {
+    "machines/cpu_table": "tests/tools/test_cpu_machines.py",
+    "machines/goals_by_rate": "tests/tools/test_goals_by_rate.py",
+    "machines/server_attack": "tests/tools/test_server_attack.py",
+    "machines/server_attack_clients": "tests/tools/test_server_attack.py",
+    "machines/traffic": "tests/tools/test_traffic.py",
+    "machines/traffic_worker": "tests/tools/test_traffic.py",
+}
+# What a script needs that no environment of CI has.
+NOT_RUN: dict[str, str] = {
+    "machines/evaluation": "lm_eval and accelerate",
+    "machines/gpu_peer": "vLLM",
+    "machines/page_pictures": "a browser",
+    "machines/speculation_peer": "vLLM",
+    "structured/suite": "a folder with the JSON Schema Test Suite",
+}
+# What scripts import.
+PARTS = (
+    "machines/assumed_costs", "machines/fresh_process", "machines/gpu_timing", "machines/random_models",
+    "machines/server_attack_kinds", "machines/step_counts", "machines/traffic_engines", "machines/traffic_report",
+    "machines/traffic_requests", "structured/host_split", "structured/shapes",
+)  # fmt: skip
+LISTS = ON_CPU, SLOW_ON_CPU, ON_GPU, IN_TESTS, NOT_RUN
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "bench"
+
+
+def names() -> set[str]:
+    """Each script by its path below bench, without suffix: every file that is no part of others and no test."""
+    files = {path.relative_to(BENCH).with_suffix("").as_posix() for path in BENCH.rglob("*.py")}
+    return {name for name in files if name not in PARTS and "/test_" not in name}
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as its page says, from the root of the repository."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def helps() -> dict[str, tuple[int, str]]:
+    """Exit status and output of each script with --help."""
+    command = [sys.executable, "-m", "tests.support.bench_scripts", *sorted(names())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name: (status, output) for name, status, output in map(json.loads, done.stdout.splitlines())}
+
+
+def _import_what_most_need() -> None:
+    import bench.machines.random_models  # noqa: F401
+    import nanovllm.llm
+    import nanovllm.server.app  # noqa: F401
+
+
+def _answer(name: str) -> tuple[int, str]:
+    """Of one script, in a fork, which need not import the libraries again."""
+    read, write = os.pipe()
+    if (process := os.fork()) == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        status = 1
+        try:
+            sys.argv, sys.path[0] = [f"{name}.py", "--help"], str((BENCH / name).parent)
+            runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as output:
+        text = output.read()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
+
+
+def main() -> None:
+    _import_what_most_need()
+    sys.path.insert(0, "")  # the folder of each script
+    for name in sys.argv[1:]:
+        print(json.dumps([name, *_answer(name)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

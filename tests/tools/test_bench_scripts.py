@@ -1,0 +1,43 @@
+"""Scripts of bench: each stands in one list, answers --help, and runs once at its smallest; tests/gpu has a GPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.bench_scripts import IN_TESTS, LISTS, ON_CPU, ROOT, SLOW_ON_CPU, helps, names, run_script
+
+
+def test_every_script_stands_in_one_list():
+    listed = [name for each in LISTS for name in each]
+    assert sorted(listed) == sorted(names())
+
+
+def test_every_script_that_another_test_runs_is_named_there():
+    for name, file in IN_TESTS.items():
+        assert name.rpartition("/")[2] in Path(ROOT, file).read_text(encoding="utf-8"), name
+
+
+def test_every_script_answers_help():
+    answered = helps()
+    assert answered.keys() == names()
+    wrong = {name: output[-500:] for name, (status, output) in answered.items() if status or "usage: " not in output}
+    assert not wrong
+
+
+def check(name: str, arguments: str, folder: Path) -> None:
+    done = run_script(name, *arguments.format(folder=folder).split())
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.strip(), "it prints figures"
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_script_runs_on_a_cpu(name, tmp_path):
+    check(name, ON_CPU[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_ON_CPU)
+def test_a_script_of_many_seconds_runs_on_a_cpu(name, tmp_path):
+    check(name, SLOW_ON_CPU[name], tmp_path)
