@@ -64,9 +64,7 @@ class BlockPool:
     def pop_free(self, num_blocks: int) -> list[int]:
         """Free blocks, those freed longest ago first, with one reference each. Raises RuntimeError for too few."""
         if num_blocks > len(self.free_blocks):
-            raise RuntimeError(
-                f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: the scheduler must check first"
-            )
+            raise RuntimeError(f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: check first")
         blocks = []
         for _ in range(num_blocks):
             block = self._next_free() if self.wanted else next(iter(self.free_blocks))
@@ -162,6 +160,7 @@ class BlockManager(BlockPool):
     ) -> None:
         super().__init__(num_blocks)
         self.block_size = block_size
+        self.max_running_tokens = (num_blocks - 1) * block_size  # of all sequences that fit at once
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_seed = hash_seed
         self.observer: BlockObserver | None = None
@@ -182,8 +181,10 @@ class BlockManager(BlockPool):
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def has_free(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self.free_blocks)
+    def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool:
+        """Whether so many blocks are free, besides `hits`, once `victim` has given back its own."""
+        freed = () if victim is None else {*victim.block_table}.difference(hits)
+        return num_blocks <= len(self.free_blocks) + sum(self.ref_counts[block] == 1 for block in freed)
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
         """Free blocks that the sequence takes until it has `num_tokens`, if it claims `hits` first."""

@@ -54,8 +54,8 @@ class Scheduler:
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
         self._step_id = self._started_in_step = 0
         # The cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
-        num_held = min((block_manager.num_blocks - 1) * self.block_size, config.max_num_seqs * config.max_model_len)
-        self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * num_held)
+        most = min(block_manager.max_running_tokens, config.max_num_seqs * config.max_model_len)
+        self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * most)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; with ageing it gains one priority level for every `priority_ageing_s` since its arrival."""
@@ -83,16 +83,13 @@ class Scheduler:
         self._step_id += 1
         for begin in self.block_manager.at_steps:
             begin()
-        exchange = None
-        if self.waiting.is_shared:  # a slot may be due to another client
-            exchange = self.admission.slot_exchange(self.waiting, self.running, self.share_bound)
-        if exchange is not None:
-            self.preempt(exchange.victim)
+        due = self.waiting.is_shared  # a slot may be, to another client
+        victim = self.admission.slot_victim(self.waiting, self.running, self.share_bound) if due else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
-        prefills = self._schedule_decodes(entries)
+        prefills = self._schedule_decodes(entries, [s for s in self.running if s is not victim])
         num_decodes = len(entries)
-        has_slot = len(self.running) < self.config.max_num_seqs
+        has_slot = victim is not None or len(self.running) < self.config.max_num_seqs
         budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
         if self.budget is not None:
             may_start = self.waiting.in_order() if has_slot else ()
@@ -104,9 +101,11 @@ class Scheduler:
             if sequence is not None:
                 self._schedule_next_chunk(step, sequence)
             elif has_slot and self.stats.num_preemptions == num_preemptions:
-                self._admit(step, prefills)
-        if exchange is not None:
-            self.waiting.charge(exchange.successor, exchange.num_lost_tokens)
+                self._admit(step, prefills, victim)
+        if victim is not None and victim.is_running and step.budget:  # its successor cannot start
+            self._schedule_decodes(entries, [victim])
+            step.budget -= len(entries) - num_decodes
+            num_decodes = len(entries)
         self._spend_what_is_left(step, num_decodes)
         drafts = NO_DRAFTS if self.drafting is None else self.drafting.place(entries, step)
         if not entries and not step.chunks:
@@ -126,14 +125,12 @@ class Scheduler:
         self.stats.num_scheduled_tokens += budget - step.budget
         return batch
 
-    def _schedule_decodes(self, entries: list[ScheduledSequence]) -> list[Sequence]:
-        """Place one token of every running sequence that lacks just one; returns those that lack more.
-
-        This loop runs once per sequence and step, so it is written out flat.
-        """
+    def _schedule_decodes(self, entries: list[ScheduledSequence], running: list[Sequence]) -> list[Sequence]:
+        """Place one token of each of these running sequences that lacks just one; returns those that lack more."""
+        # The loop runs once per sequence and step, so it is written out flat.
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
         prefills: list[Sequence] = []
-        for sequence in list(self.running):
+        for sequence in running:
             start, known = sequence.num_computed_tokens, sequence.num_known_tokens
             if known - start != 1 or not sequence.is_running:
                 if known - start > 1:
@@ -164,11 +161,15 @@ class Scheduler:
         if size := self.admission.chunk_size(sequence, start, min(step.budget, step.threshold)):
             self._place(step, sequence, size, hits)
 
-    def _admit(self, step: OpenStep, prefills: list[Sequence]) -> None:
-        """Start waiting sequences in order while budget, slots and the blocks that `prefills` do not need last."""
-        slots = self.config.max_num_seqs - len(self.running)
+    def _admit(self, step: OpenStep, prefills: list[Sequence], victim: Sequence | None) -> None:
+        """Start waiting sequences while budget, slots and blocks that `prefills` leave last; one for a victim."""
+        slots = self.config.max_num_seqs - len(self.running) + (victim is not None)
+        waiting = self.waiting.in_order(self.share_bound) if victim is None else [self.waiting.first]
         admitted: list[Sequence] = []
-        for sequence, size, hits in self.admission.walk(self.waiting.in_order(), step, prefills, slots):
+        for sequence, size, hits in self.admission.walk(waiting, step, prefills, slots, victim):
+            if victim is not None:
+                self.waiting.charge(sequence, self.admission.num_lost_tokens(victim, sequence))
+                self.preempt(victim)
             if sequence.num_counted_tokens == 0:
                 self.stats.prefix_cache_queries += sequence.num_findable_tokens
             self._place(step, sequence, size, hits)
@@ -308,15 +309,12 @@ class Scheduler:
         self.stats.num_output_tokens += len(advanced) - len(without_token)
         if is_shared:
             self.waiting.charge_generated(advanced, without_token)
-        return self._end_runs(batch, advanced) if batch.draws_runs else advanced
-
-    def _end_runs(self, batch: ScheduledBatch, advanced: list[Sequence]) -> list[Sequence]:
-        """Drop what was reported behind the end of a run; returns each sequence once."""
-        self.block_manager.commit(batch.step_id)  # blocks that runs filled
-        for sequence in advanced:
-            if sequence.logprobs is not None:
-                del sequence.logprobs[sequence.num_output_tokens :]
-        return list(dict.fromkeys(advanced))
+        if batch.draws_runs:  # drop what was reported behind the end of a run
+            manager.commit(batch.step_id)  # blocks that runs filled
+            for sequence in advanced:
+                if sequence.logprobs is not None:
+                    del sequence.logprobs[sequence.num_output_tokens :]
+        return list(dict.fromkeys(advanced)) if batch.draws_runs else advanced
 
     def rollback(self, batch: ScheduledBatch, *, has_failed: bool = True) -> list[Sequence]:
         """Undo `batch` and every batch launched after it; returns the unfinished sequences of all.

@@ -108,6 +108,8 @@ class CacheGroups(BlockManager):
             (GroupBlocks if kind.record_bytes is None else StateBlocks)(kind, pool, block_size, **limits)
             for kind, pool in zip(kinds, pools, strict=True)
         ]
+        if not kinds[0].is_full:  # each sequence needs a block, however long it is
+            self.max_running_tokens = (num_blocks[0] - 1) * max_model_len
         self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
         self.cuts_chunks = bool(self._states)
         self.at_steps += [group.begin_step for group in self._states]
@@ -138,8 +140,12 @@ class CacheGroups(BlockManager):
         """Blocks by which a sequence's tables can grow."""
         return min(group.num_blocks_to_grow for group in self.groups)
 
-    def has_free(self, num_blocks: int) -> bool:
+    def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool:
         counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.groups)
+        if victim is not None:
+            entries, tables = self._hit_entries(hits), self.tables_of(victim)
+            freed = [group.num_freed(table, group.hit_blocks(entries, 0)) for group, table in tables]
+            counts = list(map(int.__sub__, counts, freed))
         return all(n <= len(group.pool.free_blocks) for n, group in zip(counts, self.groups, strict=True))
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> GroupCounts:

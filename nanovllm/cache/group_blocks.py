@@ -51,6 +51,10 @@ class GroupBlocks:
     def num_free_among(self, blocks: Iterable[int]) -> int:
         return self.pool.num_free_among(block for block in blocks if block != NULL_BLOCK)
 
+    def num_freed(self, table: list[int], kept: Collection[int]) -> int:
+        """Blocks that a release of the table would free, without those kept."""
+        return sum(self.pool.ref_counts[block] == 1 for block in {*table}.difference(kept))
+
     @property
     def num_blocks_to_grow(self) -> int:
         """Blocks by which some table can grow now."""

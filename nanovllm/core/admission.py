@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import ClientQueue
@@ -25,14 +25,6 @@ class OpenStep:
     budget: int
     threshold: int
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
-
-
-class SlotExchange(NamedTuple):
-    """A running sequence that yields its slot to another client's, and the tokens computed again that this one pays."""
-
-    victim: Sequence
-    successor: Sequence
-    num_lost_tokens: int
 
 
 class Drafting(Protocol):
@@ -63,7 +55,7 @@ class Blocks(Protocol):
     cuts_chunks: bool
 
     def lookup(self, sequence: Sequence) -> list[int]: ...
-    def has_free(self, num_blocks: int) -> bool: ...
+    def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool: ...
     def cut(self, sequence: Sequence, start: int, end: int) -> int: ...
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int: ...
 
@@ -79,11 +71,11 @@ class Admission:
         self.blocks = blocks
 
     def walk(
-        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int
+        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int, victim: Sequence | None
     ) -> Iterator[tuple[Sequence, int, Collection[int]]]:
         """Yield (sequence, size of its first chunk, prefix hits) in order; the caller places each before the next.
 
-        Blocks that `prefills`, which run, still need are left to them.
+        Blocks that `prefills`, which run, still need are left to them; those of `victim` are free once it yields.
         """
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
@@ -116,7 +108,7 @@ class Admission:
             if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
                 num_looked_past += 1
                 continue
-            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits)):
+            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits), victim, hits):
                 break
             yield sequence, size, hits
             if sequence.samples and (prompt := sequence.shared_prompt):
@@ -159,24 +151,21 @@ class Admission:
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
         return self.blocks.num_blocks_lacking(sequence, tokens, hits)
 
-    def slot_exchange(
-        self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
-    ) -> SlotExchange | None:
-        """The exchange of a slot between clients that is due, with all slots taken; `share_bound` as of the scheduler.
+    def slot_victim(self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float) -> Sequence | None:
+        """The running sequence, with all slots taken, that yields its slot if the first waiting one can start.
 
-        Not while a prefill is in progress: it may take the budget that the successor needs to start.
+        None while a prefill is in progress: it may take the budget that the successor needs.
         """
-        is_full = waiting and len(running) == self.config.max_num_seqs
-        victim = waiting.slot_victim(running, share_bound) if is_full else None
+        is_full = len(running) == self.config.max_num_seqs
+        victim = waiting.slot_victim(running, share_bound) if is_full and waiting else None
         few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
-        if victim is None or any(s.num_known_tokens - s.num_computed_tokens > few for s in running):
-            return None
-        first = waiting.first
-        pays = victim.account.num_running > 1 and victim.priority == first.priority
-        return SlotExchange(victim, first, self._num_lost_tokens(victim, first) if pays else 0)
+        lacking = {s: s.num_known_tokens - s.num_computed_tokens for s in running} if victim is not None else {}
+        return None if lacking and (lacking[victim] > 1 or max(lacking.values()) > few) else victim
 
-    def _num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
-        """Tokens that a preempted sequence computes again: all, unless its blocks probably stay in the cache."""
+    def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
+        """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""
+        if victim.account.num_running == 1 or victim.priority != successor.priority:
+            return 0
         is_kept = self.config.enable_prefix_caching and self.blocks.has_free(self.blocks_lacking(successor))
         return victim.num_known_tokens % self.blocks.block_size if is_kept else victim.num_known_tokens
 

@@ -8,7 +8,7 @@ Within a level the least-served client's oldest request starts first::
     counter of C                   |>                  asks again: begins at the least counter of waiting clients
 
 Bound: the counters of two clients that both wait all the time differ by at most 2 * max(cost of the longest prompt,
-cost of generating as many tokens as running sequences may hold), over the smaller weight.
+cost of generating as many tokens as running sequences may have), over the smaller weight.
 """
 
 from __future__ import annotations
@@ -170,12 +170,16 @@ class ClientQueue:
 
     # ---------------------------------------------------------------------------------------------------- order
 
-    def in_order(self) -> Iterable[Sequence]:
-        """Waiting sequences in the order of admission, which follows charges made while it is iterated."""
-        return self._by_share() if self.is_shared else self._waiting
+    def in_order(self, bound: float = math.inf) -> Iterable[Sequence]:
+        """Waiting sequences in the order of admission, which follows charges made while it is iterated.
 
-    def _by_share(self) -> Iterator[Sequence]:
+        One that did not start before the next is asked for is passed by clients served at most `bound` more.
+        """
+        return self._by_share(bound) if self.is_shared else self._waiting
+
+    def _by_share(self, bound: float) -> Iterator[Sequence]:
         """Level by level; with ageing the level of the oldest is first."""
+        held_back: dict[int, Account] = {}  # by priority: the first one, so the least served
         heaps: dict[int, list[tuple[int, float, tuple[float, int], int, int, Account]]] = {}
         passed: set[Sequence] = set()
         for oldest in self._waiting:
@@ -184,10 +188,17 @@ class ClientQueue:
                 heap = [(0, a.served, a.first.key, 0, 0, a) for a in accounts if a.first is not None]
                 heapify(heap)
                 heaps[oldest.priority] = heap
-            while oldest not in passed:
+            while heap and oldest not in passed:
                 _, served, _, num_skipped, index, account = heap[0]
-                passed.add(account.waiting[index])
-                yield account.waiting[index]
+                least = held_back.get(oldest.priority, account)
+                if account.served > least.served + bound / least.weight:
+                    heappop(heap)
+                    continue
+                sequence = account.waiting[index]
+                passed.add(sequence)
+                yield sequence
+                if not sequence.num_computed_tokens:
+                    held_back.setdefault(oldest.priority, account)
                 index += 1
                 num_skipped += account.served == served
                 if index < len(account.waiting):

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core import client_queue
 from nanovllm.core.client_queue import DECODE_COST, ClientQueue
 from nanovllm.core.sequence import Sequence
@@ -377,6 +379,47 @@ def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth: int):
     assert loop.seen["slots taken"] > 0
 
 
+def test_a_slot_is_taken_only_for_a_request_that_starts_in_that_step(monkeypatch: pytest.MonkeyPatch):
+    """Here it waits for files. Until they are read, the sequence that may yield goes on."""
+    loop = make_loop(max_num_seqs=2)
+    add_many(loop, "a", 2, max_tokens=50)
+    loop.step()
+    successor = loop.add(prompt(6), client="b", max_tokens=3)
+    cut = loop.manager.cut
+    monkeypatch.setattr(loop.manager, "cut", lambda s, start, end: start if s is successor else cut(s, start, end))
+    for _ in range(8):
+        assert list(chunks(loop.step())) == ["0", "1"]
+    monkeypatch.undo()
+    assert list(chunks(loop.step())) == ["0", "2"] and loop.sequences[1].num_preemptions == 1
+
+
+def test_a_slot_is_not_taken_for_a_request_that_lacks_blocks_even_then():
+    loop = make_loop(max_num_seqs=2, num_kv_blocks=1 + 10, max_model_len=40)
+    loop.add(prompt(17), client="a", max_tokens=20)
+    loop.add(prompt(5, 1), client="a", max_tokens=30)
+    loop.step()
+    loop.add(prompt(30, 2), client="b", max_tokens=3)  # 8 blocks, of which that of the youngest and 3 free ones are few
+    for _ in range(7):
+        assert list(chunks(loop.step())) == ["0", "1"]
+    assert loop.scheduler.stats.num_preemptions == 0
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_a_slot_is_taken_for_the_blocks_that_come_with_it():
+    """The prefix that both share stays in use: it is neither freed nor taken again."""
+    loop = make_loop(max_num_seqs=2, num_kv_blocks=1 + 10, max_model_len=40)
+    loop.add(prompt(13), client="a", max_tokens=20)
+    loop.add(prompt(21), client="a", max_tokens=19)  # shares three blocks
+    loop.step()
+    loop.add(prompt(25), client="b", max_tokens=3)
+    while not loop.sequences[2].num_output_tokens:
+        loop.step()
+    assert loop.scheduler.stats.num_preemptions == 1 and loop.sequences[0].num_preemptions == 0
+    loop.drain()
+    loop.check_outputs()
+
+
 def test_a_slot_is_not_taken_while_a_prefill_is_in_progress():
     loop = make_loop(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
     add_many(loop, "a", 1, max_tokens=100)
@@ -414,27 +457,53 @@ def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
     assert chunks(loop.step()) == {"1": (0, 10)}
 
 
-def random_scheduler(rng: random.Random) -> Scheduler:
+LIMITS: dict[str, dict[str, int]] = {
+    "no limits": {},
+    "one long prompt": {
+        "max_num_partial_prefills": 3,
+        "max_long_partial_prefills": 1,
+        "long_prefill_token_threshold": 8,
+    },
+    "one prompt": {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 8},
+}
+KINDS: dict[str, list[StateKind]] = {
+    "full attention": [],
+    "one window": [StateKind(window=8)],
+    "two windows": [StateKind(window=12), StateKind(window=5)],
+    "full attention and a window": [FULL, StateKind(window=8)],
+    "states": [FULL, StateKind.record(1)],
+}
+
+
+def random_scheduler(rng: random.Random, kinds: list[StateKind], **limits: int) -> Scheduler:
     """With costs and a budget by predictions without sense, of tiny pools and few slots."""
     config = make_config(
         max_num_seqs=rng.choice((2, 5, 9)),
         max_num_batched_tokens=rng.choice((16, 64)),
         num_kv_blocks=rng.choice((17, 60)),
         client_weights=rng.choice((None, {"a": 3.0, "b": 0.5})),
+        **limits,
     )
     manager = BlockManager(config.num_kv_blocks, 4)
+    if kinds:
+        least = [1 + kind.max_blocks(config.max_model_len, 4) for kind in kinds]
+        counts = [
+            config.num_kv_blocks if kind.is_full else n + rng.choice((0, 3, 30))
+            for kind, n in zip(kinds, least, strict=True)
+        ]
+        manager = CacheGroups(kinds, counts, 4, max_model_len=config.max_model_len, max_chunk_tokens=8)
     costs = {"prefill_cost": rng.choice((0.01, 1.0)), "decode_cost": rng.choice((0.01, 3.0, 20.0))}
     budget = make_budget(0.01, RandomCosts(rng), max_num_batched_tokens=config.max_num_batched_tokens)
     return Scheduler(config, manager, rng.choice((None, budget)), **costs)
 
 
-def run_backlogged(seed: int, num_steps: int) -> float:
+def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: int) -> float:
     """Clients with requests of their own sizes, always several waiting; the largest gap over its bound after any step.
 
     Raises AssertionError for a step of nothing, or a prefill that gets no chunk in the steps that all others may take.
     """
     rng = random.Random(seed)
-    scheduler = random_scheduler(rng)
+    scheduler = random_scheduler(rng, kinds, **limits)
     sizes = {client: (rng.randint(1, 50), rng.randint(1, 60)) for client in "abc"}
     smallest = min([1.0, *(scheduler.config.client_weights or {}).values()])
     most_steps = scheduler.config.max_model_len // scheduler.block_size * scheduler.config.max_num_seqs
@@ -457,7 +526,32 @@ def run_backlogged(seed: int, num_steps: int) -> float:
 
 @pytest.mark.parametrize("seed", [*range(12), 197])
 def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed: int):
-    assert 0 < run_backlogged(seed, num_steps=1900) <= 1.0
+    assert 0 < run_backlogged(seed, 1900, []) <= 1.0
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_so_they_do_with_every_kind_of_cache_and_limit(kinds: list[StateKind], limits: dict[str, int]):
+    assert 0 < max(run_backlogged(seed, 300, kinds, **limits) for seed in range(5, 13)) <= 1.0
+
+
+def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bound():
+    """One long prompt runs: short ones pass another, but not for as long as it takes."""
+    loop = make_loop(
+        max_num_seqs=9, max_model_len=64, num_kv_blocks=200, max_num_batched_tokens=24, max_num_partial_prefills=2,
+        max_long_partial_prefills=1, long_prefill_token_threshold=4, enable_prefix_caching=False,
+    )  # fmt: skip
+    loop.add(prompt(60), client="a", max_tokens=1)
+    loop.add(prompt(60, 1), client="b", max_tokens=1)
+    add_many(loop, "c", 40)
+    loop.scheduler.share_bound = 30.0
+    gaps = []
+    while not loop.sequences[1].is_running:
+        loop.step()
+        gaps.append(loop.scheduler.waiting.gap)
+    assert 30.0 < max(gaps) <= 60.0
+    loop.drain()
+    loop.check_outputs()
 
 
 def first_token_waits(client: str) -> list[int]:

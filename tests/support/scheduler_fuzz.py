@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanovllm.core.sequence import Sequence
-from tests.support.scheduling import MAX_IN_FLIGHT, Loop
+from tests.support.loop_checks import MAX_IN_FLIGHT
+from tests.support.scheduling import Loop
 
 CLIENTS = ("", "", "", "b", "c")
 WEIGHTS = (None, None, {"b": 4.0}, {"b": 0.5, "c": 2.0})

@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import FULL, StateKind
-from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import SCHEDULING_KEY, NewRequest, Sequence
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
 from nanovllm.search.forking import go_on_from
+from tests.support.loop_checks import LoopChecks
 from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
 
 VOCAB_SIZE = 8
-MAX_IN_FLIGHT = 3
 
 
 # ------------------------------------------------------------------------------------------------------- factories
@@ -378,7 +376,7 @@ class Launched:
     tables: tuple[tuple[int, ...], ...]  # as they were at launch
 
 
-class Loop:
+class Loop(LoopChecks):
     """The engine's calls of a scheduler, in any order; checks every invariant after each."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -391,8 +389,10 @@ class Loop:
         self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
         self.num_steps_without_progress = 0  # since a sequence advanced or ended
         self.lost_slot: Sequence | None = None  # to another client, in the last step
-        self._slot_victim = scheduler.waiting.slot_victim
-        scheduler.waiting.slot_victim = self._note_slot
+        self._successor: Sequence | None = None  # for whom it is
+        self._lost_blocks: set[Sequence] = set()  # preempted for the blocks of older ones, in the last step
+        self._slot_victim, self._preempt_for = scheduler.waiting.slot_victim, scheduler._preempt_for
+        scheduler.waiting.slot_victim, scheduler._preempt_for = self._note_slot, self._note_preempted
 
     def _note_slot(self, running: Collection[Sequence], bound: float) -> Sequence | None:
         self.lost_slot = self._slot_victim(running, bound)
@@ -401,7 +401,14 @@ class Loop:
             check(self.lost_slot.client != first.client, "a client took its own slot")
             check(self.lost_slot.priority >= first.priority, "a slot was taken from a more urgent request")
             check(len(running) == self.scheduler.config.max_num_seqs, "a slot was taken while one was free")
+            self._successor = first
         return self.lost_slot
+
+    def _note_preempted(self, sequence: Sequence, num_blocks: int) -> bool:
+        before = {*self.scheduler.running}
+        has_blocks = self._preempt_for(sequence, num_blocks)
+        self._lost_blocks |= before.difference(self.scheduler.running)
+        return has_blocks
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -438,6 +445,7 @@ class Loop:
         """Schedule a batch and execute it; its tokens are read later."""
         was_running = list(self.scheduler.running)
         self.lost_slot = None
+        self._lost_blocks.clear()
         batch = self.scheduler.schedule()
         if batch is None:
             self.check()
@@ -524,29 +532,6 @@ class Loop:
             check(num_steps <= limit, f"{len(self.unfinished)} requests unfinished after {num_steps} steps: starvation")
         return num_steps
 
-    def check(self) -> None:
-        """Check every invariant that holds between calls."""
-        scheduler = self.scheduler
-        check_blocks(self.manager, [*scheduler.running, *scheduler.waiting])
-        check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
-        check([item.batch for item in self.in_flight] == list(scheduler.in_flight), "batches in flight are lost")
-        in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)
-        for sequence in self.sequences:
-            check(
-                sequence.num_in_flight_tokens == in_flight[sequence.request_id],
-                f"{sequence} counts {sequence.num_in_flight_tokens} tokens in flight",
-            )
-            check(sequence.is_finished or sequence.num_computed_tokens <= sequence.num_known_tokens, f"{sequence}")
-        for queue, is_running in ((scheduler.running, True), (scheduler.waiting, False)):
-            states = {(sequence.is_running, sequence.is_finished) for sequence in queue}
-            check(states <= {(is_running, False)}, f"the queue with is_running={is_running} holds others")
-        check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
-        for states in self.model.states:
-            states.check_findable(self.manager)
-        self._check_order()
-        self._check_shares()
-        self._check_partial_prefills()
-
     def check_outputs(self) -> None:
         """Check that every request ended with its tokens (an aborted one with a prefix), and that nothing leaked."""
         for sequence in self.sequences:
@@ -560,65 +545,3 @@ class Loop:
             check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
         for pool in self.manager.pools:
             check(len(pool.free_blocks) == pool.num_blocks - 1, "blocks leaked")
-
-    def _check_progress(self) -> None:
-        """Check that sequences advance or end: at most two prompts of the largest length are computed in between."""
-        self.num_steps_without_progress += 1
-        bound = 2 * self.manager.num_blocks_for(self.scheduler.config.max_model_len) + MAX_IN_FLIGHT
-        check(self.num_steps_without_progress <= bound, f"no sequence advanced or ended in {bound} steps")
-
-    def _check_order(self) -> None:
-        """Check that both queues are in order of aged priority, then of arrival."""
-        ageing = self.scheduler.config.priority_ageing_s
-        for queue in (self.scheduler.running, self.scheduler.waiting):
-            gained = [(self.now - sequence.arrival_time) / ageing if ageing else 0.0 for sequence in queue]
-            order = [(s.priority - gain, s.arrival) for s, gain in zip(queue, gained, strict=True)]
-            check(order == sorted(order), f"queue out of order: {order}")
-            self.seen["ordered by age"] += list(queue) != sorted(queue, key=lambda s: (s.priority, s.arrival))
-
-    def _check_shares(self) -> None:
-        """Check the bound between waiting clients, and that the queue knows each client of an unfinished request.
-
-        Limits of partial prefills, files and loads hold back requests that others may pass: the bound holds without.
-        """
-        scheduler, queue, config = self.scheduler, self.scheduler.waiting, self.scheduler.config
-        smallest = min([1.0, *(config.client_weights or {}).values()])
-        num_partial = min(config.max_num_partial_prefills, config.max_long_partial_prefills)
-        if num_partial >= config.max_num_seqs and not isinstance(self.manager, TieredBlocks):
-            bound = 2 * scheduler.share_bound / smallest
-            check(queue.gap <= bound, f"counters of waiting clients are {queue.gap} apart, and may be {bound}")
-            self.seen["bounds checked"] += queue.gap > 0
-        clients = {sequence.client for sequence in self.unfinished}
-        check(
-            queue.num_clients == len(clients), f"{queue.num_clients} clients are counted, {len(clients)} have requests"
-        )
-        check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
-        self.seen["clients beside each other"] += len(clients) > 1
-
-    def _check_partial_prefills(self) -> None:
-        """Check the limits; not where failed steps returned sequences to their states, or for what is left of a cut."""
-        config, is_cut = self.scheduler.config, bool(self.model.states)
-        if is_cut and self.scheduler.stats.num_failed_steps:
-            return
-        lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]
-        num_long = sum(count > config.long_prefill_token_threshold for count in lacking)
-        check(num_long <= config.max_long_partial_prefills, f"{num_long} long prefills in progress")
-        num_partial = sum(count > (self.manager.block_size if is_cut else 1) for count in lacking)  # back at a boundary
-        check(num_partial <= config.max_num_partial_prefills, f"{num_partial} prefills in progress")
-
-    def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
-        preempted = [sequence for sequence in was_running if not sequence.is_running]
-        if self.lost_slot in preempted:
-            preempted.remove(self.lost_slot)
-            self.seen["slots taken"] += 1
-        if not preempted:
-            return
-        placed = {entry.sequence.request_id for entry in batch.entries}
-        check(not placed & {sequence.request_id for sequence in preempted}, "a sequence was placed and preempted")
-        before = {sequence.request_id for sequence in was_running}
-        check(placed <= before, "a step that preempted admitted a request")
-        oldest = min(sequence.key for sequence in preempted)
-        for sequence in () if self.scheduler.waiting.is_shared else self.scheduler.running:
-            spared = sequence.key < oldest or sequence.request_id in placed
-            check(spared, f"{sequence} was spared, though younger than one that was preempted")
-        check(self.scheduler.running[0].key < oldest, "a sequence was preempted for a younger one")
