@@ -159,8 +159,9 @@ class Admission:
         is_full = len(running) == self.config.max_num_seqs
         victim = waiting.slot_victim(running, share_bound) if is_full and waiting else None
         few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
-        lacking = {s: s.num_known_tokens - s.num_computed_tokens for s in running} if victim is not None else {}
-        return None if lacking and (lacking[victim] > 1 or max(lacking.values()) > few) else victim
+        if victim is None or victim.num_known_tokens - victim.num_computed_tokens > 1:
+            return None
+        return None if any(s.num_known_tokens - s.num_computed_tokens > few for s in running) else victim
 
     def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
         """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""

@@ -133,17 +133,19 @@ def walk_at_random(
     *,
     samples: tuple[int, ...] = (1, 1, 1, 2, 4),
     more: Mapping[Callable[[], object], int] | None = None,
+    max_unfinished: int = 12,
 ) -> Loop:
     """`num_calls` calls in random order, then to the end; a request has one of these numbers of samples.
 
     Args:
+        max_unfinished: no request is added while there are so many.
         more: calls besides those of any scheduler, each with its weight; `launch` has 100.
     """
     max_model_len = loop.scheduler.config.max_model_len
     depth = rng.randint(1, MAX_IN_FLIGHT)
 
     def add() -> None:
-        if len(loop.unfinished) < 12:
+        if len(loop.unfinished) < max_unfinished:
             tail = [rng.randrange(8) for _ in range(rng.randint(1, 3))]
             loop.add_samples(
                 rng.choice(samples) if len(samples) > 1 else samples[0],
@@ -185,12 +187,12 @@ def walk_at_random(
             loop.check()
 
     def fork() -> None:
-        for source in one_of_the_unfinished():
-            if len(loop.unfinished) < 12:
-                num_known = len(source.token_ids)
-                at = rng.choice((num_known, rng.randint(1, num_known)))
-                if at < max_model_len:
-                    loop.fork(source, at, client=rng.choice(CLIENTS), max_tokens=rng.choice((None, rng.randint(1, 12))))
+        if loop.scheduler.running and len(loop.unfinished) < max_unfinished:
+            source = rng.choice(loop.scheduler.running)
+            num_known = len(source.token_ids)
+            at = rng.choice((num_known, rng.randint(1, num_known)))
+            if at < max_model_len:
+                loop.fork(source, at, client=rng.choice(CLIENTS), max_tokens=rng.choice((None, rng.randint(1, 12))))
 
     def turn_non_finite() -> None:
         launch(tuple(sequence.request_id for sequence in one_of_the_unfinished()))

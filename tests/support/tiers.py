@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.cache.tiers.books import StoredBlock, TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
@@ -280,7 +280,7 @@ def make_tiered_scheduler(
 ) -> Scheduler:
     """A scheduler whose block manager has no tiers attached yet; one kind is full attention alone."""
     config = make_config(num_kv_blocks=num_blocks[0], **limits)
-    if len(kinds) == 1:
+    if kinds == [FULL]:
         return Scheduler(config, TieredBlocks(num_blocks[0], block_size))
     manager = TieredGroups(
         kinds, num_blocks, block_size, max_model_len=config.max_model_len,
