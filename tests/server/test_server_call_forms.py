@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.call_formats import FORMATS
 from nanovllm.server.answers.tool_calls import ToolStream
+from nanovllm.server.openai.responses_items import is_json
 
 TEXT = {"type": "string"}
 TOOLS: dict[str, Any] = {
@@ -252,3 +254,70 @@ def test_a_call_is_read_with_all_its_arguments_or_stays_text(form, text, content
     assert parsed(form, [text]) == (content, calls)
     for parts in cuts(text, random.Random(text)):
         assert parsed(form, parts) == (content, calls), parts
+
+
+def joined(form: str, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of an answer whose calls are returned in parts."""
+    stream = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False, streams_calls=True)
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        for new in stream.add(part, is_last=number == len(parts) - 1).parts:
+            if isinstance(new, str):
+                content += new
+            elif "id" in new:
+                calls.append((new["function"]["name"], new["function"]["arguments"]))
+            else:
+                name, arguments = calls.pop()
+                calls.append((name, arguments + new["function"]["arguments"]))
+    assert stream.num_calls == len(calls)
+    return content, calls
+
+
+HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
+STREAMED = [
+    *CALLS,
+    ("harmony", HARMONY + '{"path": "/x"}<|call|>', "", READ),
+    ("harmony", HARMONY.replace("functions.", "") + "{'path': '/x'}<|call|>", "", READ),
+    ("harmony", HARMONY.replace("read", "now") + "<|call|>", "", NOW),
+    ("harmony", "<|channel|>commentary<|message|>So.<|end|><|start|>assistant" + HARMONY + '{"path":"/x"}<|call|>',
+                "So.", READ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), STREAMED)
+def test_parts_of_calls_join_to_the_whole_answers_calls_however_it_is_cut(form, text, content, calls):
+    whole = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False).add(text, is_last=True)
+    expected = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.calls]
+    assert whole.content == content
+    assert [(name, json.loads(arguments)) for name, arguments in expected] == calls
+    for parts in cuts(text, random.Random(text)):
+        streamed, found = joined(form, parts)
+        if calls:
+            assert (streamed, found) == (content, expected), parts
+        else:  # a call that turned out to be none, or was cut off, may have begun, and stays incomplete
+            assert content.endswith(streamed)
+            assert all(name in TOOLS and not is_json(arguments) for name, arguments in found), parts
+            assert found or streamed == content
+
+
+@pytest.mark.parametrize(
+    ("form", "parts", "arguments"),
+    [
+        ("hermes", ['<tool_call>{"name": "wri', 'te", "arguments": {"con', 'tent": "one', " two", '", "mode": 1',
+                    "}}"],
+                   [None, '{"con', 'tent": "one', " two", '", "mode": ', "1}"]),
+        ("mistral", ["[TOOL_CALLS]write[ARGS]", '{"content"', ':"one', ' two"', "}"],
+                    [None, '{"content"', ': "one', ' two"', "}"]),
+        ("gemma4", ["<|tool_call>call:write{", f"content:{Q}one", ' "two"', f"{Q}", "}<tool_call|>"],
+                   ["{", '"content": "one', ' \\"two\\"', '"', "}"]),
+        ("qwen_xml", ["<tool_call>\n<function=write>\n<parameter=content>\none", "\n</parameter>\n<parameter=",
+                      "mode>\n1\n</parameter>\n</function>"], [None, '{"content": "one"', ', "mode": 1}']),
+        ("harmony", [HARMONY.replace("read", "write"), '{"content"', ': "one', ' two"}', "<|call|>"],
+                    [None, '{"content"', ': "one', ' two"', "}"]),
+    ],
+)  # fmt: skip
+def test_arguments_stream_as_the_model_writes_them(form, parts, arguments):
+    stream = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False, streams_calls=True)
+    found = [stream.add(part, is_last=False).calls for part in parts]
+    assert [call[0]["function"]["arguments"] if call else None for call in found] == arguments
+    assert sum("id" in part for call in found for part in call) == 1

@@ -348,8 +348,10 @@ def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_fo
     with running.client() as client:
         deltas = [chunk.choices[0] for chunk in ask(client, stop_id, stream=True)]
     assert "".join(choice.delta.content or "" for choice in deltas) == "Well."
-    ((call,),) = [choice.delta.tool_calls for choice in deltas if choice.delta.tool_calls]
-    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "weather", PARIS)
+    calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
+    assert (calls[0].index, calls[0].function.name, calls[0].id[:5]) == (0, "weather", "call_")
+    assert {(call.index, call.id, call.function.name) for call in calls[1:]} == {(0, None, None)}
+    assert json.loads("".join(call.function.arguments for call in calls)) == PARIS
     assert deltas[-1].finish_reason == "tool_calls"
 
 

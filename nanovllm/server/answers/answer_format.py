@@ -41,15 +41,18 @@ class AnswerFormat:
             own += self.tools.strings
         return self.is_harmony or not self.special_tokens.isdisjoint(own)
 
-    def stream(self, tools: Tools | None, *, is_open: bool) -> AnswerStream | harmony.HarmonyStream | None:
+    def stream(
+        self, tools: Tools | None, *, is_open: bool, streams_calls: bool = False
+    ) -> AnswerStream | harmony.HarmonyStream | None:
         """Create the parser of one answer; None if the format has nothing to parse.
 
         Args:
             tools: schemas of the tools' parameters by name; None without tools.
             is_open: whether thought was opened before the answer.
+            streams_calls: whether calls are returned in parts; see `CallParts`.
         """
         if self.is_harmony:
-            return harmony.HarmonyStream(tools or ())
+            return harmony.HarmonyStream(tools or {}, streams_calls=streams_calls)
         tool_format = self.tools if tools else None
         if self.reasoning is None and tool_format is None:
             return None
@@ -59,7 +62,7 @@ class AnswerFormat:
         dropped = self.special_tokens - set(kept) if self.needs_special_tokens(with_tools=bool(tools)) else ()
         return AnswerStream(
             None if self.reasoning is None else ReasoningStream(self.reasoning, is_open=is_open),
-            None if tool_format is None else ToolStream(tool_format, tools or {}),
+            None if tool_format is None else ToolStream(tool_format, tools or {}, streams=streams_calls),
             dropped,
         )
 

@@ -11,15 +11,15 @@ The prompt ends with <|start|>assistant. A message of the commentary channel wit
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
-from nanovllm.server.answers.delta import AnswerDelta, as_call
+from nanovllm.server.answers.delta import AnswerDelta, CallParts
+from nanovllm.server.answers.json_calls import JsonCall, Tools, tool_name
 from nanovllm.server.answers.reasoning import partial_marker
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 MARKERS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CUT_HEADER = re.compile(r"<\|start\|>|(assistant\s*)?(to=\S+\s*)?<\|channel\|>|to=functions\.")
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -30,16 +30,22 @@ class HarmonyStream:
     A call of an unknown tool, or with truncated arguments, is content.
 
     Args:
-        names: names of the request's tools.
+        tools: schemas of the parameters of the request's tools, by name.
+        streams_calls: whether calls are returned in parts; see `CallParts`.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, tools: Tools, *, streams_calls: bool = False) -> None:
+        self._tools = tools
+        self._parts = CallParts(streams=streams_calls)
+        self._call: JsonCall | None = None  # whose message is open
         self._text = ""  # not yet returned
         self._in_body = False
         self._header = ""
         self._has_content = False
-        self.num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._parts.num_calls
 
     @property
     def is_open(self) -> bool:
@@ -52,9 +58,10 @@ class HarmonyStream:
         return found[1] if found else "final"
 
     @property
-    def _recipient(self) -> str | None:
+    def _tool(self) -> str | None:
+        """The tool that the message calls."""
         found = _RECIPIENT.search(self._header)
-        return found[1] if found else None
+        return tool_name(found[1], self._tools) if found else None
 
     def add(self, text: str, *, is_last: bool) -> AnswerDelta:
         """Add text, special tokens included; returns the new parts of the answer."""
@@ -79,14 +86,16 @@ class HarmonyStream:
             self._text = self._text[min(ends) :]
             for marker in ENDS[:-1]:
                 self._text = self._text.removeprefix(marker)
-            self._show(delta, body, is_whole=True)
+            self._show(delta, body)
             self._in_body = False
             return bool(self._text)
-        if self._recipient is not None and not is_last:
-            return False  # a call arrives whole
         kept = 0 if is_last else max(partial_marker(self._text, marker) for marker in ENDS)
-        body, self._text = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
-        self._show(delta, body, is_whole=is_last)
+        body, rest = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
+        if self._tool is not None and not is_last:
+            self._read_call(delta, self._tool, body, is_last=False)
+            return False
+        self._text = rest
+        self._show(delta, body)
         return False
 
     def _read_bare_text(self, delta: AnswerDelta, *, is_last: bool) -> bool:
@@ -102,16 +111,31 @@ class HarmonyStream:
         self._header, self._in_body = "", True
         return True
 
-    def _show(self, delta: AnswerDelta, body: str, *, is_whole: bool) -> None:
-        name = self._recipient
-        if name is not None:
-            call = as_call(name, body) if name in self._names and is_whole else None
-            if call is None:
-                delta.add_text(body)
-            else:
-                delta.parts.append(call)
-                self.num_calls += 1
-        elif self._channel == "analysis":
+    def _show(self, delta: AnswerDelta, body: str) -> None:
+        """Return the body of a message, or what is new of it; of a call, the whole body."""
+        if self._tool is not None:
+            self._read_call(delta, self._tool, body, is_last=True)
+        elif self._channel == "analysis" and "to=functions." not in self._header:
             delta.reasoning += body
         else:
             delta.add_text(body)
+
+    def _read_call(self, delta: AnswerDelta, name: str, body: str, *, is_last: bool) -> None:
+        """Read the arguments of a call.
+
+        Args:
+            body: text of the message so far; all of it with `is_last`.
+        """
+        if is_last and not body.strip():
+            body = "{}"
+        if self._call is None:
+            self._call = JsonCall(0, self._tools, (), name)
+        call = self._call
+        call.read(body, is_last=is_last)
+        is_whole = is_last and call.end is not None and not body[call.end :].strip()
+        delta.parts += self._parts.add(call, is_ended=is_whole)
+        if is_last:
+            if not is_whole:
+                delta.add_text(body[call.failed or call.end or 0 :] if self._parts.is_begun else body)
+            self._call = None
+            self._parts.drop()

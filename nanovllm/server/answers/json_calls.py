@@ -134,11 +134,12 @@ class JsonCall:
                 self._whole = written if written.startswith("{") else json.dumps(_object(json.loads(written)))
             else:
                 name, arguments = self._call_of(json.loads(written))
-                self._whole = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-                self.name = name
+                whole = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
                 if self._base is not None:  # as they were streamed
-                    end = scan.closed.get(self._base, len(written) - self._base)
-                    self._whole = written[self._begin : end]
+                    whole = written[self._begin : scan.closed.get(self._base, len(written) - self._base)]
+                    if name != self.name or json.loads(whole) != arguments:
+                        raise ValueError("a key that is there twice")
+                self.name, self._whole = name, whole
             self.end = scan.at
         except _NO_CALL:
             self._whole, self.failed = None, scan.at

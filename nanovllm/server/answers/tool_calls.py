@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from nanovllm.server.answers.call_formats import FORMATS, HARMONY_TOOLS, ToolFormat, detect_format
-from nanovllm.server.answers.delta import Part, new_call
+from nanovllm.server.answers.delta import CallParts, Part
 from nanovllm.server.answers.json_calls import JsonCall, Tools, tool_name
 from nanovllm.server.answers.reasoning import partial_marker
 from nanovllm.server.answers.tagged_calls import TaggedCall
@@ -202,16 +202,21 @@ class ToolStream:
 
     Args:
         tools: schemas of the parameters of the request's tools, by name.
+        streams: whether calls are returned in parts, while the model writes them; see `CallParts`.
     """
 
-    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+    def __init__(self, form: ToolFormat, tools: Tools, *, streams: bool = False) -> None:
         self._form, self._tools = form, tools
+        self._parts = CallParts(streams=streams)
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
         self._has_content = self._has_tags = False  # shown; tags are those of text that is no call
         self._run: CallRun | None = None  # from a marker on
         self._num_read = 0  # calls of the run that are returned
-        self.num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._parts.num_calls
 
     def add(self, text: str, *, is_last: bool) -> list[Part]:
         """Add text; returns new content and new calls, in their order."""
@@ -229,20 +234,26 @@ class ToolStream:
             parts += self._new_calls(run)
             if not run.is_done:
                 break
-            self._text, self._run = self._text[run.mark :], None
+            begin = run.mark
             if run.failed is not None:
                 self._has_tags = True
-                parts.append(self._take_content(run.failed - run.mark))
+                begin = run.failed if self._parts.is_begun else run.mark
+                self._parts.drop()
+            self._text, self._run = self._text[begin:], None
+            parts.append(self._take_content((run.failed or begin) - begin))
         if is_last and not self.num_calls:
             parts.append(self._space)
             self._space = ""
         return [part for part in parts if part]
 
     def _new_calls(self, run: CallRun) -> list[Part]:
-        calls = run.calls[self._num_read :]
-        self._num_read += len(calls)
-        self.num_calls += len(calls)
-        return [new_call(call.name or "", call.arguments) for call in calls]
+        parts: list[Part] = []
+        for call in run.calls[self._num_read :]:
+            parts += self._parts.add(call, is_ended=True)
+        self._num_read = len(run.calls)
+        if run.current is not None:
+            parts += self._parts.add(run.current, is_ended=False)
+        return parts
 
     def _take_content(self, end: int) -> str:
         taken, self._text = self._space + self._text[:end], self._text[end:]

@@ -99,8 +99,9 @@ class EventWriter:
                 yield from self._begin("text", {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": part})
             else:
-                yield from self._end_block()
-                yield from self._begin("tool_use", tool_use(part) | {"input": {}})
+                if "id" in part:  # else the call goes on
+                    yield from self._end_block()
+                    yield from self._begin("tool_use", tool_use(part, is_whole=False))
                 yield self._delta({"type": "input_json_delta", "partial_json": part["function"]["arguments"]})
         if completion.finish_reason is not None:
             yield from self._end_block()

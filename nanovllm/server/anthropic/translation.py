@@ -167,14 +167,14 @@ def signature(thought: str) -> str:
     return hashlib.sha256(thought.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def tool_use(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as a block."""
+def tool_use(call: dict[str, Any], *, is_whole: bool = True) -> dict[str, Any]:
+    """A tool call as a block; without its input if that is still to come."""
     function = call["function"]
     return {
         "type": "tool_use",
         "id": call["id"].replace("call_", "toolu_", 1),
         "name": function["name"],
-        "input": json.loads(function["arguments"]),
+        "input": json.loads(function["arguments"]) if is_whole else {},
     }
 
 

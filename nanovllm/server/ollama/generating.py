@@ -127,7 +127,7 @@ class ChatJob(OllamaJob):
         super().__init__(state, given)
         with translated(self.renamed, self.known):
             self.body = chat_of(given)
-            self.turn = ChatTurn(state, request, self.body, self.id)
+            self.turn = ChatTurn(state, request, self.body, self.id, whole_calls=True)
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -152,7 +152,7 @@ class GenerateJob(OllamaJob):
                 self.id, self.request_ids = self._completion.id, self._completion.request_ids
             else:
                 self.body = turn_of(given)
-                self.turn = ChatTurn(state, request, self.body, self.id)
+                self.turn = ChatTurn(state, request, self.body, self.id, whole_calls=True)
 
     async def start(self, kind: OutputKind) -> OutputStream:
         if self.turn is not None:

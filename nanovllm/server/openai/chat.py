@@ -66,8 +66,7 @@ class ChatJob:
         if new.content:
             delta["content"] = new.content
         if new.calls:
-            first = answer.num_calls - len(new.calls)
-            delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(new.calls, first)]
+            delta["tool_calls"] = new.numbered_calls(answer.num_calls)
         return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, answer.num_calls > 0)
 
     def text_delta(self, choice: int, text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,15 @@ from nanovllm.server.answers.delta import AnswerDelta
 from nanovllm.server.openai.responses_input import sealed
 
 Event = dict[str, Any]  # without its sequence number
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a whole JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _new_id(prefix: str) -> str:
@@ -41,7 +51,6 @@ class Items:
             if isinstance(part, str):
                 yield from self._write("message", part)
             else:
-                yield from self._end("completed")
                 yield from self._call(part)
         if end is not None:
             yield from self._end(end)
@@ -68,6 +77,9 @@ class Items:
     def _end(self, status: str) -> Iterator[Event]:
         if self._open is None:
             return
+        if self._open["type"] == "function_call":
+            yield from self._end_call(status)
+            return
         yield self._part_event("done") | {"text": self._text} | self._logprobs()
         yield {"type": "response.content_part.done"} | self._place() | {"part": self._part()}
         item = self._open | {"status": status, "content": [self._part()]}
@@ -77,20 +89,34 @@ class Items:
         self.output.append(item)
         self._open = None
 
-    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
-        function = call["function"]
-        item = {
-            "id": _new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"],
-            "arguments": "", "status": "in_progress",
-        }  # fmt: skip
-        yield self._item_event("added", item)
-        place = {"item_id": item["id"], "output_index": len(self.output)}
-        name = "response.function_call_arguments"
-        yield {"type": f"{name}.delta", **place, "delta": function["arguments"]}
-        yield {"type": f"{name}.done", **place, "arguments": function["arguments"], "name": function["name"]}
-        item = item | {"arguments": function["arguments"], "status": "completed"}
+    def _call(self, part: dict[str, Any]) -> Iterator[Event]:
+        """Write a call, or a part of one."""
+        function = part["function"]
+        if "id" in part:  # else the open call goes on
+            yield from self._end("completed")
+            self._open = {
+                "id": _new_id("fc"), "type": "function_call", "call_id": part["id"], "name": function["name"],
+                "arguments": "", "status": "in_progress",
+            }  # fmt: skip
+            self._text = ""
+            yield self._item_event("added", self._open)
+        self._text += function["arguments"]
+        yield self._arguments_event("delta") | {"delta": function["arguments"]}
+
+    def _end_call(self, status: str) -> Iterator[Event]:
+        assert self._open is not None
+        if status != "completed" and is_json(self._text):  # the call ended, what was to follow did not
+            status = "completed"
+        yield self._arguments_event("done") | {"arguments": self._text, "name": self._open["name"]}
+        item = self._open | {"arguments": self._text, "status": status}
         yield self._item_event("done", item)
         self.output.append(item)
+        self._open = None
+
+    def _arguments_event(self, what: str) -> Event:
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": len(self.output)}
+        return {"type": f"response.function_call_arguments.{what}"} | place
 
     def _item_event(self, what: str, item: dict[str, Any]) -> Event:
         return {"type": f"response.output_item.{what}", "output_index": len(self.output), "item": item}

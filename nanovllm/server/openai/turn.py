@@ -29,11 +29,14 @@ class ChatTurn:
 
     Args:
         request_id: its id in the engine.
+        whole_calls: whether a stream has whole calls only.
 
     Raises TypeError, ValueError and ApiError for a bad request.
     """
 
-    def __init__(self, state: ServerState, request: Request, body: ChatRequest, request_id: str) -> None:
+    def __init__(
+        self, state: ServerState, request: Request, body: ChatRequest, request_id: str, *, whole_calls: bool = False
+    ) -> None:
         self.body, self.id, self._state = body, request_id, state
         state.check_model(body.model)
         self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -57,9 +60,11 @@ class ChatTurn:
         self._params = body.sampling_params(state.engine, **options)
         self._options = engine_options(state, request, body)
         self._answers: dict[int, Answer] = {}  # by choice
+        self._whole_calls, self._streams_calls = whole_calls, False
 
     async def start(self, kind: OutputKind) -> OutputStream:
         """Queue the conversation; raises like `AsyncLLM.submit_chat`."""
+        self._streams_calls = kind is OutputKind.DELTA and not self._whole_calls
         if self._constraints.is_needed:
             return await self._start_constrained(kind)
         return await self._state.engine.submit_chat(
@@ -110,7 +115,8 @@ class ChatTurn:
     def _new_answer(self, output: RequestOutput) -> Answer:
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools or ()}
         is_open = self._begins_in_thought(output.prompt_token_ids)
-        return Answer(self._form, self._state.engine.tokenizer, schemas, is_open=is_open)
+        tokenizer = self._state.engine.tokenizer
+        return Answer(self._form, tokenizer, schemas, is_open=is_open, streams_calls=self._streams_calls)
 
     def _begins_in_thought(self, prompt_token_ids: list[int]) -> bool:
         form = self._form.reasoning
@@ -127,11 +133,14 @@ class Answer:
     Args:
         schemas: schemas of the tools' parameters, by tool name.
         is_open: whether thought was opened before the answer.
+        streams_calls: whether calls are returned in parts; see `CallParts`.
     """
 
-    def __init__(self, form: AnswerFormat, tokenizer: Any, schemas: dict[str, Any], *, is_open: bool) -> None:
+    def __init__(
+        self, form: AnswerFormat, tokenizer: Any, schemas: dict[str, Any], *, is_open: bool, streams_calls: bool = False
+    ) -> None:
         self._form, self._tokenizer, self._is_open = form, tokenizer, is_open
-        self._stream = self._form.stream(schemas, is_open=is_open)
+        self._stream = self._form.stream(schemas, is_open=is_open, streams_calls=streams_calls)
         self._token_ids: list[int] = []
         self._has_thought = is_open
 
