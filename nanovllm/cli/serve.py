@@ -30,6 +30,7 @@ from nanovllm.server.preparing import check_packages, prepared
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults
 
 NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that are always set, except --model
+NAMES = "served_model_name"
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 
@@ -47,7 +48,9 @@ def add_serve_command(commands: Any) -> None:
         "--config", metavar="FILE",
         help="read options from a TOML file, named as here with _ or -; the command line takes precedence",
     )  # fmt: skip
-    add_flags(serve.add_argument_group("server options"), ServerSettings, {})
+    settings = serve.add_argument_group("server options")
+    add_flags(settings, ServerSettings, {})
+    next(action for action in settings._group_actions if action.dest == NAMES).nargs = "+"  # as in vLLM
     add_model_flags(serve)
     add_model_argument(serve)
     serve.set_defaults(run=_serve)
@@ -55,6 +58,7 @@ def add_serve_command(commands: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     check_packages("the server")
+    _take_names(options)
     take_model_argument(options)
     if options.config is not None:
         _read_config(options)
@@ -69,6 +73,16 @@ def _serve(options: argparse.Namespace) -> int:
         logging.getLogger().setLevel(level)
         logging.getLogger("nanovllm").setLevel(level)
         return serve(options.model, options.tokenizer, settings, engine_given, listeners)
+
+
+def _take_names(options: argparse.Namespace) -> None:
+    """Join the names of --served-model-name; the last word is the model where nothing else names one."""
+    if (given := getattr(options, NAMES, None)) is None:
+        return
+    names = [name for group in given for name in group]
+    if len(given[-1]) > 1 and options.model_argument is None and not options.names_model and options.config is None:
+        options.model_argument = names.pop()
+    setattr(options, NAMES, names)
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:

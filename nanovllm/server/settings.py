@@ -68,8 +68,8 @@ class ServerSettings:
     port: int = option(8000, "port to listen on; 0 takes a free one.", check=partial(integer, low=0, high=65535))
     served_model_name: tuple[str, ...] = option(
         (),
-        "name of the model in requests and answers; may be repeated: answers have the first. Not set: the last part of "
-        "its path.",
+        "name of the model in requests and answers, or several, of which answers have the first; may be repeated. Not "
+        "set: the last part of its path.",
         check=_names,
     )
     any_model_name: bool = option(False, "answer requests for every model name.")
