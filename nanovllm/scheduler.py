@@ -70,7 +70,8 @@ class Scheduler:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
-        self.block_manager.wanted.remove(sequence)
+        if self.block_manager.wanted:
+            self.block_manager.wanted.remove(sequence)
         sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
 
@@ -180,7 +181,8 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with blocks, or whose blocks the caller allocates, from the queue to the running ones."""
         self.waiting.remove(sequence)
-        self.block_manager.wanted.remove(sequence)
+        if self.block_manager.wanted:
+            self.block_manager.wanted.remove(sequence)
         self.running.add(sequence)
         sequence.is_running, sequence.num_times_passed, self._started_in_step = True, 0, self._step_id
 
