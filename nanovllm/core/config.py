@@ -196,9 +196,12 @@ class EngineConfig:
         "role; otherwise such text is encoded as plain text.",
     )
     chat_template: str | None = option(
-        None,
-        "file with a Jinja chat template, in place of the tokenizer's. None: the tokenizer's.",
-        check=validation.text_file,
+        None, "file with a Jinja chat template. None: the tokenizer's.", check=validation.text_file
+    )
+    chat_template_content_format: str = option(
+        "auto",
+        "form in which the chat template gets a message's content: string, parts, or auto (what it reads).",
+        check=partial(one_of, choices=("auto", "string", "parts")),
     )
     record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
     seed: int = option(

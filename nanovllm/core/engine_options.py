@@ -40,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     allow_control_tokens_in_messages: bool
     chat_template: str | None
+    chat_template_content_format: str
     record_itl: bool
     seed: int
     kv_events: str | None

@@ -1,19 +1,23 @@
-"""Turns conversations into token ids: checks them and applies the tokenizer's chat template."""
+"""Turns conversations into token ids: shapes their messages for the chat template and applies it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from nanovllm.core.validation import texts
 from nanovllm.requests.control_tokens import ChatEncoder
+from nanovllm.requests.plain_messages import PlainMessage, plain_messages
+from nanovllm.requests.template_folds import Conversation, Tools, folded
+from nanovllm.requests.template_messages import TemplateMessages
+from nanovllm.requests.template_trials import TemplateTrials
 
 Message = Mapping[str, Any]
+
+MAX_TEMPLATES = 16  # findings about templates that are kept, since a caller may bring one with each conversation
 
 
 def with_chat_template(tokenizer: Any, file: str) -> Any:
@@ -26,60 +30,124 @@ def with_chat_template(tokenizer: Any, file: str) -> Any:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template; stateless, hence thread-safe.
+    """A tokenizer's chat template; thread-safe.
 
     Args:
         tokenizer: if None or without a template, every call raises ValueError.
         allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
+        content_format: see `EngineConfig.chat_template_content_format`.
     """
 
-    def __init__(self, tokenizer: Any, *, allow_control_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, *, allow_control_tokens: bool, content_format: str = "auto") -> None:
         self._tokenizer = tokenizer
         self._encoder = ChatEncoder(tokenizer)
         self._allows_control_tokens = allow_control_tokens
+        self._content_format = content_format
+        self._shapers: dict[str, TemplateMessages] = {}  # by the source of the template
 
     def prepare(self) -> None:
         """Prepare the encoder ahead of the first message that spells a control token."""
         if getattr(self._tokenizer, "chat_template", None) and not self._allows_control_tokens:
             self._encoder.prepare()
 
-    def apply(self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]) -> list[list[int]]:
-        """Token ids of one conversation or several, with the generation prompt; always a list of prompts."""
+    def apply(self, messages: Any, **options: Any) -> list[list[int]]:
+        """Token ids of one conversation or several; always a list of prompts.
+
+        Args:
+            messages: a conversation, or a list or iterator of them.
+            options: as of `apply_to`.
+        """
+        if isinstance(messages, Iterator):
+            messages = list(messages)
         if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
             raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         for conversation in conversations:
             _check_conversation(conversation)
-        return [self.apply_to(conversation) for conversation in conversations]
+        return [self.apply_to(conversation, **options) for conversation in conversations]
 
-    def apply_to(
-        self, conversation: Any, *, tools: list[dict[str, Any]] | None = None, **template_options: Any
-    ) -> list[int]:
-        """Token ids of one conversation.
+    def apply_to(self, conversation: Any, *, tools: Tools = None, **template_options: Any) -> list[int]:
+        """Token ids of one conversation, with the generation prompt by default.
 
         Args:
             tools: function definitions for the template, in OpenAI's format.
-            template_options: options of the template, such as `enable_thinking`; add_generation_prompt is True by
-                default.
+            template_options: options of the template, such as `enable_thinking`, add_generation_prompt,
+                continue_final_message, and chat_template, which replaces the tokenizer's.
         """
-        template = template_options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
-        if self._tokenizer is None or not template:
-            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         _check_conversation(conversation)
+        source = self._source(template_options.get("chat_template"), tools)
         texts("messages", list(conversation))
         texts("tools", tools)
         texts("template_options", template_options)
-        template_options = {"add_generation_prompt": True} | template_options
+        options = {"add_generation_prompt": True} | template_options
+        if options.get("chat_template") is None:
+            options.pop("chat_template", None)
+        shaper = self._shaper(source)
+        shaped = shaper.shaped(plain_messages(conversation), tools or None)
+
+        def render(messages: list[PlainMessage], tools: Tools) -> str:
+            return self._render(shaper.finished(messages), tools, options)
+
         try:
-            if not self._allows_control_tokens:
-                return self._encoder.encode(conversation, tools, template_options)
-            return list(
-                self._tokenizer.apply_chat_template(
-                    list(conversation), tools=tools, return_dict=False, **template_options
-                )
-            )
-        except TemplateError as error:  # for example, a template may require an order of roles
-            raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+            return self._encode(shaper.finished(shaped[0]), shaped[1], options)
+        except Exception as error:  # of the template, or of the tokenizer
+            words = _refusal(render, *shaped)
+            if words is None:  # not the template's
+                raise
+            for messages, own_tools in folded(*shaped):
+                if _refusal(render, messages, own_tools) is None:
+                    return self._encode(shaper.finished(messages), own_tools, options)
+            raise ValueError(_named(render, shaped, words)) from error
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    def _source(self, given: str | None, tools: Tools) -> str:
+        """Source of the template for a conversation; raises ValueError without one."""
+        if self._tokenizer is None or not (given or getattr(self._tokenizer, "chat_template", None)):
+            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
+        if hasattr(self._tokenizer, "get_chat_template"):
+            return str(self._tokenizer.get_chat_template(given, tools))  # of several templates, the one for tools
+        return str(given or self._tokenizer.chat_template)
+
+    def _shaper(self, source: str) -> TemplateMessages:
+        if source not in self._shapers:
+            options = {"add_generation_prompt": True, "chat_template": source}
+            trials = TemplateTrials(source, lambda messages: self._render(messages, None, options))
+            if len(self._shapers) >= MAX_TEMPLATES:
+                self._shapers.clear()
+            self._shapers[source] = TemplateMessages(trials, self._content_format)
+        return self._shapers[source]
+
+    def _render(self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any]) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+
+    def _encode(self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any]) -> list[int]:
+        if not self._allows_control_tokens:
+            return self._encoder.encode(messages, tools, options)
+        return list(self._tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options))
+
+
+def _refusal(render: Callable[..., str], messages: list[PlainMessage], tools: Tools) -> str | None:
+    """The template's words about a conversation that it refuses; None if it takes it."""
+    try:
+        render(messages, tools)
+    except Exception as error:  # a template may raise anything, such as a TypeError for a text that it adds to a list
+        return str(error) or type(error).__name__
+    return None
+
+
+def _named(render: Callable[..., str], shaped: Conversation, words: str) -> str:
+    """The error for a conversation in any form of which the template fails, with the message where it begins to."""
+    messages, tools = shaped
+    taken, refused = 0, len(messages)  # so many of the first messages
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        if _refusal(render, messages[:middle], tools) == words:
+            refused = middle
+        else:
+            taken = middle
+    role = messages[refused - 1]["role"]
+    return f"messages[{refused - 1}] (role {role!r}): the chat template refuses this conversation: {words}"
 
 
 def _check_conversation(conversation: Any) -> None:
@@ -89,4 +157,5 @@ def _check_conversation(conversation: Any) -> None:
 
 
 def _is_message(item: Any) -> bool:
-    return isinstance(item, Mapping) and "role" in item and "content" in item
+    is_mapping = isinstance(item, Mapping) and isinstance(item.get("role"), str)
+    return is_mapping and ("content" in item or item["role"] == "assistant")

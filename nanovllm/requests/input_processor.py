@@ -77,7 +77,11 @@ class InputProcessor:
     @cached_property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template, for the first conversation."""
-        return ChatTemplate(self.tokenizer, allow_control_tokens=self.config.allow_control_tokens_in_messages)
+        return ChatTemplate(
+            self.tokenizer,
+            allow_control_tokens=self.config.allow_control_tokens_in_messages,
+            content_format=self.config.chat_template_content_format,
+        )
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

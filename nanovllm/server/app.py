@@ -21,7 +21,7 @@ from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.requests.infill import infill_of
 from nanovllm.server import errors
 from nanovllm.server.answers.answer_format import answer_format, template_text
-from nanovllm.server.answers.template_options import takes_late_system, template_variables
+from nanovllm.server.answers.template_options import template_variables
 from nanovllm.server.anthropic import messages
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.connections import allow_open_files, protocol_class
@@ -83,7 +83,6 @@ def create_app(
         token_text=TokenText(engine.tokenizer),
         answer_format=answer_format(engine.tokenizer, settings.tool_format, settings.reasoning_format),
         template_variables=template_variables(template_text(engine.tokenizer)),
-        takes_late_system=takes_late_system(engine.tokenizer),
         infill=infill_of(engine.tokenizer),
     )
     app.state.body_limits = BodyLimits(settings, engine)

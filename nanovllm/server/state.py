@@ -41,7 +41,6 @@ class ServerState:
     token_text: TokenText
     answer_format: AnswerFormat
     template_variables: frozenset[str] | None  # None: not known
-    takes_late_system: bool  # whether the template shows system messages that are not the first
     infill: Infill | None  # None: the tokenizer has no markers
 
     @property

@@ -39,7 +39,8 @@ LIMITS: dict[str, Any] = {
     "record_itl": True, "seed": 7, "trust_remote_code": True, "kv_cache_touch": "none",
     "client_weights": {"batch": 0.5},
     "prefix_cache_host_bytes": 8 << 20, "prefix_cache_dir_bytes": 64 << 20,
-    "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE), "speculation": "suffix",
+    "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
+    "chat_template_content_format": "string", "speculation": "suffix",
     "num_speculative_tokens": 5,
 }  # fmt: skip
 OTHERS: dict[str, Any] = {

@@ -478,7 +478,7 @@ def test_parts_of_a_message_other_than_text_are_refused_by_name(client):
     assert refused.value.param == "messages[0].content[0].type"
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": 1}}
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": "x", "user": 1}, "messages[1].user"),
         ({"role": "user", "content": "x", "str": 1}, "messages[1].str"),
-        ({"role": "assistant", "refusal": "no"}, "messages[1].refusal"),
+        ({"role": "assistant", "refusal": 1}, "messages[1].refusal"),
         ({"role": "assistant", "tool_calls": [{"id": 3}]}, "messages[1].tool_calls[0].id"),
         ({"role": "assistant", "tool_calls": [CALL]}, "messages[1].tool_calls[0].function.arguments"),
         ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),

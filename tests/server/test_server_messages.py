@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -10,10 +11,9 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.server.answers.template_options import takes_late_system
 from nanovllm.server.anthropic.protocol import MessagesRequest
-from nanovllm.server.anthropic.translation import TemplateTraits, as_chat
-from tests.support.scripted import END, ending_model, says, thinking_tokenizer
+from nanovllm.server.anthropic.translation import as_chat
+from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -50,21 +50,6 @@ def client(running):
 
 def client_of(running: Serving, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=60.0)
-
-
-def prompt_of(running: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The prompts that the engine gets from now on, as text."""
-    prompts: list[str] = []
-    chat = running.engine._input_processor.chat
-    apply = chat.apply_to
-
-    def noted(*args: Any, **options: Any) -> list[int]:
-        ids = apply(*args, **options)
-        prompts.append(running.engine.tokenizer.decode(ids))
-        return ids
-
-    monkeypatch.setattr(chat, "apply_to", noted)
-    return prompts
 
 
 def test_an_answer_is_a_message_of_thought_text_and_tool_use(running, client, monkeypatch):
@@ -177,15 +162,16 @@ def test_a_system_message_within_a_conversation_stays_at_its_place(running, clie
     ("{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
      ["user", "assistant", "user"]),
 ], ids=["shows", "refuses", "drops"])  # fmt: skip
-def test_a_template_without_late_system_messages_gets_their_text_from_the_user(template, roles):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    late = {"role": "system", "content": "In git."}
+def test_a_template_without_late_system_messages_gets_their_text_from_the_user(
+    running, client, monkeypatch, template, roles
+):
+    monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
+    prompts = prompt_of(running, monkeypatch)
+    late: Any = {"role": "system", "content": "In git."}
     given = [{"role": "user", "content": "Hello"}, late, {"role": "assistant", "content": "Yes?"}, late]
-    body = MessagesRequest.model_validate({"model": MODEL, "max_tokens": 9, "messages": given})
-    chat = as_chat(body, TemplateTraits(takes_late_system=takes_late_system(tokenizer)))
-    assert [message.role for message in chat.messages] == roles
-    assert "".join(message.content for message in chat.messages).count("In git.") == 2
+    client.messages.create(model=MODEL, max_tokens=1, messages=given)
+    assert re.findall("^(?:user|assistant|system)(?=:)", prompts[0], re.MULTILINE) == roles
+    assert prompts[0].count("In git.") == 2
 
 
 def test_an_answer_that_is_begun_goes_on(running, client, monkeypatch):

@@ -372,7 +372,7 @@ def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(runnin
 
 def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
-    template = "{% for m in messages %}" + calls + "{% endfor %}"
+    template = "{% for m in messages %}" + calls + "{{ m.content }};{% endfor %}"
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [
         {"role": "user", "content": "Hello"},
@@ -384,6 +384,6 @@ def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
         patch.setattr(tokenizer, "chat_template", template)
         tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
         call["function"]["arguments"] = "{"
-        refused = http.post("/tokenize", json={"messages": messages})
-    assert tokenizer.decode(tokens) == "Paris"
-    assert (refused.status_code, "c1" in refused.json()["error"]["message"]) == (400, True)
+        malformed = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert tokenizer.decode(tokens) == "Hello;Paris;Rain;"
+    assert tokenizer.decode(malformed) == 'Hello;{"name": "weather", "arguments": {};Rain;'

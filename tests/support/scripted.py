@@ -41,6 +41,21 @@ def ending_model() -> Any:
     return tiny_model(eos_token_id=tiny_tokenizer().convert_tokens_to_ids(END))
 
 
+def prompt_of(running: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the engine gets from now on, as text."""
+    prompts: list[str] = []
+    chat = running.engine._input_processor.chat
+    apply = chat.apply_to
+
+    def noted(*args: Any, **options: Any) -> list[int]:
+        ids = apply(*args, **options)
+        prompts.append(running.engine.tokenizer.decode(ids))
+        return ids
+
+    monkeypatch.setattr(chat, "apply_to", noted)
+    return prompts
+
+
 def says(running: Serving, monkeypatch: pytest.MonkeyPatch, text: str) -> int:
     """Make each answer of a server this text, and END behind it; returns the id of END."""
     runner = running.engine._engine_thread._engine.model_runner

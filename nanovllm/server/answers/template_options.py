@@ -31,16 +31,6 @@ def template_variables(template: str) -> frozenset[str] | None:
     return frozenset(meta.find_undeclared_variables(parsed))
 
 
-def takes_late_system(tokenizer: Any) -> bool:
-    """Whether the chat template shows a system message that is not the first; others refuse it or leave it out."""
-    text = "late instructions"
-    messages = [{"role": "user", "content": "a question"}, {"role": "system", "content": text}]
-    try:
-        return text in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # templates raise errors of any kind
-        return False
-
-
 def known_options(
     options: dict[str, Any], variables: Collection[str] | None, hidden: Collection[str], *, can_think: bool
 ) -> dict[str, Any]:

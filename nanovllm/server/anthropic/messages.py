@@ -18,7 +18,6 @@ from nanovllm.server.anthropic.translation import (
     signature,
     stop_fields,
     tool_use,
-    traits_of,
     usage,
 )
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
@@ -45,7 +44,7 @@ class MessagesJob(SingleJob):
         super().__init__(f"msg_{uuid.uuid4().hex}")
         self.renamed = renamed(given)
         with translated(self.renamed, self.known):
-            self.body = as_chat(given, traits_of(state))
+            self.body = as_chat(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
         self._state, self._writer = state, EventWriter(self, state)
 
@@ -153,7 +152,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
 
     def turn() -> ChatTurn:
         with translated(renamed(body), ChatRequest.names()):
-            chat = ChatRequest.model_validate(conversation_fields(body, traits_of(state)))
+            chat = ChatRequest.model_validate(conversation_fields(body))
             return ChatTurn(state, request, chat, "")
 
     try:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.outputs import CompletionOutput
 from nanovllm.server.anthropic import protocol
 from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.state import ServerState
 
 # Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
@@ -27,26 +25,9 @@ def renamed(body: protocol.ConversationFields) -> dict[str, str]:
     return RENAMED | {"reasoning_effort": "thinking.type"} if is_off else RENAMED
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    """Features of a model's chat template.
-
-    takes_late_system: see `template_options.takes_late_system`.
-    """
-
-    takes_late_system: bool = True
-
-
-ANY_TEMPLATE = TemplateTraits()
-
-
-def traits_of(state: ServerState) -> TemplateTraits:
-    return TemplateTraits(state.takes_late_system)
-
-
-def as_chat(body: protocol.MessagesRequest, traits: TemplateTraits = ANY_TEMPLATE) -> ChatRequest:
+def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
     """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request."""
-    given = conversation_fields(body, traits) | {
+    given = conversation_fields(body) | {
         "max_tokens": body.max_tokens,
         "stream": bool(body.stream),
         "temperature": body.temperature,
@@ -57,23 +38,16 @@ def as_chat(body: protocol.MessagesRequest, traits: TemplateTraits = ANY_TEMPLAT
     return ChatRequest.model_validate(given)
 
 
-def conversation_fields(body: protocol.ConversationFields, traits: TemplateTraits) -> dict[str, Any]:
-    """Fields of a chat request that determine its prompt and constrain its answer.
-
-    The text of a system message within the conversation is the user's where the template takes none there.
-    """
+def conversation_fields(body: protocol.ConversationFields) -> dict[str, Any]:
+    """Fields of a chat request that determine its prompt and constrain its answer."""
     messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for message in body.messages:
         if isinstance(message, protocol.AssistantMessage):
             messages += _assistant(message)
         elif isinstance(message, protocol.UserMessage):
             messages += _user(message)
-        elif traits.takes_late_system:
-            messages.append({"role": "system", "content": _text(message.content)})
-        elif messages[-1]["role"] == "user":  # one turn, since roles must alternate in some templates
-            messages[-1]["content"] += "\n" + _text(message.content)
         else:
-            messages.append({"role": "user", "content": _text(message.content)})
+            messages.append({"role": "system", "content": _text(message.content)})
     given: dict[str, Any] = {"model": body.model, "messages": messages}
     if isinstance(body.messages[-1], protocol.AssistantMessage):
         if "tool_calls" in messages[-1] or not messages[-1]["content"]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nanovllm.server.hints import OPENAI
-from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting, text_alone
+from nanovllm.server.strict import AnyObject, Each, Strict, text_alone
 
 
 class TextPart(Strict):
@@ -19,12 +18,18 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Each[Annotated[TextPart, text_alone("text")]]
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = str | Each[Annotated[TextPart, text_alone("text")]] | None
+AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class FunctionCall(Strict):
     name: str
-    arguments: str
+    arguments: str | AnyObject | None = None  # of an earlier answer, maybe malformed
 
 
 class ToolCall(Strict):
@@ -58,7 +63,7 @@ class AssistantMessage(_Message):
     }
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: str | Each[Annotated[AnswerPart, text_alone("text")]] | None = None
     name: str | None = None
     refusal: str | None = None  # the text, where there is no content
     reasoning_content: str | None = None
@@ -68,7 +73,7 @@ class AssistantMessage(_Message):
 
 class ToolMessage(_Message):
     role: Literal["tool"]
-    content: Content | None = None
+    content: Content = None
     tool_call_id: str
     name: str | None = None
 
@@ -91,26 +96,9 @@ class Tool(Strict):
 
 
 def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert messages for the chat template; raises ValueError for tool call arguments that are not JSON."""
-    return [_as_template_message(message, number) for number, message in enumerate(messages)]
+    """Convert messages for `ChatTemplate`, which shapes them for the template."""
+    return [message.model_dump(exclude_none=True) | _content_of(message) for message in messages]
 
 
-def _as_template_message(message: Any, number: int) -> dict[str, Any]:
-    """Join text parts by line breaks, map "developer" to "system", and parse the arguments of tool calls."""
-    given: dict[str, Any] = message.model_dump(exclude_none=True)
-    thought, refusal = given.pop("reasoning", None), given.pop("refusal", None)
-    if thought is not None:
-        given.setdefault("reasoning_content", thought)
-    content = given.get("content") or refusal
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    given["content"] = content if content is not None else ""
-    if given["role"] == "developer":
-        given["role"] = "system"
-    for index, call in enumerate(given.get("tool_calls", ())):
-        try:
-            call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
-        except (ValueError, RecursionError) as error:
-            where = f"messages[{number}].tool_calls[{index}].function.arguments"
-            raise ValueError(f"{where}: the arguments of {call['id']!r} are not valid JSON ({error}).") from error
-    return given
+def _content_of(message: Any) -> dict[str, Any]:
+    return {"content": None} if message.content is None else {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.server.openai import responses_protocol as protocol
 from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.strict import check_nesting, tell_hint
+from nanovllm.server.strict import tell_hint
 
 # Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
@@ -110,21 +109,12 @@ def new_messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
                 if thought := _thought(item):
                     _answer(messages, joins=False)["reasoning_content"] = thought
             case protocol.FunctionCallItem():
-                function = {"name": item.name, "arguments": _checked(item.arguments, number)}
+                function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _answer(messages, joins=True).setdefault("tool_calls", []).append(call)
             case protocol.FunctionOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     return messages
-
-
-def _checked(arguments: str, number: int) -> str:
-    """Check the arguments of a call; raises ValueError that names this request's field unless they are JSON."""
-    try:
-        check_nesting(json.loads(arguments or "{}"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"input[{number}].arguments: they are not valid JSON ({error}).") from error
-    return arguments
 
 
 def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
@@ -139,8 +129,8 @@ def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | list[protocol.InputText | protocol.Refusal]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | list[protocol.InputText | protocol.Refusal] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def _thought(item: protocol.ReasoningItem) -> str:

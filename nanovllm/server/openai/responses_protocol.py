@@ -49,7 +49,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Each[Part]
+    content: str | Each[Part] | None
     id: str | None = None
     status: str | None = None
 
@@ -64,7 +64,7 @@ class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | AnyObject | None = None  # of an earlier answer, maybe malformed
     id: str | None = None
     status: str | None = None
 
@@ -74,7 +74,7 @@ class FunctionOutputItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Each[Part]
+    output: str | Each[Part] | None
     id: str | None = None
     status: str | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.requests.plain_messages import text_of
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.delta import AnswerDelta
 from nanovllm.server.answers.grammar import build_form
@@ -123,7 +124,7 @@ class ChatTurn:
         if form is None:
             return False
         if self.body.continue_final_message:
-            return is_left_open(form, str(self._conversation[-1]["content"]))
+            return is_left_open(form, text_of(self._conversation[-1]["content"]))
         return ends_in_thought(form, self._state.engine.tokenizer, prompt_token_ids)
 
 

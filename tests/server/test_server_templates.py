@@ -1,0 +1,215 @@
+"""Messages of every API through the templates of many families: no text is lost, none is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.scripted import ending_model, prompt_of
+from tests.support.serving import Serving, serving
+from tests.support.template_families import FAMILIES
+from tests.support.tiny_models import tiny_tokenizer
+
+QUESTION, ANSWER, RULE, NEXT = "the question", "an answer", "a late rule", "go on"
+
+
+@pytest.fixture(scope="module")
+def running():
+    options = {"max_model_len": 2048, "num_kv_blocks": 400}
+    with serving({}, model=ending_model(), tokenizer=tiny_tokenizer(), **options) as running:
+        yield running
+
+
+def chat_body(kind: str, *, arguments: Any = '{"path": "a.txt"}') -> dict[str, Any]:
+    """A conversation of one kind for /v1/chat/completions."""
+    ask, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+    tool = {"type": "function", "function": {"name": "read"}}
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name in (("call_1a2b3c", "read"), ("call_4d5e6f", "list"))
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"result {call['id'][-1]}"} for call in calls]
+    match kind:
+        case "text":
+            return {"messages": [{"role": "system", "content": "a rule"}, ask]}
+        case "parts":
+            return {"messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]}
+        case "tools":
+            return {"messages": [ask], "tools": [tool]}
+        case "history":
+            called = {"role": "assistant", "content": None, "reasoning": "a thought", "tool_calls": calls}
+            return {"messages": [ask, called, *results, {"role": "user", "content": NEXT}], "tools": [tool]}
+        case _:
+            return {"messages": [ask, answer, {"role": "system", "content": RULE}, {"role": "user", "content": NEXT}]}
+
+
+def responses_body(kind: str) -> dict[str, Any]:
+    """The same for /v1/responses."""
+    items: list[dict[str, Any]] = []
+    given = chat_body(kind)
+    for message in given["messages"]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [{"type": "input_text", "text": part["text"]} for part in content]
+        if message["role"] == "tool":
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+        elif content is not None:
+            items.append({"role": message["role"].replace("system", "developer"), "content": content})
+        for call in message.get("tool_calls", ()):
+            items.append({"type": "function_call", "call_id": call["id"]} | call["function"])
+    tools = [{"type": "function"} | tool["function"] for tool in given.get("tools", ())]
+    return {"input": items} | ({"tools": tools} if tools else {})
+
+
+def messages_body(kind: str) -> dict[str, Any]:
+    """The same for /v1/messages."""
+    given, made = chat_body(kind), []
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+    for message in given["messages"]:
+        if message["role"] == "system" and not made:
+            body["system"] = message["content"]
+        elif message["role"] == "tool":
+            block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
+            made.append({"role": "user", "content": [block]})
+        elif "tool_calls" in message:
+            made.append({"role": "assistant", "content": [
+                {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {"path": "a.txt"}}
+                for call in message["tool_calls"]
+            ]})  # fmt: skip
+        else:
+            made.append(message)
+    tools = [{"name": "read", "input_schema": {"type": "object"}}] if given.get("tools") else None
+    return body | {"messages": made} | ({"tools": tools} if tools else {})
+
+
+def ollama_body(kind: str) -> dict[str, Any]:
+    """The same for /api/chat, whose content is text alone."""
+    given = chat_body(kind, arguments={"path": "a.txt"})
+    for message in given["messages"]:
+        message.pop("reasoning", None)
+        if isinstance(message["content"], list):
+            message["content"] = message["content"][0]["text"]
+    return {"model": "tiny", "stream": False, "options": {"num_predict": 1}} | given
+
+
+APIS = {
+    "/v1/chat/completions": lambda kind: chat_body(kind) | {"max_tokens": 1},
+    "/v1/responses": lambda kind: responses_body(kind) | {"max_output_tokens": 1},
+    "/v1/messages": messages_body,
+    "/api/chat": ollama_body,
+}
+TEXTS = {
+    "text": ["a rule", QUESTION],
+    "parts": [QUESTION],
+    "tools": [QUESTION],
+    "history": [QUESTION, "read", "a.txt", "list", "a.txt", NEXT],
+    "late system": [QUESTION, ANSWER, RULE, NEXT],
+}
+
+
+def prompt(running: Serving, monkeypatch: pytest.MonkeyPatch, family: str, path: str, body: dict[str, Any]) -> str:
+    """The prompt that a body becomes with a family's template."""
+    monkeypatch.setattr(running.engine.tokenizer, "chat_template", FAMILIES.get(family, family))
+    prompts = prompt_of(running, monkeypatch)
+    with running.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return prompts[0]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_text_of_a_conversation_is_in_the_prompt(running, monkeypatch, family, path, kind):
+    shown = prompt(running, monkeypatch, family, path, APIS[path](kind))
+    place = 0
+    for text in TEXTS[kind]:
+        place = shown.find(text, place)
+        assert place >= 0, (text, shown)
+    if kind == "history":
+        assert shown.count("result c") == shown.count("result f") == 1
+    assert "'type'" not in shown and '"type": "text"' not in shown
+
+
+@pytest.mark.parametrize("given", [
+    '{"path": ', '{"path": "He said "x""}', "[1]", "null and void", '{"path": "\\ud800"}',
+    '{"a": ' * 110 + "1" + "}" * 110,
+], ids=["cut", "quotes", "list", "words", "surrogate", "deep"])  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_malformed_call_stays_in_the_conversation_as_text(running, monkeypatch, family, given):
+    """A client cannot take it back: a refusal would end the conversation for good."""
+    body = chat_body("history", arguments=given) | {"max_tokens": 1}
+    del body["messages"][1]["tool_calls"][1], body["messages"][3]
+    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", body)
+    assert given in shown and shown.index(given) < shown.index("result c") < shown.index(NEXT)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_template_that_refuses_names_the_message_and_its_own_words(running, monkeypatch, path):
+    template = (
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no such word') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
+    items = [{"role": "user", "content": text} for text in ("good", "bad", "good")]
+    with running.http() as http:
+        answer = http.post(path, json={"input" if "responses" in path else "messages": items})
+    error = answer.json()["error"]
+    field = "input" if "responses" in path else "messages"
+    assert answer.status_code == 400 and error["param"] == field
+    assert all(word in error["message"] for word in (f"{field}[1]", "'user'", "no such word")), error
+
+
+@pytest.mark.parametrize("failure", [
+    "{{ messages.nothing.at_all }}", "{{ 1 + messages }}", "{{ 1 // 0 }}", "{{ messages[0].content.join(1) }}",
+])  # fmt: skip
+def test_a_template_that_fails_by_itself_is_a_400_too(running, monkeypatch, failure):
+    monkeypatch.setattr(running.engine.tokenizer, "chat_template", failure)
+    with running.http() as http:
+        for path, make in APIS.items():
+            answer = http.post(path, json=make("text"))
+            assert answer.status_code == 400, (path, answer.text)
+
+
+def test_what_an_answer_has_beside_its_text_is_taken_back(running, monkeypatch):
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": "I will not.",
+        "reasoning_content": "a thought",
+        "reasoning": "a thought",
+        "tool_calls": [],
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Nor that."}]}
+    ask = {"role": "user", "content": QUESTION}
+    empty = {"role": "tool", "tool_call_id": "call_1", "content": None}
+    for path, body in {
+        "/v1/chat/completions": {"messages": [ask, answer, ask, parts, empty, ask], "max_tokens": 1},
+        "/v1/responses": {"input": [ask, {"type": "message", "role": "assistant", "content": [
+            {"type": "refusal", "refusal": "I will not."}, {"type": "refusal", "refusal": "Nor that."}]}, ask],
+            "max_output_tokens": 1},
+    }.items():  # fmt: skip
+        shown = prompt(running, monkeypatch, "hermes", path, body)
+        assert "I will not." in shown and "Nor that." in shown
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+def test_thought_reaches_the_template_by_the_name_that_it_reads(running, monkeypatch, name, read):
+    template = "{% for m in messages %}{{ m.content }}{{ m." + read + " }};{% endfor %}"
+    ask = {"role": "user", "content": QUESTION}
+    body = {"messages": [ask, {"role": "assistant", "content": ANSWER, name: "a thought"}, ask], "max_tokens": 1}
+    assert f"{ANSWER}a thought;" in prompt(running, monkeypatch, template, "/v1/chat/completions", body)
+
+
+def test_ids_of_calls_stay_the_same_from_turn_to_turn(running, monkeypatch):
+    """Else no prefix of a conversation would be found in the cache."""
+    body = chat_body("history") | {"max_tokens": 1}
+    first = prompt(running, monkeypatch, "mistral", "/v1/chat/completions", body)
+    body["messages"].append({"role": "assistant", "content": ANSWER})
+    body["messages"].append({"role": "user", "content": NEXT})
+    second = prompt(running, monkeypatch, "mistral", "/v1/chat/completions", body)
+    assert second.startswith(first.removesuffix("<|assistant|>"))
