@@ -33,6 +33,7 @@ from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.turn_end import log_ends
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def build_engine(
     block_manager = build_block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    input_processor = InputProcessor(loaded.tokenizer, config, _limits(loaded, model_runner), clock)
+    input_processor = _build_input_processor(loaded, model_runner, config, clock)
     scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
     if config.speculation is not None:
         from nanovllm.speculation.build import add_drafts
@@ -181,6 +182,16 @@ def _free_threads(loaded: loader.LoadedModel) -> int | None:
     """All threads but one while a thread takes memory: a pass with more threads than cores takes five times as long."""
     is_taking = loaded.memory is not None and loaded.memory.is_taking
     return max(1, torch.get_num_threads() - 1) if is_taking else None
+
+
+def _build_input_processor(
+    loaded: loader.LoadedModel, model_runner: ModelRunner, config: EngineConfig, clock: Callable[[], float]
+) -> InputProcessor:
+    limits = _limits(loaded, model_runner)
+    input_processor = InputProcessor(loaded.tokenizer, config, limits, clock)
+    if loaded.tokenizer is not None:
+        log_ends(loaded.tokenizer, limits.eos_token_ids, input_processor.chat.end_token_ids)
+    return input_processor
 
 
 def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:

@@ -26,7 +26,7 @@ from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
 from nanovllm.process.interrupts import InterruptsHeld
-from nanovllm.requests.chat import Message
+from nanovllm.requests.chatting import Chatting
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
@@ -62,7 +62,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Scoring, Resuming, BeamSearching, Forking):
+class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking):
     """A model with its engine.
 
     Args:
@@ -120,7 +120,8 @@ class LLM(Scoring, Resuming, BeamSearching, Forking):
         """Complete prompts; returns one `RequestOutput` each, in their order.
 
         Args:
-            prompts: a string, a list of token ids, or a list that mixes both.
+            prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list or an iterator
+                of any of them.
             sampling_params: None takes `default_sampling_params`.
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
@@ -162,18 +163,6 @@ class LLM(Scoring, Resuming, BeamSearching, Forking):
         interrupts = InterruptsHeld()
         return interrupts.held_in((indices[out.request_id], out) for out in self._run(requests, interrupts))
 
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> list[RequestOutput]:
-        """Answer conversations through the tokenizer's chat template, with the options of `generate`.
-
-        Args: messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
-        """
-        return self.generate(self.apply_chat_template(messages), sampling_params, **options)
-
     def stream(
         self,
         prompt: Prompt,
@@ -195,13 +184,6 @@ class LLM(Scoring, Resuming, BeamSearching, Forking):
     def _stream(self, request: NewRequest) -> Iterator[RequestOutput]:
         interrupts = InterruptsHeld()
         return interrupts.held_in(self._run([request], interrupts))
-
-    def apply_chat_template(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[int]]:
-        """Token ids of one conversation or several, ready for the answer; always a list of prompts.
-
-        Texts that spell a control token are encoded as plain text, see `allow_control_tokens_in_messages`.
-        """
-        return self._open_engine().input_processor.chat.apply(messages)
 
     def _run(
         self,

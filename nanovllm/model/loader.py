@@ -70,12 +70,15 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the generation config (maybe several), else of the config or the tokenizer."""
-        for source in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
+        """End-of-sequence tokens that the generation config, the config and the tokenizer name."""
+        found: dict[int, None] = {}
+        added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
+        for source in (getattr(self.model, "generation_config", None), self.tokenizer, self.text_config):
             eos = getattr(source, "eos_token_id", None)
-            if eos is not None:
-                return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-        return ()
+            named = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [int(eos)]
+            is_default = source is self.text_config and found and added  # of a class, where it is the id of plain text
+            found |= dict.fromkeys(token_id for token_id in named if not is_default or token_id in added)
+        return tuple(found)
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:

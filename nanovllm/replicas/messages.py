@@ -39,6 +39,7 @@ from nanovllm.core.sequence import NewRequest, Resumed
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.replicas.token_columns import TokenColumns
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.prompts import ChatPrompt
 from nanovllm.requests.scores import AnswerLogits
 
 # ----------------------------------------------------------------------------------------------- to the engine process
@@ -77,6 +78,7 @@ class SentRequest(Struct, array_like=True):
     embeds: bool = False
     answer_ids: tuple[int, int] | None = None
     client: str = ""
+    end_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
@@ -97,6 +99,7 @@ class SentRequest(Struct, array_like=True):
             new.params.embeds,
             None if answer is None else answer.token_ids,
             new.client,
+            getattr(new.prompt_token_ids, "end_token_ids", ()),
         )
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
@@ -105,7 +108,7 @@ class SentRequest(Struct, array_like=True):
         form = params.structured_output
         return NewRequest(
             self.request_id,
-            self.prompt_token_ids,
+            ChatPrompt(self.prompt_token_ids, self.end_token_ids) if self.end_token_ids else self.prompt_token_ids,
             params,
             bad_words=self.bad_words,
             priority=self.priority,

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from typing import Any
 
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.validation import texts
 from nanovllm.requests.control_tokens import ChatEncoder
 from nanovllm.requests.plain_messages import PlainMessage, plain_messages
+from nanovllm.requests.prompts import ChatPrompt
 from nanovllm.requests.template_folds import Conversation, Tools, folded
 from nanovllm.requests.template_messages import TemplateMessages
 from nanovllm.requests.template_trials import TemplateTrials
+from nanovllm.requests.turn_end import added_ids, turn_end
 
 Message = Mapping[str, Any]
 
+# Arguments of `apply_chat_template` that are not variables of the template.
+NOT_FOR_TEMPLATES = {
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
 MAX_TEMPLATES = 16  # findings about templates that are kept, since a caller may bring one with each conversation
 
 
@@ -34,16 +44,25 @@ class ChatTemplate:
 
     Args:
         tokenizer: if None or without a template, every call raises ValueError.
-        allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
-        content_format: see `EngineConfig.chat_template_content_format`.
+        config: has allow_control_tokens_in_messages and chat_template_content_format.
+        eos_token_ids: tokens that end every answer.
+        num_logits: number of tokens that can be sampled; None: any.
     """
 
-    def __init__(self, tokenizer: Any, *, allow_control_tokens: bool, content_format: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: EngineConfig,
+        eos_token_ids: Collection[int] = (),
+        num_logits: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._encoder = ChatEncoder(tokenizer)
-        self._allows_control_tokens = allow_control_tokens
-        self._content_format = content_format
+        self._allows_control_tokens = config.allow_control_tokens_in_messages
+        self._content_format = config.chat_template_content_format
+        self._eos_token_ids, self._num_logits = eos_token_ids, num_logits
         self._shapers: dict[str, TemplateMessages] = {}  # by the source of the template
+        self._ends: dict[str, tuple[int, ...]] = {}  # likewise
 
     def prepare(self) -> None:
         """Prepare the encoder ahead of the first message that spells a control token."""
@@ -66,7 +85,13 @@ class ChatTemplate:
             _check_conversation(conversation)
         return [self.apply_to(conversation, **options) for conversation in conversations]
 
-    def apply_to(self, conversation: Any, *, tools: Tools = None, **template_options: Any) -> list[int]:
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens with which the tokenizer's template ends an answer, without eos_token_ids."""
+        has_template = self._tokenizer is not None and getattr(self._tokenizer, "chat_template", None)
+        return self._ends_of(self._source(None, None)) if has_template else ()
+
+    def apply_to(self, conversation: Any, *, tools: Tools = None, **template_options: Any) -> ChatPrompt:
         """Token ids of one conversation, with the generation prompt by default.
 
         Args:
@@ -89,15 +114,16 @@ class ChatTemplate:
             return self._render(shaper.finished(messages), tools, options)
 
         try:
-            return self._encode(shaper.finished(shaped[0]), shaped[1], options)
+            token_ids = self._encode(shaper.finished(shaped[0]), shaped[1], options)
         except Exception as error:  # of the template, or of the tokenizer
             words = _refusal(render, *shaped)
             if words is None:  # not the template's
                 raise
-            for messages, own_tools in folded(*shaped):
-                if _refusal(render, messages, own_tools) is None:
-                    return self._encode(shaper.finished(messages), own_tools, options)
-            raise ValueError(_named(render, shaped, words)) from error
+            taken = next((each for each in folded(*shaped) if _refusal(render, *each) is None), None)
+            if taken is None:
+                raise ValueError(_named(render, shaped, words)) from error
+            token_ids = self._encode(shaper.finished(taken[0]), taken[1], options)
+        return ChatPrompt(token_ids, self._ends_of(source))
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -115,8 +141,23 @@ class ChatTemplate:
             trials = TemplateTrials(source, lambda messages: self._render(messages, None, options))
             if len(self._shapers) >= MAX_TEMPLATES:
                 self._shapers.clear()
+                self._ends.clear()
             self._shapers[source] = TemplateMessages(trials, self._content_format)
         return self._shapers[source]
+
+    def _ends_of(self, source: str) -> tuple[int, ...]:
+        if (found := self._ends.get(source)) is None:
+            shaper = self._shaper(source)
+
+            def render(messages: list[PlainMessage], begins_answer: bool) -> str:
+                options = {"add_generation_prompt": begins_answer, "chat_template": source}
+                return self._render(shaper.finished(messages), None, options)
+
+            size = math.inf if self._num_logits is None else self._num_logits
+            ends = turn_end(added_ids(self._tokenizer), render)
+            found = tuple(each for each in ends if each < size and each not in self._eos_token_ids)
+            self._ends[source] = found
+        return found
 
     def _render(self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
@@ -137,7 +178,7 @@ def _refusal(render: Callable[..., str], messages: list[PlainMessage], tools: To
 
 
 def _named(render: Callable[..., str], shaped: Conversation, words: str) -> str:
-    """The error for a conversation in any form of which the template fails, with the message where it begins to."""
+    """The error for a conversation that the template refuses in every form, with the first message that it refuses."""
     messages, tools = shaped
     taken, refused = 0, len(messages)  # so many of the first messages
     while refused - taken > 1:

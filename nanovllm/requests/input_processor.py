@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,11 +20,12 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.chat import ChatTemplate
+from nanovllm.requests.prompts import ChatPrompt, plain_prompt
 
 if TYPE_CHECKING:
     from nanovllm.requests.grammar.compiler import GrammarCompiler
 
-Prompt = str | SequenceABC[int]
+Prompt = str | SequenceABC[int] | Mapping[str, Any]
 
 OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
     ("sampling_params", SamplingParams, "SamplingParams"),
@@ -77,18 +78,15 @@ class InputProcessor:
     @cached_property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template, for the first conversation."""
-        return ChatTemplate(
-            self.tokenizer,
-            allow_control_tokens=self.config.allow_control_tokens_in_messages,
-            content_format=self.config.chat_template_content_format,
-        )
+        return ChatTemplate(self.tokenizer, self.config, self.limits.eos_token_ids, self.limits.num_logits)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """The compiler of structured outputs, made on first use."""
         from nanovllm.requests.grammar.compiler import GrammarCompiler
 
-        return GrammarCompiler(self.tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
+        ends = (*self.limits.eos_token_ids, *self.chat.end_token_ids)
+        return GrammarCompiler(self.tokenizer, self.limits.num_logits, ends)
 
     def prepare(self, *, is_tried: bool = False) -> None:
         """Prepare for the first structured output and the first message that spells a control token.
@@ -117,10 +115,8 @@ class InputProcessor:
         Args:
             request_ids: at least one per prompt.
         """
-        items = [prompts] if isinstance(prompts, str) else _as_list(prompts)
-        if not items:
-            raise ValueError("the list of prompts is empty; give at least one prompt.")
-        if all(isinstance(item, numbers.Integral) for item in items):
+        items = [prompts] if isinstance(prompts, (str, Mapping, ChatPrompt)) else _as_list(prompts)
+        if items and all(isinstance(item, numbers.Integral) for item in items):
             items = [items]
         return self.process_each(items, sampling_params, request_ids=request_ids, **options)
 
@@ -152,7 +148,8 @@ class InputProcessor:
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout, own_client)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
-                token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
+                prompt = plain_prompt(prompt) if isinstance(prompt, Mapping) else prompt
+                token_ids = self._token_ids(prompt, params)
                 check_prompt(token_ids, params, self.limits, self.config.max_model_len)
                 if id(params) not in prepared:
                     check_params(params, self.limits, self.config, has_tokenizer=self.tokenizer is not None)
@@ -179,6 +176,13 @@ class InputProcessor:
                 )
             )
         return requests
+
+    def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt, truncated; of a chat with its own ends, and of a structured output with those too."""
+        token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
+        if isinstance(prompt, ChatPrompt):
+            return ChatPrompt(token_ids, prompt.end_token_ids)
+        return token_ids if params.structured_output is None else ChatPrompt(token_ids, self.chat.end_token_ids)
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt: text, with the tokenizer's special tokens if `add_special_tokens`, or ids in any type.
@@ -218,7 +222,7 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, .
 
 
 def _as_list(values: Any) -> list[Any]:
-    items = values.tolist() if hasattr(values, "tolist") else values
+    items = values.tolist() if hasattr(values, "tolist") else list(values) if isinstance(values, Iterator) else values
     if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
         raise TypeError(f"a prompt is a string or a list of token ids, not {values!r}.")
     return list(items)

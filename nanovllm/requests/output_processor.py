@@ -57,6 +57,7 @@ class Sample:
         # Characters held back at the end of the text, since they may begin a stop string.
         self._hold_back = 0 if params.include_stop_str_in_output else max(map(len, params.stop), default=1) - 1
         self._stopped_at: int | None = None
+        self._ends = getattr(request.prompt_token_ids, "end_token_ids", ()) if params.skip_special_tokens else ()
         self._text_without_tokenizer = ""
         self._num_shown_tokens = self._num_shown_chars = 0  # sent in earlier deltas
         self.last_token_time: float | None = None
@@ -134,6 +135,8 @@ class Sample:
         if sequence.is_finished and self._finished_time is None:
             self._finished_time = now
         text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
+        if sequence.stop_reason in self._ends and self._tokenizer is not None:  # not special to some tokenizers
+            text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
         if request.output_kind is OutputKind.DELTA:
             self._num_shown_tokens = first + len(token_ids)
             text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
@@ -217,7 +220,10 @@ class Request:
                 new,
                 arrival=next(arrivals),
                 max_model_len=config.max_model_len,
-                eos_token_ids=input_processor.limits.eos_token_ids,
+                eos_token_ids=(
+                    *input_processor.limits.eos_token_ids,
+                    *getattr(new.prompt_token_ids, "end_token_ids", ()),
+                ),
                 seed=seed,
                 index=index,
             )

@@ -43,7 +43,7 @@ def call_text(name: str, arguments: Any) -> str:
 
 
 def plain_messages(conversation: SequenceABC[Mapping[str, Any]]) -> list[PlainMessage]:
-    """Messages in one spelling; raises ValueError that names a message whose content is no text.
+    """Messages in one spelling; raises ValueError that names a message without text.
 
     Content is a string, or a list of parts {"type": "text", "text": ...}. Arguments of calls are objects; a call
     with other ones becomes text of its message, since a client cannot take it back. Results have the name of their
@@ -88,7 +88,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _set_calls(message: PlainMessage, calls: SequenceABC[Any], where: str) -> None:
-    """Keep calls whose arguments are an object, and append the others to the message's text."""
+    """Keep calls with an object as arguments, and append the others to the message's text."""
     kept, malformed = [], []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None

@@ -2,8 +2,8 @@
 
 ::
 
-    plain messages ──> what it would leave out in silence ──> render ──> refused: fold, and render again
-                       `shaped`                                          `template_folds`
+    plain messages ──> no silent loss ──> render ──> refused: fold, and render again
+                   `shaped`                      `template_folds`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TemplateMessages:
     """Shapes plain messages for one template.
 
     Args:
-        content_format: "string" or "parts" for all content; "auto" keeps what a client sends if the template reads it.
+        content_format: "string" or "parts" for all content; "auto" keeps the client's form if the template reads it.
     """
 
     def __init__(self, trials: TemplateTrials, content_format: str = "auto") -> None:

@@ -54,7 +54,7 @@ class TemplateTrials:
         return self.reads(role, "string") is False and self.reads(role, "parts") is False
 
     def drops_late_system(self) -> bool:
-        """Whether a system message behind another message is left out in silence."""
+        """Whether a system message after another message is left out in silence."""
         late = [self._text("user"), self._text("assistant"), self._text("system", MARK), self._text("user")]
         second = [self._text("system"), self._text("system", MARK), self._text("user")]
         found = self._kept("late", lambda: self._shows(late, MARK) is False or self._shows(second, MARK) is False)
@@ -134,7 +134,7 @@ class TemplateTrials:
 
         Args:
             arguments: of the call; an object by default.
-            others: 1 adds a second call to the message, 2 in a message of its own.
+            others: 1 adds a second call to the message, 2 in another message.
         """
         call = new_call(NAME, {"key": VALUE} if arguments is None else arguments, CALL_ID)
         other = new_call(OTHER_NAME, {"key": OTHER_VALUE}, OTHER_ID)

@@ -37,6 +37,26 @@ def test_strings_and_token_ids_mix_and_keep_their_order():
     assert [output.prompt_token_ids for output in outputs][1::2] == prompts[1::2]
 
 
+def test_prompts_may_be_dictionaries_of_text_or_token_ids():
+    llm = shared_llm()
+    forms = [{"prompt": "one"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "one", "prompt_token_ids": None}]
+    outputs = generate(llm, [*forms, "one", [5, 6, 7]])
+    assert [output.prompt for output in outputs] == ["one", None, "one", "one", None]
+    assert token_ids(outputs)[:3] == [token_ids(outputs)[number] for number in (3, 4, 3)]
+    (alone,) = generate(llm, {"prompt_token_ids": [5, 6, 7]})
+    assert alone.prompt_token_ids == [5, 6, 7]
+
+
+def test_prompts_may_come_from_a_generator():
+    outputs = generate(shared_llm(), (prompt for prompt in ("one", [5, 6, 7])))
+    assert [output.prompt for output in outputs] == ["one", None]
+
+
+def test_no_prompts_have_no_outputs():
+    llm = shared_llm()
+    assert generate(llm, []) == [] and generate(llm, iter(())) == [] and list(llm.as_completed([])) == []
+
+
 def test_outputs_keep_their_order_when_the_later_prompt_ends_first():
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (20, 1, 10)]
     outputs = generate(shared_llm(), random_prompts(3), params)

@@ -213,6 +213,14 @@ def run_chat(llm: LLM, steps: list[Any]) -> None:
     assert completions(llm.chat(MESSAGES, params, use_tqdm=False)) == completions(
         one().chat(MESSAGES, params, use_tqdm=False)
     )
+    variables: dict[str, Any] = {"mood": "kind"}
+    own = "{{ mood }}{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    arguments: dict[str, Any] = {
+        "chat_template": own, "chat_template_kwargs": variables, "tools": tools,
+        "add_generation_prompt": False, "continue_final_message": False,
+    }  # fmt: skip
+    assert llm.apply_chat_template(MESSAGES, **arguments) == one().apply_chat_template(MESSAGES, **arguments)
 
 
 def run_stream(llm: LLM, steps: list[Any]) -> None:
@@ -337,7 +345,13 @@ def run_embed(llm: LLM, steps: list[Any]) -> None:
 
 SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_prompts: {"prompts", "generate", "on_step", "tokenizer", "model", "trace"},
-    run_chat: {"chat", "apply_chat_template"},
+    run_chat: {
+        "chat",
+        "apply_chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    },
     run_stream: {"stream", "record_itl"},
     run_resume: {"resume"},
     run_beam_search: {"beam_search", "params"},

@@ -11,8 +11,6 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.server.anthropic.protocol import MessagesRequest
-from nanovllm.server.anthropic.translation import as_chat
 from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import tiny_tokenizer

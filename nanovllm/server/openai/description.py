@@ -14,8 +14,9 @@ from fastapi import FastAPI
 
 from nanovllm.core.sampling_params import CHECKS, MIN_TEMPERATURE
 from nanovllm.core.validation import MAX_PRIORITY
+from nanovllm.requests.chat import NOT_FOR_TEMPLATES
 from nanovllm.server.openai import embeddings
-from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, PLAIN_OPTIONS
+from nanovllm.server.openai.protocol import PLAIN_OPTIONS
 from nanovllm.server.state import ServerState
 
 Schema = dict[str, Any]

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm import __version__
+from nanovllm.requests.chat import NOT_FOR_TEMPLATES
 from nanovllm.server.answers.template_options import known_options
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.openai.messages import as_conversation
-from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, DetokenizeRequest, TokenizeRequest
+from nanovllm.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, server_state
 

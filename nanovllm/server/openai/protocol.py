@@ -20,6 +20,7 @@ from pydantic import (
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.sampling_params import CHECKS, MAX_SEED, SamplingParams
 from nanovllm.core.validation import integer, real, truth
+from nanovllm.requests.chat import NOT_FOR_TEMPLATES
 from nanovllm.server.answers.template_options import EFFORTS
 from nanovllm.server.hints import OPENAI
 from nanovllm.server.openai import neutral
@@ -55,12 +56,6 @@ PLAIN_OPTIONS = {
 }
 # Lists in `SamplingParams`, where None here means not set.
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
-# Arguments of `apply_chat_template` that are not variables of the template.
-NOT_FOR_TEMPLATES = {
-    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
-}  # fmt: skip
 
 
 def longest_prompt(limit: int | None, engine: AsyncLLM) -> int | None:

@@ -98,7 +98,7 @@ def new_messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
-    for number, item in enumerate(body.input):
+    for item in body.input:
         match item:
             case protocol.MessageItem(role="assistant"):
                 answer = _answer(messages, joins=True)

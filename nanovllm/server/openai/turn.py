@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.requests.chat import NOT_FOR_TEMPLATES
 from nanovllm.requests.plain_messages import text_of
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.delta import AnswerDelta
@@ -20,7 +21,7 @@ from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
 from nanovllm.server.openai.forms import constraints_of, error_field, named_error
 from nanovllm.server.openai.limits import check_size, engine_options
-from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, ChatRequest
+from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.state import ServerState
 from nanovllm.streaming.streams import OutputStream
 
