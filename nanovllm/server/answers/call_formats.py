@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from nanovllm.server.answers.lenient_json import GEMMA_QUOTE
 from nanovllm.server.answers.tagged_calls import Tags
 
-DSML = "｜DSML｜"  # a token of its own in DeepSeek's tokenizers
+DSML = "｜DSML｜"  # one token in DeepSeek's tokenizers
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Format of one model family.
 
-    openers, closers: strings before calls and behind them; each may be missing, or stand there several times.
+    openers, closers: strings before calls and after them; each may be missing, or stand there several times.
     header: strings between a call's name and its arguments.
     bare: how a call may begin without an opener, at the start of the answer.
     tags: tags of calls that write each argument between tags.

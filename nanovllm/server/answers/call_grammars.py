@@ -65,7 +65,7 @@ def _block(rules: Rules, opening: str, call: str, closing: str, *, head: str = "
     """Calls in one block, between two markers.
 
     Args:
-        head, between: rules for the text behind the opening marker, and between calls.
+        head, between: rules for the text after the opening marker, and between calls.
     """
     marker, end = rules.marker(opening), rules.marker(closing)
     single, body = f"{head} {call} {end}", f"{head} {call} ({between} {call})* {end}"
@@ -179,7 +179,7 @@ def gemma4(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def _members(rules: Rules, values: Sequence[Value]) -> str:
-    """Rule for names and values in their order, with commas between those that are there."""
+    """Rule for names and values in their order, with commas between the present ones."""
     quote = rules.marker(GEMMA_QUOTE)
     more, members = '""', '""'  # of the values behind the one at hand, behind others and alone
     for value in reversed(values):
@@ -220,7 +220,7 @@ def _arguments(rules: Rules, tool: Tool, opening: Callable[[Value], str] | None,
 
     Args:
         opening: the text before a value; None for GLM's two tags.
-        behind: the text behind the closing tag.
+        behind: text after the closing tag.
     """
     parts = []
     for value in values_of(rules, tool, closing):

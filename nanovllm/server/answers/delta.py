@@ -64,7 +64,7 @@ class Readable(Protocol):
 class CallParts:
     """Parts of one call after another, as they are read.
 
-    A call that streams begins with its id, its name and what there is of its arguments, once the text is certain to
+    A call that streams begins with its id, its name and the arguments so far, once the text is certain to
     call a tool; later parts have the arguments that follow, and nothing else. All of them join to the whole call. One
     that does not stream is a single part.
 
@@ -83,7 +83,7 @@ class CallParts:
         return self._num_sent > 0
 
     def add(self, call: Readable, *, is_ended: bool) -> list[Part]:
-        """Return what is new of the open call."""
+        """Return the new part of the open call."""
         if not is_ended and not self._streams:
             return []
         written = call.arguments if is_ended or call.end is None else call.arguments[:-1]

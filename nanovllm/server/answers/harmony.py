@@ -37,7 +37,7 @@ class HarmonyStream:
     def __init__(self, tools: Tools, *, streams_calls: bool = False) -> None:
         self._tools = tools
         self._parts = CallParts(streams=streams_calls)
-        self._call: JsonCall | None = None  # whose message is open
+        self._call: JsonCall | None = None  # in the open message
         self._text = ""  # not yet returned
         self._in_body = False
         self._header = ""
@@ -112,7 +112,7 @@ class HarmonyStream:
         return True
 
     def _show(self, delta: AnswerDelta, body: str) -> None:
-        """Return the body of a message, or what is new of it; of a call, the whole body."""
+        """Return the body of a message, or its new part; of a call, the whole body."""
         if self._tool is not None:
             self._read_call(delta, self._tool, body, is_last=True)
         elif self._channel == "analysis" and "to=functions." not in self._header:

@@ -1,7 +1,7 @@
-"""Reader of one tool call whose arguments are a JSON object, and of the names that calls give.
+"""Reader of one tool call with its arguments as a JSON object, and of the names in calls.
 
-A call is an object with name and arguments, or arguments behind a name. Models write the keys in several ways; a call
-whose arguments are not certain is none.
+A call is an object with name and arguments, or arguments after a name. Models write the keys in several ways; a call
+with uncertain arguments is none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JsonCall:
 
     name: the tool, once the text is certain to call it; None before.
     arguments: strict JSON of the arguments so far; its last brace comes with the end of the call.
-    end: index behind the call; None before it has ended.
+    end: index after the call; None before it has ended.
     failed: index of the text that makes it no call; None if there is none.
 
     Args:
@@ -148,7 +148,7 @@ class JsonCall:
         """Name and arguments of a call; raises one of _NO_CALL if they are not certain."""
         if isinstance(given.get("function"), dict):
             if given.keys() - _ABOUT - {"function"}:
-                raise ValueError("keys beside the function")
+                raise ValueError("keys next to the function")
             given = given["function"]
         key = next(key for key in (*_NAMES, "") if isinstance(given.get(key), str) or not key)
         name = tool_name(given[key], self._tools)
@@ -157,7 +157,7 @@ class JsonCall:
         named = [key for key in _ARGUMENTS if key in given]
         others = given.keys() - _ABOUT - {key} - set(named)
         properties = properties_of(self._tools[name])
-        if not named:  # none, or written beside the name
+        if not named:  # none, or written next to the name
             if others - properties.keys():
                 raise ValueError("unknown keys")
             return name, {other: given[other] for other in given if other in others}

@@ -1,8 +1,8 @@
-"""Lenient reader of a JSON object, or of a string: what a model writes becomes strict JSON while it streams.
+"""Lenient reader of a JSON object, or of a string: a growing text becomes strict JSON.
 
-Read beside JSON: strings in single quotes or within Gemma's <|"|>, names without quotes, Python's True, False and None,
-commas at the end, none behind Gemma's strings, and, within strings, line breaks and backslashes that escape nothing.
-White space between tokens becomes that of `json.dumps`.
+Also read: strings in single quotes or within Gemma's <|"|>, names without quotes, Python's True, False and None,
+commas at the end, none after Gemma's strings, and, within strings, line breaks and backslashes that escape nothing.
+White space between tokens is as `json.dumps` writes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JsonScan:
     """Reads the object or string that begins at an index of a growing text; reads each character once.
 
     at: index of the first character that is not read yet.
-    text: strict JSON of what is read; it only grows.
+    text: strict JSON of the characters read; it only grows.
     closed: length of `text` when the first container had closed to a depth, by that depth.
     is_whole, is_broken: whether the value has ended; whether the text at `at` cannot go on with it.
     """

@@ -11,7 +11,7 @@ from nanovllm.server.answers.thought_count import marker_id
 
 _META = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 ANY_TEXT = r"/(.|\n)*/"
-_INNER = re.compile("(｜[^｜<>]+｜)")  # within DeepSeek's tags, a token of its own
+_INNER = re.compile("(｜[^｜<>]+｜)")  # one token within DeepSeek's tags
 
 
 class Rules:
@@ -65,7 +65,7 @@ class Rules:
         """Rule for free text, or for a terminal's text, up to and including a marker."""
         if self.token_id(marker) is not None:
             return f"{terminal or self.free_text()} {self.marker(marker)}"
-        if self._has_inner_token(marker):  # what stands before the token is the end of the text's own terminal
+        if self._has_inner_token(marker):  # text before the token ends the terminal
             before, token, behind = _INNER.split(marker, maxsplit=1)
             text = self.terminal(f"{terminal or ANY_TEXT} {self.literal(before)}")
             return f"{text} {self.marker(token)} {self.literal(behind)}"

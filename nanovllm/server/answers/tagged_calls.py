@@ -42,7 +42,7 @@ class Tags:
     call: pattern of the opening tag, its group the name.
     call_so_far: pattern of texts that may become an opening tag.
     argument: pattern of the tag before a value, with the group `key`, and the group `kind` for "true" before a string.
-    argument_starts, closings, ends: how that tag begins; the tags behind a value; the tags that end a call.
+    argument_starts, closings, ends: how that tag begins; the tags after a value; the tags that end a call.
     has_lines: whether each argument's tag begins a line, so that one within a line is text.
     trims: whether the tags around a value stand on lines of their own.
     takes_json: whether an object may stand in place of the arguments' tags.
@@ -64,7 +64,7 @@ class TaggedCall:
     """Reads the call that begins at an index of a growing text; its attributes are those of `JsonCall`.
 
     Args:
-        closers, openers: tags behind calls and before them.
+        closers, openers: tags after calls and before them.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TaggedCall:
         return True
 
     def _read_tag(self, text: str) -> bool:
-        """Read what follows the opening tag or a value."""
+        """Read the tag that follows the opening tag or a value."""
         at = _end_of_space(text, self._at)
         if self._json is None and (found := self._tags.argument.match(text, at)):
             self._key, self._kind = found["key"].strip(), found.groupdict().get("kind")
@@ -184,7 +184,7 @@ class TaggedCall:
         return True
 
     def _end_of_value(self, text: str, begin: int, *, is_last: bool) -> tuple[int, int] | None:
-        """Index of a value's end, and that of the text behind its tag; None if more text decides."""
+        """Index of a value's end, and of the text after its tag; None if more text decides."""
         for found in self._bounds.finditer(text, self._searched):
             at = found.start()
             if found[0] in self._tags.closings:
@@ -205,7 +205,7 @@ class TaggedCall:
         return None
 
     def _is_end(self, text: str, begin: int, closing: re.Match[str]) -> tuple[bool | None, int]:
-        """Whether a closing tag ends the value, and the index behind it and behind its repetitions."""
+        """Whether a closing tag ends the value, and the index after it and its repetitions."""
         behind, tags = closing.end(), self._all
         if not any(start in text[begin : closing.start()] for start in self._tags.argument_starts):
             while found := _repeated(text, behind, self._tags.closings):
@@ -214,7 +214,7 @@ class TaggedCall:
         return self._follows(text, behind, tags), behind
 
     def _is_argument(self, text: str, at: int, begin: int) -> bool | None:
-        """Whether the tag at an index begins the next argument, behind a value without a closing tag."""
+        """Whether the tag at an index begins the next argument, after a value without a closing tag."""
         found = self._tags.argument.match(text, at)
         if found is None:
             return None if len(text) - at < _MAX_TAG else False
@@ -240,7 +240,7 @@ class TaggedCall:
 
 
 def _repeated(text: str, at: int, tags: tuple[str, ...]) -> int | None:
-    """Index behind one of the tags and the space before it; None if none follows."""
+    """Index after one of the tags and the space before it; None if none follows."""
     at = _end_of_space(text, at)
     return next((at + len(tag) for tag in tags if text.startswith(tag, at)), None)
 

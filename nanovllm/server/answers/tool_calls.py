@@ -41,12 +41,12 @@ AnyCall = JsonCall | TaggedCall | EmptyCall
 
 
 class CallRun:
-    """Reads calls that follow one another, from the marker of the first one on.
+    """Reads consecutive calls, from the marker of the first one on.
 
-    calls: those that have ended.
+    calls: the ended ones.
     current: the call that is open.
-    mark: index behind the last call and what belongs to it.
-    failed: index behind text that is no call; None if there is none.
+    mark: index after the last call and its closers.
+    failed: index after text that is no call; None if there is none.
     is_done: whether no call follows.
     """
 
@@ -61,7 +61,7 @@ class CallRun:
         self.failed: int | None = None
         self.is_done = False
         self._at = 0
-        self._opened: int | None = None  # index behind the first opener since the last call
+        self._opened: int | None = None  # index after the first opener since the last call
         self._is_fenced = False
 
     def read(self, text: str, *, is_last: bool) -> None:
@@ -89,14 +89,14 @@ class CallRun:
         return True
 
     def _end(self) -> bool:
-        """End the run where no call begins: behind its calls, or in text from an opener on."""
+        """End the run where no call begins: after its calls, or in text from an opener on."""
         if self._opened is not None or not self.calls:
             return self._fail(self._opened or 1)
         self.is_done = True
         return True
 
     def _find_call(self, text: str, *, is_last: bool) -> bool:
-        """Skip what stands between calls, and begin the next one; returns False if more text decides."""
+        """Skip the text between calls, and begin the next one; returns False if more text decides."""
         while self._skip(text):
             pass
         if self._is_cut(text):
@@ -117,7 +117,7 @@ class CallRun:
         return True
 
     def _skip(self, text: str) -> bool:
-        """Skip an opener, a closer or what else stands between calls; returns whether more may follow."""
+        """Skip an opener, a closer or punctuation between calls; returns whether more may follow."""
         found = _BETWEEN.match(text, self._at)
         self._at = at = self._at if found is None else found.end()
         for opener in self._form.openers:
@@ -148,14 +148,14 @@ class CallRun:
         return True
 
     def _is_cut(self, text: str) -> bool:
-        """Whether what comes next is not there yet, or not all of it."""
+        """Whether the next token is not there yet, or not all of it."""
         rest = text[self._at : self._at + _MAX_HEADER]
         if _FENCE_LINE.fullmatch(rest):
             return not (self._is_fenced and self.calls)
         tokens = self._form.openers + self._closers + self._starts + (_FENCE,)
         return any(token.startswith(rest) and token != rest for token in tokens)
 
-    # -------------------------------------------------------------------------------------- arguments behind a name
+    # ---------------------------------------------------------------------------------------- arguments after a name
 
     def _read_header(self, text: str, *, is_last: bool) -> bool:
         """Read a name in front of its arguments; returns False if more text decides."""

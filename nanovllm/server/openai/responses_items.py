@@ -105,7 +105,7 @@ class Items:
 
     def _end_call(self, status: str) -> Iterator[Event]:
         assert self._open is not None
-        if status != "completed" and is_json(self._text):  # the call ended, what was to follow did not
+        if status != "completed" and is_json(self._text):  # the call ended, the answer did not
             status = "completed"
         yield self._arguments_event("done") | {"arguments": self._text, "name": self._open["name"]}
         item = self._open | {"arguments": self._text, "status": status}
