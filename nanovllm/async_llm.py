@@ -22,8 +22,10 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, texts_of
+from nanovllm.requests.intake import Intake, IntakeClosedError
+from nanovllm.requests.preparation import check_request_ids, num_samples, text_size, texts_of
 from nanovllm.requests.scoring import AsyncScoring
+from nanovllm.requests.tokenization import AsyncTokenization
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.heartbeat import Heartbeat
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncLLM(AsyncScoring):
+class AsyncLLM(AsyncTokenization, AsyncScoring):
     """A model with its engine in a thread, for asyncio.
 
     Args:
@@ -81,8 +83,8 @@ class AsyncLLM(AsyncScoring):
         self._clock = engine.clock
         self._look_at_queue = engine.check_queue
         self._preparing: dict[str, Stream] = {}  # of requests that are not queued yet
-        self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
-        self._preparation.submit(engine.input_processor.prepare, 0, compiles=True)
+        self._intake = Intake(is_parallel=getattr(self.tokenizer, "is_fast", False))
+        self._intake.submit(engine.input_processor.prepare, compiles=True)
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
     def generate(
@@ -162,7 +164,7 @@ class AsyncLLM(AsyncScoring):
             raise ValueError(f"there are {len(prompts)} prompts and {len(request_ids)} request ids; give one for each.")
         prepare = partial(self._input_processor.process_each, list(prompts), sampling_params, **options)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        return await self._submit(prepare, request_ids, output_kind, sampling_params, texts)
+        return await self._submit(prepare, request_ids, output_kind, sampling_params, texts, options.get("client"))
 
     async def submit_chat(
         self,
@@ -178,27 +180,13 @@ class AsyncLLM(AsyncScoring):
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
 
         def prepare(**given: Any) -> list[NewRequest]:
-            token_ids = self._input_processor.chat.apply_to(messages, tools=tools, **(template_options or {}))
+            limit = self._input_processor.limit_of(sampling_params)
+            token_ids = self._input_processor.chat.apply_to(messages, limit, tools=tools, **(template_options or {}))
             return self._input_processor.process_each([token_ids], sampling_params, **given, **options)
 
         request_ids = [uuid.uuid4().hex if request_id is None else request_id]
-        return await self._submit(prepare, request_ids, output_kind, sampling_params, (messages, tools))
-
-    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's special tokens if `add_special_tokens`."""
-        work = partial(self._input_processor.tokenize, prompt, add_special_tokens=add_special_tokens)
-        return await self.prepare(work, prompt)
-
-    async def apply_chat_template(
-        self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
-        work = partial(self._input_processor.chat.apply_to, messages, tools=tools, **template_options)
-        return await self.prepare(work, (messages, tools))
-
-    async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids; all must be in the tokenizer's vocabulary."""
-        return await self.prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
+        texts, client = (messages, tools), options.get("client")
+        return await self._submit(prepare, request_ids, output_kind, sampling_params, texts, client)
 
     async def _submit(
         self,
@@ -207,8 +195,9 @@ class AsyncLLM(AsyncScoring):
         output_kind: OutputKind | str,
         sampling_params: Any,
         texts: Any,
+        client: Any,
     ) -> OutputStream:
-        """Queue the requests that `prepare` makes of `texts`."""
+        """Queue the requests that `prepare` makes of a client's `texts`."""
         arrival_time = self._clock()
         check_request_ids(request_ids, self._preparing)
         if output_kind not in list(OutputKind):
@@ -230,7 +219,8 @@ class AsyncLLM(AsyncScoring):
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
             compiles, words = self._input_processor.compiles(sampling_params), texts_of(sampling_params)
-            await asyncio.wrap_future(await self.prepare(prepare_and_queue, (texts, words), compiles=compiles))
+            work = self.prepare(prepare_and_queue, (texts, words), compiles=compiles, client=client)
+            await asyncio.wrap_future(await work)
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
             raise
@@ -240,25 +230,24 @@ class AsyncLLM(AsyncScoring):
         return OutputStream(stream, request_ids, self._abandon)
 
     async def _check_queue(self, count: int) -> None:
-        """Refuse samples that have no room before their texts are tokenised.
-
-        The queue's length may be a step old, so a refusal is confirmed between two steps: an abort may be on its way.
-        """
+        """Refuse samples without room before they are tokenised, between two steps: an abort may be on its way."""
         try:
             self._look_at_queue(count)
         except QueueFullError:
             if not self.is_dead:
                 await self._run(lambda engine: engine.check_queue(count))
 
-    async def prepare(self, work: Callable[[], Result], texts: Any = (), *, compiles: bool = False) -> Result:
-        """Run `work`, which tokenises `texts` or compiles structured outputs too, in a preparation thread."""
+    async def prepare(
+        self, work: Callable[[], Result], texts: Any = (), *, compiles: bool = False, client: str | None = None
+    ) -> Result:
+        """Run `work`, which tokenises `texts` and may compile forms, in its client's turn; cancelling drops it."""
         if self._engine_thread.is_elsewhere:
             raise self._engine_thread.refusal()
         try:
-            future = self._preparation.submit(work, text_size(texts), compiles=compiles)
-        except RuntimeError:  # it is shut down
+            task = self._intake.submit(work, text_size(texts), client=client, compiles=compiles)
+            return await asyncio.wrap_future(task)
+        except IntakeClosedError:
             raise self._engine_thread.refusal() from None
-        return await asyncio.wrap_future(future)
 
     def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
         """Abort requests without a reader before the next step; does not wait, since this may be a cancellation."""
@@ -339,7 +328,7 @@ class AsyncLLM(AsyncScoring):
         """
         if self._engine_thread.is_elsewhere:
             return
-        self._preparation.shutdown()
+        self._intake.shutdown()
         self._engine_thread.stop()
         await asyncio.to_thread(self._engine_thread.join)
 

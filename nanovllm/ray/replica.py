@@ -9,9 +9,9 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -34,7 +34,7 @@ from nanovllm.replicas.messages import (
     encode,
     metric_values,
 )
-from nanovllm.requests.grammar.trials import MAX_TRIALS
+from nanovllm.requests.intake import Intake
 from nanovllm.streaming.engine_thread import EngineThread
 
 logger = logging.getLogger("nanovllm")
@@ -87,7 +87,7 @@ class Replica:
         self._thread = EngineThread(engine, self._reporter, prepares_when_idle=True)
         self._input_processor = engine.input_processor
         # Apart from the loop's own threads, so that a plain request never waits for forms.
-        self._forms = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="nanovllm-prepare-form")
+        self._forms = Intake()
         OldObjectsFrozen.freeze_for_good()
 
     async def describe(self, model: str, tokenizer: str | None, engine_options: dict[str, Any]) -> bytes | None:
@@ -122,8 +122,11 @@ class Replica:
         self._loop = loop = asyncio.get_running_loop()
         is_finished = False
         try:
-            threads = self._forms if request.compiles(self._input_processor) else None
-            (new,) = await loop.run_in_executor(threads, self._reporter.prepare, Add([request]))
+            prepare = partial(self._reporter.prepare, Add([request]))
+            if request.compiles(self._input_processor):
+                (new,) = await asyncio.wrap_future(self._forms.submit(prepare, client=request.client, compiles=True))
+            else:
+                (new,) = await loop.run_in_executor(None, prepare)
             await asyncio.wrap_future(self._thread.submit(lambda _: self._add(request, new)))
             while not is_finished:
                 outputs = [await queue.get()]

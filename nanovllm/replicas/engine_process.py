@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.core.batch import ScheduledBatch
@@ -48,8 +47,8 @@ from nanovllm.replicas.messages import (
 )
 from nanovllm.replicas.prefix_index import encode as encode_events
 from nanovllm.replicas.token_columns import TokenColumns, TokenSender
-from nanovllm.requests.grammar.trials import MAX_TRIALS
 from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.intake import Intake as ClientTurns
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
 from nanovllm.streaming.engine_thread import EngineThread
@@ -275,7 +274,7 @@ class Intake:
 
     def __init__(self, thread: EngineThread, reporter: Reporter, input_processor: InputProcessor) -> None:
         self._thread, self._reporter, self._input_processor = thread, reporter, input_processor
-        self._forms = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="nanovllm-prepare-form")
+        self._forms = ClientTurns()
         self._compiling: set[tuple[str, int]] = set()
 
     def handle(self, message: ToEngine) -> None:
@@ -284,7 +283,8 @@ class Intake:
             for request in message.requests:
                 if request.compiles(self._input_processor):
                     self._compiling.add((request.request_id, request.placement))
-                    self._forms.submit(self._compile_and_add, request).add_done_callback(_end_if_failed)
+                    work = functools.partial(self._compile_and_add, request)
+                    self._forms.submit(work, client=request.client, compiles=True).add_done_callback(_end_if_failed)
                 else:
                     at_once.append(request)
             if at_once:

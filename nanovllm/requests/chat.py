@@ -26,6 +26,7 @@ NOT_FOR_TEMPLATES = {
     "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
+    "answer_params",
 }  # fmt: skip
 MAX_TEMPLATES = 16  # findings about templates that are kept, since a caller may bring one with each conversation
 
@@ -91,10 +92,13 @@ class ChatTemplate:
         has_template = self._tokenizer is not None and getattr(self._tokenizer, "chat_template", None)
         return self._ends_of(self._source(None, None)) if has_template else ()
 
-    def apply_to(self, conversation: Any, *, tools: Tools = None, **template_options: Any) -> ChatPrompt:
+    def apply_to(
+        self, conversation: Any, limit: int | None = None, /, *, tools: Tools = None, **template_options: Any
+    ) -> ChatPrompt:
         """Token ids of one conversation, with the generation prompt by default.
 
         Args:
+            limit: number of tokens at which it is too long; None for any number.
             tools: function definitions for the template, in OpenAI's format.
             template_options: options of the template, such as `enable_thinking`, add_generation_prompt,
                 continue_final_message, and chat_template, which replaces the tokenizer's.
@@ -114,7 +118,7 @@ class ChatTemplate:
             return self._render(shaper.finished(messages), tools, options)
 
         try:
-            token_ids = self._encode(shaper.finished(shaped[0]), shaped[1], options)
+            token_ids = self._encode(shaper.finished(shaped[0]), shaped[1], options, limit)
         except Exception as error:  # of the template, or of the tokenizer
             words = _refusal(render, *shaped)
             if words is None:  # not the template's
@@ -122,7 +126,7 @@ class ChatTemplate:
             taken = next((each for each in folded(*shaped) if _refusal(render, *each) is None), None)
             if taken is None:
                 raise ValueError(_named(render, shaped, words)) from error
-            token_ids = self._encode(shaper.finished(taken[0]), taken[1], options)
+            token_ids = self._encode(shaper.finished(taken[0]), taken[1], options, limit)
         return ChatPrompt(token_ids, self._ends_of(source))
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -162,10 +166,11 @@ class ChatTemplate:
     def _render(self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
 
-    def _encode(self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any]) -> list[int]:
-        if not self._allows_control_tokens:
-            return self._encoder.encode(messages, tools, options)
-        return list(self._tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options))
+    def _encode(
+        self, messages: list[PlainMessage], tools: Tools, options: Mapping[str, Any], limit: int | None
+    ) -> list[int]:
+        encode = self._encoder.rendered_ids if self._allows_control_tokens else self._encoder.encode
+        return encode(messages, tools, options, limit)
 
 
 def _refusal(render: Callable[..., str], messages: list[PlainMessage], tools: Tools) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.validation import text
+from nanovllm.requests.pieces import Pieces
 
 ANCHOR = "☺"  # joins no other character in vocabularies of SentencePiece
 
@@ -72,7 +73,7 @@ class Infill:
     """
 
     def __init__(self, tokenizer: Any, markers: InfillMarkers) -> None:
-        self._tokenizer, self._markers = tokenizer, markers
+        self._tokenizer, self._markers, self._pieces = tokenizer, markers, Pieces(tokenizer)
         named = (markers.prefix, markers.suffix, markers.middle, markers.file, markers.repository, *markers.ends)
         self._ids = {name: _token_id(tokenizer, name) for name in named if name is not None}
         self.stop_token_ids = tuple(sorted({found for found in self._ids.values() if found is not None}))
@@ -153,7 +154,10 @@ class Infill:
         return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else ids
 
     def _ids_of(self, piece: str) -> list[int]:
-        return list(self._tokenizer(piece, add_special_tokens=False)["input_ids"])
+        def encode(part: str) -> list[int]:
+            return list(self._tokenizer(part, add_special_tokens=False)["input_ids"])
+
+        return self._pieces.encode(piece, encode, encode, None)
 
 
 def infill_of(tokenizer: Any) -> Infill | None:

@@ -20,6 +20,8 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.chat import ChatTemplate
+from nanovllm.requests.intake import checkpoint, form_turn
+from nanovllm.requests.pieces import Pieces, too_long
 from nanovllm.requests.prompts import ChatPrompt, plain_prompt
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class InputProcessor:
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer)
 
     @cached_property
     def chat(self) -> ChatTemplate:
@@ -96,10 +99,12 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             return
-        with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
-            self.grammars.prepare(is_tried=is_tried)
-        if not is_tried:
-            self.chat.prepare()
+        with form_turn():
+            with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
+                self.grammars.prepare(is_tried=is_tried)
+            if not is_tried:
+                self._pieces.prepare()
+                self.chat.prepare()
 
     def compiles(self, sampling_params: Any) -> bool:
         """Whether parameters have a structured output that is not compiled yet."""
@@ -179,15 +184,23 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
         """Token ids of a prompt, truncated; of a chat with its own ends, and of a structured output with those too."""
-        token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
+        token_ids = self.tokenize(prompt, limit=self.limit_of(params))
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
         if isinstance(prompt, ChatPrompt):
             return ChatPrompt(token_ids, prompt.end_token_ids)
         return token_ids if params.structured_output is None else ChatPrompt(token_ids, self.chat.end_token_ids)
 
-    def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
+    def limit_of(self, params: SamplingParams | None) -> int | None:
+        """Number of tokens at which a prompt is too long; None if its beginning is cut off."""
+        truncates = params is not None and params.truncate_prompt_tokens is not None
+        return None if truncates else self.config.max_model_len
+
+    def tokenize(self, prompt: Any, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a prompt: text, with the tokenizer's special tokens if `add_special_tokens`, or ids in any type.
 
-        Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers.
+        Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers. A long text is refused as
+        soon as it is known to have `limit` tokens.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -196,7 +209,12 @@ class InputProcessor:
                 raise ValueError("the prompt is an empty string; it needs at least one token.")
             text("the prompt", prompt)
             options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack it
-            prompt = self.tokenizer(prompt, **options)["input_ids"]
+            prompt = self._pieces.encode(
+                prompt,
+                lambda piece: list(self.tokenizer(piece, add_special_tokens=False)["input_ids"]),
+                lambda given: list(self.tokenizer(given, **options)["input_ids"]),
+                limit,
+            )
         items = _as_list(prompt)
         if set(map(type, items)) <= {int}:  # fast for long prompts
             return items
@@ -213,6 +231,7 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, .
     """
     found: dict[tuple[int, ...], None] = {}
     for word in bad_words:
+        checkpoint()
         for spelling in (word.lstrip(), " " + word.lstrip()):
             token_ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
             if not token_ids:
@@ -274,13 +293,7 @@ def check_prompt(
         )
     length = len(prompt_token_ids)
     if length >= max_model_len:
-        raise PromptTooLongError(
-            f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len "
-            # In OpenAI's words, which LiteLLM and others look for.
-            f"({max_model_len}): this model's maximum context length is {max_model_len} tokens. Shorten it to at most "
-            f"{max_model_len - 1} tokens (truncate_prompt_tokens does), or "
-            "raise max_model_len if the model and the KV cache allow."
-        )
+        raise too_long(f"{length} tokens", max_model_len)
     if params.prompt_logprobs_start >= length:
         raise ValueError(
             f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {length} tokens; it must "

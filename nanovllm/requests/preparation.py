@@ -1,52 +1,18 @@
-"""Threads that tokenise and check requests outside of the event loop, with separate ones for long texts and forms."""
+"""What is known of requests before they are prepared: how long their texts are, and whether their ids are in use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as SequenceABC
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.requests.intake import LONG_CHARS
 
-Result = TypeVar("Result")
-
-# Longer texts take 20 ms and more to tokenise.
-LONG_CHARS = 32768
-# Most threads that compile forms; most of these wait for a trial.
-FORM_THREADS = 32
 # Cost of a message or field in a chat template, as a number of tokenised characters.
 CHARS_PER_VALUE = 16
-
-
-class Preparation:
-    """One thread for short texts, in order of submission; others for long texts and forms, which short texts overtake.
-
-    Args:
-        tokenizer: a fast tokenizer releases the GIL and is thread-safe; any other gets one thread for everything.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare")
-        self._long = self._forms = self._short
-        if getattr(tokenizer, "is_fast", False):
-            self._long = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare-long")
-            self._forms = ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="nanovllm-prepare-form")
-
-    def submit(self, work: Callable[[], Result], num_chars: int, *, compiles: bool = False) -> Future[Result]:
-        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError after `shutdown`.
-
-        Args:
-            compiles: whether `work` compiles forms too.
-        """
-        if compiles:
-            return self._forms.submit(work)
-        return (self._short if num_chars <= LONG_CHARS else self._long).submit(work)
-
-    def shutdown(self) -> None:
-        """Refuse further work; work already submitted still runs."""
-        for threads in (self._short, self._long, self._forms):
-            threads.shutdown(wait=False)
+# Bytes of JSON that are parsed in the time in which a character is tokenised.
+PARSED_BYTES = 8
 
 
 def check_request_ids(request_ids: SequenceABC[Any], in_preparation: Container[str]) -> None:
@@ -61,13 +27,18 @@ def check_request_ids(request_ids: SequenceABC[Any], in_preparation: Container[s
 
 
 def text_size(*values: Any) -> int:
-    """Characters in nested values plus CHARS_PER_VALUE for each value; stops counting above LONG_CHARS."""
+    """Characters in nested values plus CHARS_PER_VALUE for each value; stops counting above LONG_CHARS.
+
+    Bytes are JSON to be parsed.
+    """
     open_values, num_chars = list(values), 0
     while open_values and num_chars <= LONG_CHARS:
         value = open_values.pop()
         num_chars += CHARS_PER_VALUE
         if isinstance(value, str):
             num_chars += len(value)
+        elif isinstance(value, bytes):
+            num_chars += len(value) // PARSED_BYTES
         elif isinstance(value, Mapping):
             open_values.extend(value.values())
         elif isinstance(value, list | tuple):

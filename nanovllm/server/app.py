@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -36,7 +37,7 @@ from nanovllm.server.openai.description import describe
 from nanovllm.server.openai.response_store import ResponseStore
 from nanovllm.server.recorder import Recorder
 from nanovllm.server.request_facts import InFlight
-from nanovllm.server.security import ApiKeys, BodyGate
+from nanovllm.server.security import ApiKeys, BodyGate, client_name
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
 from nanovllm.server.state import ServerState, served_name
@@ -108,7 +109,8 @@ def _observe(engine: AsyncLLM, metrics: ServerMetrics, in_flight: InFlight) -> N
 
 def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metrics: ServerMetrics) -> None:
     """Add the middleware, innermost first: a request passes it in reverse order."""
-    app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)
+    limits = {"max_bytes": settings.max_body_bytes, "max_client_bytes": settings.max_client_bytes}
+    app.add_middleware(BodyGate, keys=keys, **limits)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -121,7 +123,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metri
         app.add_middleware(HostGate, allowed=allowed)
     app.add_middleware(CountResponses, metrics=metrics)
     app.add_middleware(RequestLog, keys=keys, is_logged=settings.access_log)
-    app.add_middleware(Turns)
+    app.add_middleware(Turns, client_of=partial(client_name, keys=keys, header=settings.client_header))
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
 

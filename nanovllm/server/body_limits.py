@@ -1,4 +1,4 @@
-"""Limits of request bodies: checked before parsing and validation; large bodies are parsed off the event loop.
+"""Limits of request bodies: checked before parsing and validation; large bodies are parsed in their client's turn.
 
 json and pydantic hold the GIL in C code, so a thread alone would not free the event loop: numbers, objects and lists
 of token ids pass through a Python function, where the interpreter can switch threads. Strings, arrays, fractions and
@@ -7,12 +7,10 @@ constants are counted first. Scans of all bytes run in pieces.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,8 +19,10 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.errors import EngineClosedError, EngineDeadError
 from nanovllm.server.errors import ApiError, from_validation
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.sse import while_connected
 from nanovllm.server.strict import TELL_HINT, TELL_UNKNOWN, Strict
 
 logger = logging.getLogger("nanovllm")
@@ -55,13 +55,16 @@ class BodyLimits:
             "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
         }
         self._left_out: set[str] = set()  # fields already logged
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
+        self._engine = engine
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
-        """Run `work`, in the parser thread if the request's body is large."""
+        """Run `work`, in a thread and its client's turn if the request's body is large."""
         if not request.scope.get(LARGE):
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await while_connected(request.receive, self._engine.prepare(work, await request.body()))
+        except (EngineClosedError, EngineDeadError):  # the server drains
+            return work()
 
     def check_size(self, body: bytes) -> None:
         """Raise ApiError (400) for a body with more values than the limits, estimated without parsing."""

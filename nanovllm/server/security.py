@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.requests.intake import CLIENT
 from nanovllm.server.errors import ApiError
 from nanovllm.server.request_facts import NO_KEY
 
@@ -100,20 +102,39 @@ def client_of(request: Request, header: str | None, key: str | None) -> str:
     return named or ("" if key is None else keys.name_of_key(key))
 
 
+def client_name(scope: Scope, keys: ApiKeys, header: str | None) -> str:
+    """The client of any request: as `client_of`; without a name or an accepted key its address. Raises nothing."""
+    headers = Headers(scope=scope)
+    try:
+        key = keys.check(authorization_of(headers))
+    except ApiError:
+        return _address(scope)
+    named = None if header is None else headers.get(header)
+    return (named or "")[:MAX_CLIENT_CHARS] or (_address(scope) if key is None else keys.name_of_key(key))
+
+
+def _address(scope: Scope) -> str:
+    """The address of a peer, in no form that a key's name or a header has by chance."""
+    peer = scope.get("client")
+    return f"address {peer[0]}" if peer else "address"
+
+
 async def require_api_key(request: Request) -> None:
     """FastAPI dependency: raises ApiError (401). A coroutine, since FastAPI calls functions in threads."""
     key_of(request)
 
 
 class BodyGate:
-    """Middleware that refuses bodies without a key or above the size limit before reading them to the end.
+    """Middleware that refuses bodies without a key or above the size limits before reading them to the end.
 
     Args:
         max_bytes: maximum size of a body.
+        max_client_bytes: maximum size of the bodies of a client's open requests.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_bytes: int) -> None:
-        self._app, self._keys, self._max_bytes = app, keys, max_bytes
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_bytes: int, max_client_bytes: int) -> None:
+        self._app, self._keys, self._max_bytes, self._max_client_bytes = app, keys, max_bytes, max_client_bytes
+        self._held: Counter[str] = Counter()  # bytes of bodies by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -128,21 +149,35 @@ class BodyGate:
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._counted(scope, receive, send)
 
-    def _counted(self, receive: Receive) -> Receive:
-        """Limit a body without Content-Length while it is read."""
-        num_bytes = 0
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Limit a body while it is read, and with it those of its client."""
+        client, num_bytes = CLIENT.get() or "", 0
 
         async def counted() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._held[client] += num_new
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            if self._held[client] > self._max_client_bytes:
+                raise ApiError(
+                    429,
+                    f"the bodies of this client's open requests have more than {self._max_client_bytes} bytes "
+                    "(max_client_bytes). Send fewer or shorter requests at once, or raise the limit.",
+                    code="too_many_bytes",
+                )
             return message
 
-        return counted
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held[client] -= num_bytes
+            if not self._held[client]:
+                del self._held[client]
 
     def _too_large(self) -> ApiError:
         return ApiError(

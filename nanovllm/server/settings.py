@@ -122,6 +122,9 @@ class ServerSettings:
         check=partial(integer, low=-MAX_PRIORITY, high=MAX_PRIORITY),
     )
     max_body_bytes: int = option(8 * 2**20, "maximum size of a request body in bytes.")
+    max_client_bytes: int = option(
+        2**28, "maximum size in bytes of the bodies of all open requests of one client; 429 above it."
+    )
     max_body_items: int = option(
         65536,
         "maximum number of strings, arrays and objects in a body, and of fractions, booleans and nulls, beside 2 per "

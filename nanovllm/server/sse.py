@@ -60,6 +60,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """As `until_disconnect`; raises ApiError (499) when the client disconnects."""
+    try:
+        return await until_disconnect(receive, work)
+    except ClientGone:
+        raise ApiError(CLIENT_GONE, "the client has closed its connection.") from None
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,48 +1,76 @@
-"""Staggered start of requests that arrive together, so that running streams and /health need not wait for all."""
+"""Staggered start of requests that arrive together: streams, /health and other clients need not wait for all."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanovllm.requests.intake import CLIENT, Account, Accounts
 
 PER_TURN = 4  # requests per turn of the event loop, 0.5 to 2 ms each
 AT_ONCE = frozenset({"/health"})
 
 
 class Turns:
-    """Middleware that starts at most PER_TURN requests in each turn of the event loop, in order of arrival."""
+    """Middleware that names the client of each request, and starts at most PER_TURN in each turn of the event loop.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_begun = 0  # in this turn
+    The client with the fewest seconds of the event loop comes first, then the order of arrival.
+
+    Args:
+        client_of: returns the name of a request's client.
+    """
+
+    def __init__(self, app: ASGIApp, client_of: Callable[[Scope], str]) -> None:
+        self._app, self._client_of = app, client_of
+        self._accounts = Accounts()
+        self._waiting: dict[Account, deque[asyncio.Future[None]]] = {}
+        self._begun: list[Account] = []  # of requests that began in this turn
+        self._began = 0.0  # time at which the turn began
         self._is_due = False  # whether `_next` is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in AT_ONCE:
-            await self._turn()
-        await self._app(scope, receive, send)
+            client = self._client_of(scope)
+            token = CLIENT.set(client)
+            account = self._accounts.open(client)
+            try:
+                await self._turn(account)
+                await self._app(scope, receive, send)
+            finally:
+                self._accounts.close(account)
+                CLIENT.reset(token)
+        else:
+            await self._app(scope, receive, send)
 
-    async def _turn(self) -> None:
+    async def _turn(self, account: Account) -> None:
         loop = asyncio.get_running_loop()
         if not self._is_due:
-            self._is_due = True
+            self._is_due, self._began = True, time.perf_counter()
             loop.call_soon(self._next)
-        if self._num_begun < PER_TURN:
-            self._num_begun += 1
+        if len(self._begun) < PER_TURN and not self._waiting:
+            self._begun.append(account)
             return
-        self._waiting.append(loop.create_future())
-        await self._waiting[-1]
+        waiter = loop.create_future()
+        self._waiting.setdefault(account, deque()).append(waiter)
+        await waiter
 
     def _next(self) -> None:
-        self._num_begun, self._is_due = 0, False
-        while self._waiting and self._num_begun < PER_TURN:
-            waiter = self._waiting.popleft()
+        now = time.perf_counter()
+        for account in self._begun:
+            account.served += (now - self._began) / len(self._begun)
+        self._begun, self._began, self._is_due = [], now, False
+        while self._waiting and len(self._begun) < PER_TURN:
+            account = min(self._waiting, key=lambda account: (self._begun.count(account), account.served))
+            waiter = self._waiting[account].popleft()
+            if not self._waiting[account]:
+                del self._waiting[account]
             if not waiter.done():  # else it was cancelled
                 waiter.set_result(None)
-                self._num_begun += 1
-        if self._num_begun:
+                self._begun.append(account)
+        if self._begun:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._next)

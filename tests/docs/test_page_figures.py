@@ -26,7 +26,7 @@ from nanovllm.observability import kv_events, trace_writer
 from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.replicas import engine_process, fleet, pool, pool_request, routing
 from nanovllm.replicas import replica as one_replica
-from nanovllm.requests import preparation
+from nanovllm.requests import intake
 from nanovllm.requests.grammar.compiler import MAX_CACHED_BYTES, STATES_BYTES
 from nanovllm.sampling import logprobs
 from nanovllm.server import body_limits, connections, lifecycle, recorder, retry_after, state
@@ -114,7 +114,7 @@ QUOTED = {
         f"from `prompt_logprobs_start` on, {logprobs.ROWS_AT_ONCE} rows at a time",
     ],
     "docs/guide/async.md": [
-        f"some {preparation.LONG_CHARS:,} characters",
+        f"some {intake.LONG_CHARS:,} characters",
         f"a shape of which {forward_graphs.STEPS_TO_CAPTURE} steps ran without a graph",
         f"after {engine_thread.MAX_FAILED_STEPS} failed steps in a row",
         f"over the last {RECENT_STEPS:,} steps",

@@ -20,7 +20,7 @@ from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, MaskBudget
 from nanovllm.requests.grammar.trial_process import NICENESS
-from nanovllm.requests.grammar.trials import TRIALS, Trials
+from nanovllm.requests.grammar.trials import MAX_TRIALS, TRIALS, Trials
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from tests.support.async_llms import OPTIONS, bounded, collect
 from tests.support.structured import allowed, model
@@ -200,7 +200,7 @@ async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
         forms = [SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex=f"a{n}")) for n in range(16)]
         tasks = [asyncio.create_task(collect(llm.generate([5, 6], params))) for params in forms]
         try:
-            for _ in range(16):  # each is in a thread of its own
+            for _ in range(MAX_TRIALS):  # each is in a thread of its own
                 assert await asyncio.to_thread(started.acquire, timeout=60.0)
             assert (await collect(llm.generate("the sea", SamplingParams(max_tokens=4))))[-1].finished
             assert not any(task.done() for task in tasks)

@@ -11,7 +11,8 @@ import pytest
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.errors import QueueFullError
 from nanovllm.requests import input_processor
-from nanovllm.requests.preparation import LONG_CHARS, Preparation, text_size
+from nanovllm.requests.intake import LONG_CHARS, Intake, form_turn
+from nanovllm.requests.preparation import text_size
 from tests.support.async_llms import OPTIONS, bounded, offline
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -116,25 +117,34 @@ def test_both_threads_use_one_fast_tokenizer_to_the_same_token_ids():
     assert tokenizer.is_fast
     texts = [f"the sea is {number} and the answer a question " * (1 + number % 40) for number in range(200)]
     expected = [tokenizer(text)["input_ids"] for text in texts]
-    preparation = Preparation(tokenizer)
+    intake = Intake()
     futures = [
-        preparation.submit(lambda text=text: tokenizer(text)["input_ids"], (number % 2) * 2 * LONG_CHARS)
+        intake.submit(lambda text=text: tokenizer(text)["input_ids"], (number % 2) * 2 * LONG_CHARS)
         for number, text in enumerate(texts)
     ]
     assert [future.result(60.0) for future in futures] == expected
-    preparation.shutdown()
+    intake.shutdown()
 
 
-def test_a_tokenizer_in_python_is_used_by_one_thread():
-    preparation = Preparation(object())
-    names = [preparation.submit(lambda: threading.current_thread().name, size).result(30.0) for size in (1, 10**9)]
-    assert names[0] == names[1]
-    preparation.shutdown()
+def test_a_tokenizer_in_python_is_used_by_one_thread_at_a_time():
+    intake, is_used = Intake(is_parallel=False), threading.Lock()
+
+    def use() -> bool:
+        is_alone = is_used.acquire(blocking=False)
+        if is_alone:
+            is_used.release()
+        return is_alone
+
+    assert all(intake.submit(use, size).result(30.0) for size in (1, 10**9) * 50)
+    with form_turn():
+        pass
+    intake.shutdown()
 
 
 def test_the_size_of_texts_is_counted_up_to_where_it_matters():
     assert text_size("abc") == 19
     assert text_size([{"role": "user", "content": "abc"}], None) == 16 * 5 + 7
+    assert text_size(b"x" * 80) == 16 + 10
     endless: list[Any] = ["x"]
     endless.append(endless)
     assert text_size(endless) > LONG_CHARS

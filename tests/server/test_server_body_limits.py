@@ -167,7 +167,7 @@ def test_large_bodies_are_parsed_in_a_thread_to_the_same_answers(running, monkey
     assert [error and error["param"] for _, error in answers][1:5] == ["n", "prompt", "tempreature", "suffix"]
     assert "did you mean temperature?" in answers[3][1]["message"]
     assert answers[6][1]["code"] == "invalid_json"
-    assert ("nanovllm-parse" in threads) == bool(num_spaces)
+    assert ("nanovllm-prepare" in threads) == bool(num_spaces)
 
 
 def test_a_large_body_in_another_encoding_is_refused(running):

@@ -191,7 +191,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
         monkeypatch.setattr(running.engine, "_look_at_queue", lambda _: None)  # there was room when they arrived
-        running.engine._preparation.submit(lambda: may_prepare.wait(30.0), 0)
+        running.engine._intake.submit(lambda: may_prepare.wait(30.0), 0)
         with ThreadPoolExecutor(2) as threads:
             bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
             refused = [threads.submit(http.post, "/v1/completions", json=body) for body in bodies]
@@ -286,7 +286,7 @@ def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
     with serving(max_num_seqs=1, max_queue=0) as running, running.http() as http:
         admission = running.app.state.server.admission
         try:
-            running.engine._preparation.submit(may_go_on.wait, 30.0)
+            running.engine._intake.submit(may_go_on.wait, 30.0)
             connections = [raw_stream(running, {"prompt": "x"}) for _ in range(2)]
             comes_true(lambda: admission.num_open == 2)
             for path in ("/v1/completions", "/tokenize"):

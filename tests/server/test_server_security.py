@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from nanovllm.server.security import ApiKeys
+from nanovllm.server.security import ApiKeys, client_name
 from nanovllm.server.settings import ServerSettings, cache_salt
 from nanovllm.server.state import served_name
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.async_llms import slow_steps
+from tests.support.serving import MODEL, Serving, comes_true, serving
 from tests.support.tiny_models import tiny_tokenizer
 
 PROMPT = list(range(100, 148))
@@ -372,3 +373,36 @@ def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
     message = answer.json()["error"]["message"]
     assert "surrogate" in message and "U+D" in message and "errors='replace'" in message
     assert ("messages[0].content holds" in message) == (param == "messages")
+
+
+def scope_of(**headers: str) -> dict[str, Any]:
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "headers": named, "client": ("10.1.2.3", 4)}
+
+
+def test_a_client_of_the_intake_is_its_header_its_key_or_its_address():
+    keys = ApiKeys(["right", "other"], {"right": "alice"})
+    assert client_name(scope_of(authorization="Bearer right"), keys, None) == "alice"
+    assert client_name(scope_of(x_api_key="other"), keys, "x-client") == "key-2"
+    assert client_name(scope_of(authorization="Bearer right", x_client="bob"), keys, "x-client") == "bob"
+    assert client_name(scope_of(authorization="Bearer wrong", x_client="bob"), keys, "x-client") == "address 10.1.2.3"
+    assert client_name(scope_of(x_client="bob"), ApiKeys([]), "x-client") == "bob"
+    assert client_name(scope_of(), ApiKeys([]), None) == "address 10.1.2.3"
+    assert len(client_name(scope_of(x_client="b" * 9999), ApiKeys([]), "x-client")) == 256
+
+
+def test_the_bodies_of_one_clients_open_requests_are_bounded_together():
+    settings = {"api_key": ("one", "two"), "max_client_bytes": 60_000}
+    body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True, "user": "u" * 40_000}
+    with serving(settings) as running, running.http() as http, slow_steps(running.engine, 0.01):
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        with http.stream("POST", "/v1/completions", json=body, headers=one) as first:
+            assert first.status_code == 200
+            refused = http.post("/v1/completions", json=body, headers=one)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_bytes")
+            assert "60000 bytes (max_client_bytes)" in refused.json()["error"]["message"]
+            with http.stream("POST", "/v1/completions", json=body, headers=two) as other:
+                assert other.status_code == 200
+        comes_true(running.is_idle)
+        short = {"prompt": [5], "max_tokens": 1, "user": "u" * 40_000}
+        assert http.post("/v1/completions", json=short, headers=one).status_code == 200

@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.requests.intake import form_turn
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import build_form
 from nanovllm.server.answers.tool_calls import FORMATS
@@ -222,8 +223,9 @@ def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_o
 
     def held(*arguments: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
-        is_checked.set()
-        may_go_on.wait(60.0)
+        with form_turn():  # as a trial of a tool's schema
+            is_checked.set()
+            may_go_on.wait(60.0)
         return build_form(*arguments, **options)
 
     monkeypatch.setattr(turn, "build_form", held)
@@ -239,4 +241,4 @@ def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_o
         finally:
             may_go_on.set()
         assert answer.result().choices[0].message.tool_calls
-    assert all(name.startswith("nanovllm-prepare-form") for name in threads)
+    assert all(name.startswith("nanovllm-prepare") for name in threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from nanovllm.requests.intake import CLIENT
 from nanovllm.server.turns import PER_TURN, Turns
 from tests.support.async_llms import bounded
 
@@ -25,14 +26,14 @@ class Recorded:
         self.turn += 1
         asyncio.get_running_loop().call_soon(self.count_turns)
 
-    def request(self, turns: Turns, path: str) -> asyncio.Task[None]:
-        return asyncio.create_task(turns({"type": "http", "path": path}, None, None))
+    def request(self, turns: Turns, path: str, client: str = "") -> asyncio.Task[None]:
+        return asyncio.create_task(turns({"type": "http", "path": path, "client": client}, None, None))
 
 
 @bounded
 async def test_requests_begin_in_their_order_a_few_in_each_turn():
     app = Recorded()
-    turns = Turns(app)
+    turns = Turns(app, lambda scope: scope.get("client", ""))
     app.count_turns()
     await asyncio.gather(*(app.request(turns, str(number)) for number in range(COUNT)))
     assert [path for _, path in app.begun] == [str(number) for number in range(COUNT)]
@@ -43,7 +44,7 @@ async def test_requests_begin_in_their_order_a_few_in_each_turn():
 @bounded
 async def test_a_late_question_for_health_overtakes_those_that_wait():
     app = Recorded()
-    turns = Turns(app)
+    turns = Turns(app, lambda scope: scope.get("client", ""))
     tasks = [app.request(turns, str(number)) for number in range(COUNT)]
     await asyncio.sleep(0)
     await app.request(turns, "/health")
@@ -53,9 +54,32 @@ async def test_a_late_question_for_health_overtakes_those_that_wait():
 
 
 @bounded
+async def test_a_client_does_not_wait_for_the_turns_of_another():
+    app = Recorded()
+    turns = Turns(app, lambda scope: scope["client"])
+    tasks = [app.request(turns, str(number), "alice") for number in range(COUNT)]
+    tasks.append(app.request(turns, "bob", "bob"))
+    await asyncio.gather(*tasks)
+    assert [path for _, path in app.begun].index("bob") <= 2 * PER_TURN
+    assert not turns._waiting and not turns._accounts._accounts
+
+
+@bounded
+async def test_each_request_knows_its_client():
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(CLIENT.get())
+
+    turns = Turns(app, lambda scope: scope["client"])
+    await asyncio.gather(*(turns({"type": "http", "path": "/", "client": name}, None, None) for name in "ab"))
+    assert seen == ["a", "b"] and CLIENT.get() is None
+
+
+@bounded
 async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_turn_to_others():
     app = Recorded()
-    turns = Turns(app)
+    turns = Turns(app, lambda scope: scope.get("client", ""))
     tasks = [app.request(turns, str(number)) for number in range(COUNT)]
     await asyncio.sleep(0)
     for task in tasks[PER_TURN : 2 * PER_TURN]:

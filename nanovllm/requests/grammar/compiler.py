@@ -14,6 +14,7 @@ from nanovllm.requests.grammar.matcher import Matcher, shortened
 from nanovllm.requests.grammar.trial_process import resident_bytes
 from nanovllm.requests.grammar.trials import TRIALS, TrialVocabulary
 from nanovllm.requests.grammar.vocabulary import makes_markers, open_vocabulary, vocabulary_text
+from nanovllm.requests.intake import form_turn
 
 MAX_CACHED_BYTES = 2**30  # of one tokenizer's compiled grammars
 # Allowance per grammar for lexer states that its samples add, measured at up to 0.5 kB each.
@@ -67,6 +68,12 @@ class GrammarCompiler:
             raise ValueError(found)
         if found is not None:
             return found
+        with form_turn():
+            return self._compiled(form, is_tried=is_tried)
+
+    def _compiled(self, form: StructuredOutput, *, is_tried: bool) -> Matcher:
+        if isinstance(known := self._cache.get(form), Matcher):  # another request compiled it meanwhile
+            return known
         with self._reading:
             vocabulary, is_forced, source = self.vocabulary, self._is_forced, self._source
         # Without the lock, which a large form would hold too long.

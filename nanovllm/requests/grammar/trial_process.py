@@ -1,10 +1,12 @@
 """Entry point of the process for grammar trials: holds the vocabularies, and forks a child for each trial.
 
-The kernel kills a child that exceeds the limits of time or memory; its connection then closes without an answer.
+The kernel kills a child that exceeds the limits of time or memory; its connection then closes without an answer. It
+kills one whose connection is closed by the other side, too.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
@@ -54,6 +56,7 @@ def _try(connection: Connection[Any, Any], kind: str, arguments: list[Any], voca
     """Send (problem or None, bytes of memory taken), in a forked child that exits here."""
     try:
         _limit()
+        _end_with(connection)
         before = resident_bytes()
         problem = _check(*arguments) if kind == "check" else _compile(vocabularies, *arguments)
         connection.send((problem, max(0, resident_bytes() - before)))
@@ -67,6 +70,16 @@ def _limit() -> None:
     if (pages := _pages()) is not None:
         limit = pages[0] * resource.getpagesize() + MEMORY_MB * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _end_with(connection: Connection[Any, Any]) -> None:
+    """Let SIGIO end this process when the other end of its connection closes: nobody waits for the trial."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    descriptor = connection.fileno()
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.poll():  # it closed before
+        os._exit(0)
 
 
 def _check(grammar: str) -> str | None:

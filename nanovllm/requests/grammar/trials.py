@@ -10,13 +10,16 @@ import sys
 import threading
 import weakref
 from collections import deque
+from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.trial_process import CPU_SECONDS, MEMORY_MB
+from nanovllm.requests.intake import FORM_PLACES, Task, form_turn
 
-MAX_TRIALS = 4  # concurrent
+MAX_TRIALS = FORM_PLACES  # concurrent
 LIMITS_TEXT = f"takes more than {CPU_SECONDS} s of a processor or {MEMORY_MB} MB of memory to compile"
 REMEDY = "Simplify it: intersections (allOf, &), large multipleOf and long counted repetitions cost most"
 
@@ -52,17 +55,15 @@ class Trials:
 
     def check(self, name: str, grammar: str) -> str | None:
         """llguidance's error for a grammar, or None; raises ValueError if the check exceeds the limits."""
-        with self._slots:
-            problem: str | None = self._answer(name, lambda: ("check", grammar))[0]
+        problem: str | None = self._answer(name, lambda: ("check", grammar))[0]
         return problem
 
     def compile(self, vocabulary: TrialVocabulary, form: StructuredOutput, *, is_forced: bool) -> int:
         """Bytes of a compiled form; raises ValueError if it cannot be compiled or exceeds the limits."""
-        with self._slots:
-            problem, num_bytes = self._answer(
-                f"structured_output.{form.kind}",
-                lambda: ("compile", self._number_of(vocabulary), form.to_dict(), is_forced),
-            )
+        problem, num_bytes = self._answer(
+            f"structured_output.{form.kind}",
+            lambda: ("compile", self._number_of(vocabulary), form.to_dict(), is_forced),
+        )
         if problem is not None:
             raise ValueError(problem)
         return int(num_bytes)
@@ -79,12 +80,28 @@ class Trials:
             self._sent.clear()
 
     def _answer(self, name: str, message: Any) -> tuple[str | None, int]:
+        """The answer to a trial, which is tried again if it had to make way for another client's."""
+        with form_turn() as task:
+            while True:
+                with self._slots:
+                    answer = self._try(name, message, task)
+                if answer is not None:
+                    return answer
+                if task is not None:
+                    task.requeue()
+
+    def _try(self, name: str, message: Any, task: Task[Any] | None) -> tuple[str | None, int] | None:
+        """The answer to a trial; None if it was stopped."""
         for _ in range(2):  # once more if the process itself was killed
             try:
                 with self._send(message()) as connection:
-                    answer: tuple[str | None, int] = connection.recv()
-                    return answer
+                    stoppable = nullcontext() if task is None else task.stopped_by(partial(_hang_up, connection))
+                    with stoppable:
+                        answer: tuple[str | None, int] = connection.recv()
+                        return answer
             except EOFError:
+                if task is not None and (task.is_stopped or task.is_dropped):
+                    return None
                 if self._is_running():
                     raise ValueError(f"{name} {LIMITS_TEXT}. {REMEDY}.") from None
             except OSError:
@@ -144,6 +161,12 @@ class Trials:
                 process_group=0,
             )
         self._owner = os.getpid()
+
+
+def _hang_up(connection: Connection[Any, Any]) -> None:
+    """End a trial: its process is sent SIGIO, and a reader here gets EOFError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end, suppress(OSError):  # it has ended already
+        end.shutdown(socket.SHUT_RDWR)
 
 
 TRIALS = Trials()

@@ -28,7 +28,7 @@ from nanovllm.server.openai.single import SingleJob, single_form
 from nanovllm.server.openai.translated import translated
 from nanovllm.server.openai.turn import ChatTurn
 from nanovllm.server.security import require_api_key
-from nanovllm.server.sse import named_event
+from nanovllm.server.sse import named_event, while_connected
 from nanovllm.server.state import ServerState, server_state
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
@@ -158,6 +158,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     try:
         with state.admission.open_answer():
             counted = await limits.off_loop(request, turn)
-            return {"input_tokens": len(await counted.prompt_token_ids())}
+            token_ids = await while_connected(request.receive, counted.prompt_token_ids())
+            return {"input_tokens": len(token_ids)}
     except Exception as error:
         raise from_engine(error, body.names()) from error

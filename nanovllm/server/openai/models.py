@@ -16,6 +16,7 @@ from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.openai.messages import as_conversation
 from nanovllm.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
+from nanovllm.server.sse import while_connected
 from nanovllm.server.state import ServerState, server_state
 
 open_router = APIRouter()
@@ -87,7 +88,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     engine = state.engine
     try:
         with state.admission.open_answer():
-            token_ids = await _tokens(state, request, body)
+            token_ids = await while_connected(request.receive, _tokens(state, request, body))
     except Exception as error:
         raise from_engine(error, body.names()) from error
     answer = {"count": len(token_ids), "max_model_len": engine.config.max_model_len, "tokens": token_ids}
@@ -115,7 +116,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         )
     try:
         with state.admission.open_answer():
-            text = await state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
+            work = state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
+            text = await while_connected(request.receive, work)
     except Exception as error:
         raise from_engine(error) from error
     return {"prompt": text}

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.requests.chat import NOT_FOR_TEMPLATES
 from nanovllm.requests.plain_messages import text_of
 from nanovllm.server.answers.answer_format import AnswerFormat
@@ -81,7 +82,7 @@ class ChatTurn:
 
     async def _start_constrained(self, kind: OutputKind) -> OutputStream:
         """Queue the rendered conversation; its end tells whether the answer begins in thought."""
-        token_ids = await self.prompt_token_ids()
+        token_ids = await self.prompt_token_ids(self._params)
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
         try:
@@ -93,10 +94,10 @@ class ChatTurn:
             find = partial(named_error, error, self._constraints, error_field(self.body, self._constraints))
             raise await engine.prepare(find, compiles=True) from error
 
-    async def prompt_token_ids(self) -> list[int]:
-        """Render the conversation."""
+    async def prompt_token_ids(self, params: SamplingParams | None = None) -> list[int]:
+        """Render the conversation; with the parameters of an answer raises PromptTooLongError."""
         return await self._state.engine.apply_chat_template(
-            self._conversation, tools=self.tools, **self._template_options
+            self._conversation, tools=self.tools, answer_params=params, **self._template_options
         )
 
     def answer(self, choice: int, output: RequestOutput) -> Answer:
