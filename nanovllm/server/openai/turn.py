@@ -92,7 +92,7 @@ class ChatTurn:
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
         except (TypeError, ValueError) as error:
             find = partial(named_error, error, self._constraints, error_field(self.body, self._constraints))
-            raise await engine.prepare(find, compiles=True) from error
+            raise await engine.prepare(find, compiles=bool(self._constraints.tools)) from error
 
     async def prompt_token_ids(self, params: SamplingParams | None = None) -> list[int]:
         """Render the conversation; with the parameters of an answer raises PromptTooLongError."""
