@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import threading
@@ -270,8 +271,10 @@ def test_what_a_model_or_its_tokenizer_lacks_is_named():
         process(None)
     with pytest.raises(ValueError, match=r"needs a tokenizer that llguidance can read, .* of this Slow it says"):
         process(Slow())
+    without_template = copy.deepcopy(tiny_tokenizer())
+    without_template.chat_template = None
     with pytest.raises(ValueError, match="structured_output needs an end-of-sequence token"):
-        process(tiny_tokenizer(), ())
+        process(without_template, ())
 
 
 def test_prompts_of_one_call_share_what_was_compiled():

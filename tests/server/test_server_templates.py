@@ -148,7 +148,7 @@ def test_a_malformed_call_stays_in_the_conversation_as_text(running, monkeypatch
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_template_that_refuses_names_the_message_and_its_own_words(running, monkeypatch, path):
     template = (
-        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no such word') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no such word') }}{% endif %}{% endfor %}"
     )
     monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
     items = [{"role": "user", "content": text} for text in ("good", "bad", "good")]
@@ -156,7 +156,7 @@ def test_a_template_that_refuses_names_the_message_and_its_own_words(running, mo
         answer = http.post(path, json={"input" if "responses" in path else "messages": items})
     error = answer.json()["error"]
     field = "input" if "responses" in path else "messages"
-    assert answer.status_code == 400 and error["param"] == field
+    assert answer.status_code == 400 and error["param"].startswith(field)
     assert all(word in error["message"] for word in (f"{field}[1]", "'user'", "no such word")), error
 
 
