@@ -36,6 +36,7 @@ logger = logging.getLogger("nanovllm")
 CLOSE_SECONDS = 30.0  # for writing at the end
 MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
 WRITES_BETWEEN_LOOKS = 64  # whether the other ranks still write
+LOOK_SECONDS = 10.0  # between looks whether they write again, such as after another process has gone
 DECODES_SKIPPED = 16  # steps without chunks for each that is learned from
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
@@ -69,6 +70,7 @@ class PrefixTiers(Observer):
         self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
         self._num_writes, self._is_alone = 0, False  # orders to other ranks; whether these do not write
+        self._next_look = 0.0  # at other ranks, after they did not write
         self._lock = threading.Lock()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -120,6 +122,7 @@ class PrefixTiers(Observer):
         """Store a block, with no step in flight; False if there is none to store."""
         with self._lock:
             if self.reads is not None:
+                self.reads.refresh()
                 self.reads.collect()
             if self._keeps_all and self._store_one():
                 return True
@@ -146,15 +149,16 @@ class PrefixTiers(Observer):
 
     def _may_write(self) -> bool:
         """Whether the files still name the engine's model, and all ranks write theirs."""
-        if self.reads is None or not self.reads.is_attached or self._is_alone:
+        if self.reads is None or not self.reads.is_attached or (self._is_alone and time.monotonic() < self._next_look):
             return False
-        if self._orders is not None and self._num_writes % WRITES_BETWEEN_LOOKS == 0:
+        if self._orders is not None and (self._is_alone or self._num_writes % WRITES_BETWEEN_LOOKS == 0):
             self._num_writes += 1
-            self._is_alone = not self._orders.all_write()
-            if self._is_alone:
+            was_alone, self._is_alone = self._is_alone, not self._orders.all_write()
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            if self._is_alone and not was_alone:
                 logger.warning(
                     "prefix_cache_dir: another rank writes no files, since its disk is full or read-only, or another "
-                    "process writes there; nothing more is written, and what is there is read"
+                    "process writes there; nothing is written while that is so, and what is there is read"
                 )
         return not self._is_alone
 
@@ -217,6 +221,8 @@ class PrefixTiers(Observer):
     def _write_all(self) -> None:
         assert self.directory is not None
         end, left = time.monotonic() + CLOSE_SECONDS, self.directory.max_bytes - 2 * self.directory.segment_bytes
+        if self.reads is not None:
+            self.reads.refresh(now=True)
         if not self.directory.is_writer or not self._may_write():
             return
         for root in list(self.books.roots.values()):

@@ -148,6 +148,8 @@ class RankTiers:
         self._ranks.store.set(_key(number, self._ranks.rank), answer)
 
     def tell_writer(self, number: int) -> None:
+        if self._directory is not None:
+            self._directory.take_over(now=True)  # after rank 0, so that one engine has the folders of all ranks
         self.answer(number, str(int(self._directory is not None and self._directory.is_writer)))
 
     def write(self, before: bytes, is_first: bool, group: int, tokens: bytes, block: int, slot: int | None) -> None:

@@ -64,6 +64,14 @@ def check_stored_limits(source: str, options: EngineConfig) -> None:
         check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)
 
 
+def _field(config: Any, name: str) -> Any:
+    """A field of a config; None for one that it lacks, or that differs by layer, for which `transformers` raises."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
 def _first(config: Any, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
+    values = (_field(config, name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

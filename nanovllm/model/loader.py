@@ -24,6 +24,7 @@ from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
+from nanovllm.model.probe import attending_layers
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 from nanovllm.model.unsupported import unsupported
@@ -191,7 +192,9 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
         )
     with load_errors(f"the model {source!r}"):
         model_config = AutoConfig.from_pretrained(source, **options)
-    check_limits(model_config.get_text_config(decoder=True), config)  # with the defaults of the config's class
+    text_config = model_config.get_text_config(decoder=True)
+    attending_layers(_name_of(model_config), text_config, has_mixers=True)  # refuses layers of unknown types
+    check_limits(text_config, config)  # with the defaults of the config's class
     _refuse_quantised(model_config)
     with load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM

@@ -123,6 +123,20 @@ def test_a_class_is_served_with_its_own_tokens_or_refused_for_a_known_reason(cla
     assert_served_or_refused(class_name, seeded_case(class_name), own, NUM_TOKENS)
 
 
+@pytest.mark.parametrize("class_name", sorted(REFUSED.keys() - NOT_BUILT.keys()))
+def test_a_saved_class_is_refused_as_the_module_is_and_by_its_config_before_weights_are_read(class_name, tmp_path):
+    model = tiny_model_of(class_name)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as of_module:
+        open_case(model, SAVED_CASE)
+    if "(of type " in str(of_module.value):  # a type of layer, which the config names
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+    with pytest.raises(UnsupportedModelError) as of_folder:
+        open_case(tmp_path, SAVED_CASE)
+    assert (str(of_folder.value), of_folder.value.reason) == (str(of_module.value), of_module.value.reason)
+
+
 def known_reasons(class_name: str) -> set[str | None]:
     """Why two ranks may refuse it; of another release of `transformers` than the page's any class may be refused."""
     if class_name in REFUSED:

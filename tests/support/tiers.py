@@ -80,7 +80,7 @@ class FakeReads(FileReads):
     def no_view(group: int, slot: int) -> memoryview:
         raise AssertionError("the thread does not run")
 
-    def refresh(self) -> None: ...
+    def refresh(self, *, now: bool = False) -> None: ...
 
     def damaged(self, node: StoredBlock, group: int) -> None:
         node.places.pop(group, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,18 @@ logger = logging.getLogger("nanovllm")
 
 LOCK = "lock"
 RANK_FOLDERS = "rank-*-of-*"  # of several ranks, in the folder of `prefix_cache_dir`
-REFRESH_SECONDS = 1.0  # between looks for new files of another process
+REFRESH_SECONDS = 1.0  # between looks for new files of another process, and for a lock that it gave back
+
+_open: weakref.WeakSet[CacheDirectory] = weakref.WeakSet()
+
+
+def _leave_locks() -> None:
+    """Close locks in a forked child: they belong to the parent, and are to end with it."""
+    for directory in list(_open):
+        directory.leave_lock()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 class CacheDirectory:
@@ -51,28 +64,55 @@ class CacheDirectory:
         self._used: set[int] = set()  # segments with an up-to-date time of last use
         self._writer: SegmentWriter | None = None
         self._lock: int | None = None
-        self._next_refresh = 0.0
+        self._ending: list[threading.Thread] = []  # each makes a segment durable
+        self._end_errors: list[OSError] = []  # of these threads
+        self._next_refresh = self._next_try = 0.0
+        self._has_lock = self._is_closed = False
         self.num_bytes = self.num_written = 0
         self.error: str | None = None  # why nothing is written
         try:
             self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._take_lock()
+            if self._lock is None:
+                logger.info("prefix_cache_dir %s: another process writes there; this one reads", self.folder)
         except OSError as error:
             self._stop_writing(error)
+        _open.add(self)
         self.refresh()
 
     @property
     def is_writer(self) -> bool:
-        return self._lock is not None and self.error is None
+        """Whether this process writes to the folder, or did until it was closed."""
+        return self._has_lock and self.error is None
 
     def _take_lock(self) -> None:
         file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock = file
+            self._lock, self._has_lock = file, True
         except BlockingIOError:  # another process writes
             os.close(file)
-            logger.info("prefix_cache_dir %s: another process writes there; this one reads", self.folder)
+
+    def take_over(self, *, now: bool = False) -> None:
+        """Become the writer if the former one has gone; looks at most once a second unless `now`."""
+        time_now = time.monotonic()
+        if self.is_writer or self.error is not None or self._is_closed or (time_now < self._next_try and not now):
+            return
+        self._next_try = time_now + REFRESH_SECONDS
+        try:
+            self._take_lock()
+        except OSError as error:
+            self._stop_writing(error)
+        if self._lock is not None:
+            self._read_indexes()  # the last time, since nobody else writes from now on
+            logger.info("prefix_cache_dir %s: its writer has gone; this process writes there", self.folder)
+
+    def leave_lock(self) -> None:
+        """Close the lock without giving it back: this process is a forked child of its owner."""
+        lock, self._lock = self._lock, None
+        self._has_lock, self._is_closed = False, True
+        if lock is not None:
+            os.close(lock)
 
     def _stop_writing(self, error: OSError) -> None:
         if self.error is None:
@@ -80,10 +120,7 @@ class CacheDirectory:
             logger.warning(
                 "prefix_cache_dir %s: %s; nothing more is written there, and what it holds is read", self.folder, error
             )
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with suppress(OSError):
-                writer.close()
+        self._end_segment()
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -97,6 +134,9 @@ class CacheDirectory:
         if (time_now < self._next_refresh and not now) or (self.is_writer and self._segments):
             return
         self._next_refresh = time_now + REFRESH_SECONDS
+        self._read_indexes()
+
+    def _read_indexes(self) -> None:
         with suppress(OSError):
             for number in segment_numbers(self.folder):
                 self._read_index(number)
@@ -162,7 +202,8 @@ class CacheDirectory:
     def append(self, node: StoredBlock, group: int, content: Any) -> bool:
         """Write the content of a block; False if this process does not write, or no longer can."""
         size = self._books.block_bytes[group]
-        if not self.is_writer or group in node.places or size > self.max_bytes:
+        self._note_end_errors()
+        if not self.is_writer or self._is_closed or group in node.places or size > self.max_bytes:
             return False
         try:
             if self._writer is None or self._writer.num_bytes + size > max(self.segment_bytes, size):
@@ -179,13 +220,35 @@ class CacheDirectory:
         return True
 
     def _begin_segment(self, most_bytes: int) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        self._end_segment()
         self.drop_oldest(most_bytes)
         number = max([*segment_numbers(self.folder), *self._segments, 0]) + 1
         self._writer = SegmentWriter(self.folder, number, self._header)
         self._segments.setdefault(number, [])
+
+    def _end_segment(self) -> None:
+        """Make the current segment durable, in a thread: a disk may take seconds, which no request is to wait for."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+
+        def end() -> None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._end_errors.append(error)
+
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        thread = threading.Thread(target=end, name="nanovllm-prefix-durable", daemon=True)
+        try:
+            thread.start()
+            self._ending.append(thread)
+        except RuntimeError:  # the interpreter ends
+            end()
+
+    def _note_end_errors(self) -> None:
+        if self._end_errors:
+            self._stop_writing(self._end_errors[0])
 
     def drop_oldest(self, num_new: int) -> None:
         """Remove the segments used longest ago until there is room for `num_new` bytes."""
@@ -206,15 +269,16 @@ class CacheDirectory:
 
     def close(self) -> None:
         """Make everything durable and let another process write."""
-        writer, self._writer = self._writer, None
+        self._is_closed = True
         try:
-            if writer is not None:
-                writer.close()
-        except OSError as error:
-            self._stop_writing(error)
+            self._end_segment()
+            for thread in self._ending:
+                thread.join()
+            self._note_end_errors()
         finally:
             lock, self._lock = self._lock, None
             if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a child that was forked without Python has it open
                 os.close(lock)
 
 

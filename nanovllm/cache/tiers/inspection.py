@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,18 +64,18 @@ def _segments_in(path: Path, rank: str, *, verifies: bool) -> Iterator[SegmentRe
 def clear(folder: str) -> int:
     """Remove all segments; returns how many. Raises ValueError while an engine writes to the folder."""
     paths = [path for path, _ in _folders(folder)]
-    for path in paths:
-        if (path / LOCK).exists():
-            file = os.open(path / LOCK, os.O_RDWR)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"an engine writes to {folder!r}. End it first.") from None
-            finally:
-                os.close(file)
-    found = [(path, number) for path in paths for number in segment_numbers(path)]
-    for path, number in found:
-        remove_segment(path, number)
+    with ExitStack() as locks:  # until all is removed: an engine that reads takes a lock that is free
+        for path in paths:
+            if (path / LOCK).exists():
+                file = os.open(path / LOCK, os.O_RDWR)
+                locks.callback(os.close, file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(f"an engine writes to {folder!r}. End it first.") from None
+        found = [(path, number) for path in paths for number in segment_numbers(path)]
+        for path, number in found:
+            remove_segment(path, number)
     return len(found)
 
 

@@ -87,8 +87,10 @@ class FileReads:
         """Whether the directory's model is still the engine's."""
         return self._directory is not None
 
-    def refresh(self) -> None:
+    def refresh(self, *, now: bool = False) -> None:
+        """Learn of new files, and become their writer if the former has gone: `now`, or looked for once a second."""
         if self._directory is not None:
+            self._directory.take_over(now=now)
             self._directory.refresh()
 
     def begin(self, sequence: Sequence, lacking: Iterable[tuple[StoredBlock, int]], seconds: float | None) -> None:
