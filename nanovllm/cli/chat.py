@@ -205,7 +205,7 @@ def _talk_in_pipe(conversation: Conversation, options: argparse.Namespace) -> in
 
 
 def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -> int:
-    from nanovllm.cli.terminal import Terminal
+    from nanovllm.cli.terminal import Terminal, echo
 
     if options.model == DEFAULT_MODEL:
         ensure_default_model()  # its first download draws a progress bar
@@ -225,9 +225,10 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
         while (line := _read_typed(terminal)) is not None:
             question = None
             try:
-                question = conversation.read(line)
-                if question is not None:
-                    answers.answer(question)
+                with echo(is_on=False):
+                    question = conversation.read(line)
+                    if question is not None:
+                        answers.answer(question)
                 if options.history and conversation.messages:
                     with suppress(OSError):  # without a writable folder only --resume is lost
                         conversation.save(_last_conversation(), mode=0o600)

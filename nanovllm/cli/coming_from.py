@@ -145,10 +145,10 @@ _PROGRAMS = ("vllm ", "ollama ")
 
 
 def answer(name: str) -> str | None:
-    """What a name of another engine is here, as a sentence; None for a name that none of them has.
+    """Answer to a name of another engine, a sentence; None for a name that none of them has.
 
     Args:
-        name: a flag as it is typed, or the word of a command.
+        name: a flag as typed, or the word of a command.
     """
     found = [f"{name} is {engine}'s: {said}" for engine, said in _answers(name)]
     return " ".join(found) or None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -63,7 +65,8 @@ class Terminal:
     def confirm(self, question: str) -> bool:
         """Ask a question; anything but y or yes means no."""
         try:
-            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+            with echo(is_on=True):
+                return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
         except EOFError:
             return False
 
@@ -77,6 +80,29 @@ class Terminal:
         app = self._session.app
         if self._error is not None and app.future is not None and not app.future.done():
             app.exit(exception=self._error)
+
+
+@contextmanager
+def echo(*, is_on: bool) -> Iterator[None]:
+    """Whether the terminal shows typed keys within the block.
+
+    While an answer is drawn it must not: a ^C or an early key moves the cursor from where the next lines replace the
+    last. Keys wait for the next prompt.
+    """
+    try:
+        import termios  # not on Windows
+
+        attributes = termios.tcgetattr(sys.stdin.fileno())
+    except (ImportError, OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    changed = [*attributes]
+    changed[3] = changed[3] | termios.ECHO if is_on else changed[3] & ~termios.ECHO
+    termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
 
 
 def _history() -> History:

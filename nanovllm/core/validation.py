@@ -181,9 +181,9 @@ def texts(name: str, value: Any) -> None:
 
 
 def utf8(name: str, data: bytes) -> str:
-    """The text of bytes, with "\\n" for each line end; raises ValueError that names byte, position and line."""
+    """The text of bytes, with "\\n" for each line end, without a BOM; raises ValueError that names the byte."""
     try:
-        return data.decode().replace("\r\n", "\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(

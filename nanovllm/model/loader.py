@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
+from nanovllm.model.mistakes import name_mistake, name_tensors
 from nanovllm.model.probe import attending_layers
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
@@ -190,20 +192,18 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
             f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
             "Leave it out, or set device='cpu'."
         )
-    with load_errors(f"the model {source!r}"):
+    with load_errors(f"the model {source!r}", source):
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, has_mixers=True)  # refuses layers of unknown types
     check_limits(text_config, config)  # with the defaults of the config's class
     _refuse_quantised(model_config)
-    with load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
+    with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
-        module, info = model_class.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    if info["missing_keys"]:  # the library would fill them with random numbers and only warn
-        missing = sorted(info["missing_keys"])
-        raise ModelLoadError(
-            f"the weights of {source!r} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
-        )
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        module, info = model_class.from_pretrained(source, dtype=dtype, **options)
+    if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
+        name_tensors(source, info)
     if config.quantization is not None:
         with torch.inference_mode(False):
             quantise_model(module, config.quantization)
@@ -253,17 +253,18 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     name = os.fspath(model)
     source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
     options = lookup_options(source, config, name)
-    with load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
+    with load_errors(f"the tokenizer of {name!r}", source), _no_progress_bars():
         loaded = _read_tokenizer(source, options) if tokenizer is None else _load_tokenizer(tokenizer, config)
     return loaded if config.chat_template is None else with_chat_template(loaded, config.chat_template)
 
 
 @contextmanager
-def load_errors(what: str) -> Iterator[None]:
-    """Convert errors of the libraries that read a model to ModelLoadError."""
+def load_errors(what: str, source: str = "") -> Iterator[None]:
+    """Convert errors of the libraries that read a model to ModelLoadError, or name the mistake that `source` is."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        name_mistake(Path(source or os.devnull))
         raise ModelLoadError(f"{what} could not be loaded: {error}") from error
 
 

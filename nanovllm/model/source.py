@@ -8,6 +8,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.model import hub, hub_files
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.mistakes import name_mistake
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -93,6 +94,7 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            name_mistake(folder)
             if files := sorted(folder.glob("*.gguf")):
                 raise ModelLoadError(f"the folder {folder} has no config.json, but GGUF files; name one: {files[0]}.")
             raise ModelLoadError(f"the folder {folder} has no config.json, so it does not hold a transformers model.")

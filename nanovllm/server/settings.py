@@ -68,7 +68,7 @@ class ServerSettings:
     port: int = option(8000, "port to listen on; 0 takes a free one.", check=partial(integer, low=0, high=65535))
     served_model_name: tuple[str, ...] = option(
         (),
-        "name of the model in requests and answers, or several, of which answers have the first; may be repeated. Not "
+        "name of the model in requests and answers, or several: answers have the first; may be repeated. Not "
         "set: the last part of its path.",
         check=_names,
     )

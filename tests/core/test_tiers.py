@@ -18,6 +18,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cache.tiers import books, reading, segments, tiered_blocks
+from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.directory import CacheDirectory
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
@@ -324,7 +325,6 @@ def flipped_bits(data: bytes) -> list[int]:
 @pytest.mark.parametrize("suffix", ["kv", "index"])
 def test_a_flipped_bit_is_a_miss_and_never_wrong(suffix, folder, kept):
     """Read as an engine reads: header, records and blocks."""
-    from nanovllm.cache.tiers.books import TierBooks
 
     path = next(kept.glob(f"*.{suffix}"))
     right, segment = path.read_bytes(), next(kept.glob("*.kv"))
@@ -530,3 +530,18 @@ def test_sampled_tokens_are_the_same_too(folder, kept):
         expected = token_ids(generate(llm, PROMPTS, params))
     with LLM(folder, prefix_cache_dir=str(kept), **OPTIONS) as llm:
         assert token_ids(generate(llm, PROMPTS, params)) == expected
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_folder_that_others_may_enter_is_named(tmp_path, caplog, mode):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    folder.chmod(mode)
+    CacheDirectory(folder, {}, 2**30, TierBooks([16], 2**20)).close()
+    warned = [record.getMessage() for record in caplog.records if "has mode" in record.getMessage()]
+    assert [line.partition(",")[0] for line in warned] == mode_lines(folder, mode)
+    assert folder.stat().st_mode & 0o777 == mode
+
+
+def mode_lines(folder: Path, mode: int) -> list[str]:
+    return [f"prefix_cache_dir {folder} has mode 0755"] if mode == 0o755 else []

@@ -261,6 +261,28 @@ def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_pa
         ) > (0.97 * size[1])
 
 
+def test_no_figure_of_a_tile_is_cut_on_a_small_laptop(running, open_page):
+    page = open_page(running.url, (1280, 720))
+    ask(page, max_tokens=3)
+    state(page, "live")
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll(".tile *")]
+            .filter((one) => one.scrollWidth > one.clientWidth && getComputedStyle(one).overflow !== "visible")
+            .map((one) => one.textContent)"""
+    )
+    assert cut == [] and page.locator(".tile .more").count() > 3
+
+
+def test_a_question_leaves_options_to_the_model(running, open_page):
+    page = open_page(running.url)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        question(page).fill(QUESTION)
+        question(page).press("Enter")
+    body = asked.value.post_data_json
+    assert not body.keys() & {"max_completion_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed"}
+    page.locator("#stop").click()
+
+
 def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
     page = open_page(running.url)
     ask(page, max_tokens=30)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from prompt_toolkit.output import DummyOutput
 
 from nanovllm import SamplingParams
 from nanovllm.cli.conversation import ChatEnded, Conversation
-from nanovllm.cli.terminal import Terminal
+from nanovllm.cli.terminal import Terminal, echo
 from tests.support.command_line import ENGINE, SHORT, assert_refused
 
 DOWN, UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[B", "\x1b[A", "\x1b\r", "\x03", "\x04"
@@ -306,6 +307,28 @@ def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     chat.expect("the context of 256 tokens is full: /reset")
     assert "Loading" not in chat.logfile_read.getvalue()  # bars of other libraries
     assert "KV cache" not in chat.logfile_read.getvalue()  # nor other lines about the load
+
+
+def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
+    """An echoed ^C at the end of a full line moves the cursor down: the line would stay above its last drawing."""
+    primary, secondary = os.openpty()
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(secondary)[3] & termios.ECHO)
+
+    with open(secondary, encoding="utf-8") as keys:
+        monkeypatch.setattr(sys, "stdin", keys)
+        with echo(is_on=False):
+            assert not echoes()
+            with echo(is_on=True):  # a question, as of /save
+                assert echoes()
+            assert not echoes()
+        assert echoes()
+    os.close(primary)
+    with open(os.devnull, encoding="utf-8") as keys:
+        monkeypatch.setattr(sys, "stdin", keys)
+        with echo(is_on=False):  # no terminal
+            pass
 
 
 def test_at_a_terminal_errors_do_not_end_the_conversation(chat):

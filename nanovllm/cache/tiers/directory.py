@@ -72,6 +72,9 @@ class CacheDirectory:
         self.error: str | None = None  # why nothing is written
         try:
             self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            if (mode := self.folder.stat().st_mode & 0o777) & ~FOLDER_MODE:  # it was there, and keeps its mode
+                text = "prefix_cache_dir %s has mode %04o, by which others may list it; chmod 700 keeps them out"
+                logger.warning(text, self.folder, mode)
             self._take_lock()
             if self._lock is None:
                 logger.info("prefix_cache_dir %s: another process writes there; this one reads", self.folder)

@@ -33,14 +33,28 @@ KEYS_WITH_RULES = frozenset(
         "rope.scaling.attn_factor",
         "rope.scaling.finetuned",
         "rope.scale_linear",
+        "classifier.output_labels",  # names of a reranker's answers
     }
 )
-# Ignored at these values, which llama.cpp writes for dense models too; refused at others.
+# Ignored at these values, which llama.cpp's converter writes and which are done anyway; refused at others.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
+    "expert_shared_count": (0,),
+    "leading_dense_block_count": (0,),
+    "pooling_type": (0, 3),  # none, or the last token's, as in `LLM.embed`
+    "attention.sliding_window": (0,),  # no window
+    "rope.scaling.yarn_ext_factor": (1.0,),  # YaRN's own values, which transformers has too
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "residual_scale": (1.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "use_parallel_residual": (False,),

@@ -1,6 +1,6 @@
 // ----------------------------------------------------------------------------------------- sampling fields, and as curl
 
-const FIELDS_PLACE = "nanovllm-fields"; // in localStorage
+const FIELDS_PLACE = "nanovllm-sampling"; // in localStorage
 const FIELDS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"]; // ids in the page
 
 /** The sampling fields; an empty one is left to the server. */

@@ -1,4 +1,4 @@
-"""Closes the objects of a JSON schema: no properties beside those that it names, unless it says otherwise.
+"""Closes the objects of a JSON schema: no properties except the named ones, unless it says otherwise.
 
 JSON Schema takes any further property of an object. A client that asks for a document means those of its class; a
 model that may invent others often finds no end. llama.cpp reads schemas so too.
@@ -26,7 +26,7 @@ _OWN_SAY = (
 _LISTS, _BRANCHES = ("allOf", "anyOf", "oneOf"), ("anyOf", "oneOf")
 _PARTS = ("items", "contains", "additionalItems", "unevaluatedItems", "additionalProperties", "unevaluatedProperties")
 _DEFINITIONS = ("$defs", "definitions")
-MAX_CHAIN = 50  # definitions that are combined by one another
+MAX_CHAIN = 50  # definitions combined in a row
 MAX_NAMES = 200_000  # names of properties that are collected for one schema
 
 
