@@ -50,6 +50,7 @@ VLLM = """\
 | `--skip-tokenizer-init` | `--skip-tokenizer-init` | |
 | `--ssl-certfile`, `--ssl-keyfile`, `--root-path` | `--ssl-certfile`, `--ssl-keyfile`, `--root-path` | |
 | `--chat-template` | `--chat-template` | a file |
+| `--chat-template-content-format` | `--chat-template-content-format` | `parts` for `openai`; found by rendering, not in the syntax tree |
 | `--quantization` | `--quantization` | `int8` or `int4`, on a CPU ([quantisation](quantisation.md)) |
 | `--speculative-config` | `--speculation`, `--draft-model`, `--num-speculative-tokens` | `suffix` or `draft`; tokens are those without drafts ([speculation](speculation.md)) |
 | `--enable-lora`, `--lora-modules`, `--max-loras`, `--max-lora-rank`, `--limit-mm-per-prompt`, `--mm-processor-kwargs`, `--cpu-offload-gb`, `--hf-overrides`, `--rope-scaling` | | not there |
