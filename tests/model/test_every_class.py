@@ -129,9 +129,11 @@ def test_a_saved_class_is_refused_as_the_module_is_and_by_its_config_before_weig
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as of_module:
         open_case(model, SAVED_CASE)
-    if "(of type " in str(of_module.value):  # a type of layer, which the config names
+    # Types of layers that no class with recurrent states has either; of others the module says whether it has states.
+    is_in_config = of_module.value.reason == "sparse attention" and "(of type " in str(of_module.value)
+    if is_in_config:
         for file in tmp_path.glob("*.safetensors"):
-            file.unlink()
+            file.write_bytes(b"no weights")
     with pytest.raises(UnsupportedModelError) as of_folder:
         open_case(tmp_path, SAVED_CASE)
     assert (str(of_folder.value), of_folder.value.reason) == (str(of_module.value), of_module.value.reason)
