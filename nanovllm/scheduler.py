@@ -88,7 +88,8 @@ class Scheduler:
         victim = self.admission.slot_victim(self.waiting, self.running, self.share_bound) if due else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
-        prefills = self._schedule_decodes(entries, [s for s in self.running if s is not victim])
+        running = self.running if self.budget is None else self.budget.in_step(self.running)
+        prefills = self._schedule_decodes(entries, [s for s in running if s is not victim])
         num_decodes = len(entries)
         has_slot = victim is not None or len(self.running) < self.config.max_num_seqs
         budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
@@ -97,7 +98,7 @@ class Scheduler:
             budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
             if len(prefills) + len(self.waiting) > 1:  # else one long prompt takes all of a short step
                 threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
-        step = OpenStep(budget - num_decodes, threshold)
+        step = OpenStep(budget - num_decodes, threshold, None if self.budget is None else self.budget.has_time_for_mask)
         for sequence in self.admission.turns(budget, prefills, self.waiting, self._started_in_step):
             if sequence is not None:
                 self._schedule_next_chunk(step, sequence)

@@ -20,11 +20,18 @@ MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 
 @dataclass(slots=True)
 class OpenStep:
-    """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far."""
+    """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far.
+
+    time_for_mask: whether a latency goal leaves time for a sequence's mask; None without one.
+    """
 
     budget: int
     threshold: int
+    time_for_mask: Callable[[Sequence], bool] | None = None
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
+
+    def has_time(self, sequence: Sequence) -> bool:
+        return self.time_for_mask is None or self.time_for_mask(sequence)
 
 
 class Drafting(Protocol):
@@ -93,8 +100,7 @@ class Admission:
             if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
                 slots -= 1  # a fork, once the prompt is computed
                 continue
-            hits = self.blocks.lookup(sequence)
-            start = len(hits) * self.blocks.block_size
+            start = len(hits := self.blocks.lookup(sequence)) * self.blocks.block_size
             lacking = sequence.num_known_tokens - start
             size = self.chunk_size(sequence, start, limit := min(step.budget, step.threshold))
             left = lacking - size
@@ -105,7 +111,8 @@ class Admission:
                 held_back = sequence.client if limit < min(lacking, self.blocks.block_size) else held_back
             # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
             is_partial = left >= self.blocks.block_size or (left > 0 and limit < lacking)
-            if size == 0 or (is_partial and not self._may_be_partial(lacking, partial, step.threshold)):
+            is_held = is_partial and not self._may_be_partial(lacking, partial, step.threshold)
+            if size == 0 or is_held or not step.has_time(sequence):
                 num_looked_past += 1
                 continue
             if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits), victim, hits):

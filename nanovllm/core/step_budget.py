@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
+from operator import attrgetter
 from typing import Protocol
 
 from nanovllm.core.batch import ScheduledSequence
@@ -23,6 +24,9 @@ from nanovllm.core.sequence import Sequence
 URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
 # Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
 MAX_LATENESS = 0.5
+
+MASK_SHARE = 0.25  # of the goal, for the masks of a step
+PLACED_IN_STEP = attrgetter("placed_in_step")  # of a Sequence
 
 Lookup = Callable[[Sequence], SequenceABC[int]]  # the blocks of a sequence in the prefix cache
 
@@ -69,6 +73,7 @@ class StepBudget:
         self.itl_goal: float = config.itl_goal
         self.ttft_goal = config.ttft_goal
         self._last = config.max_num_batched_tokens
+        self._mask_seconds, self._spent = math.inf, dict[str, float]()  # of a client in a step: at most, so far
 
     def num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
         """The step's budget: at least the decodes and one block, at most `max_num_batched_tokens`.
@@ -86,6 +91,29 @@ class StepBudget:
             budget = min(budget, len(decodes) + chunks)
         self._last = budget
         return budget
+
+    def in_step(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """The running sequences, less those that sit out a step since masks are expected to exceed their part of it.
+
+        Clients with masks share `MASK_SHARE` of the goal; of each the sequence least recently placed is never left out.
+        """
+        sequences = list(running)
+        masked = [s for s in sequences if s.matcher is not None and s.num_known_tokens - s.num_computed_tokens == 1]
+        clients = {sequence.client for sequence in masked}
+        self._mask_seconds = MASK_SHARE * self.itl_goal / max(1, len(clients))
+        self._spent = dict.fromkeys(clients, 0.0)
+        left_out = {s for s in sorted(masked, key=PLACED_IN_STEP) if not self.has_time_for_mask(s)}
+        return [sequence for sequence in sequences if sequence not in left_out] if left_out else sequences
+
+    def has_time_for_mask(self, sequence: Sequence) -> bool:
+        """Whether the step has time for the sequence's mask, which then counts; a client's first always."""
+        if sequence.matcher is None:
+            return True
+        spent = self._spent.get(sequence.client, 0.0)
+        fits = not spent or spent + sequence.matcher.mask_seconds <= self._mask_seconds
+        if fits:
+            self._spent[sequence.client] = spent + sequence.matcher.mask_seconds
+        return fits
 
     def _seconds(self, decodes: SequenceABC[ScheduledSequence], first: Sequence) -> float:
         """The longest step that all streams can wait for."""

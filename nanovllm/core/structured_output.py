@@ -32,6 +32,9 @@ class Matcher(Protocol):
     num_tokens: int  # of the output, consumed so far
     num_words: int  # of a mask
 
+    @property
+    def mask_seconds(self) -> float: ...
+
     def fill(self, mask: NDArray[np.int32]) -> None: ...
 
     def consume(self, token_id: int) -> None: ...

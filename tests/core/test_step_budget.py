@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,31 @@ def test_the_strictest_stream_decides():
     assert num_tokens(make_budget(0.05), patient, prompt()) == 99
     assert num_tokens(make_budget(0.05), [*patient, *decodes(1)], prompt()) == 49
     assert num_tokens(make_budget(0.05), [*patient, *decodes(1, itl_goal=0.08)], prompt()) == 79
+
+
+def masked(number: int, seconds: float, **options: Any) -> Any:
+    """A decode whose next mask takes so long, placed before those of higher numbers."""
+    sequence = make_sequence([1, 2], arrival=number, **options)
+    sequence.num_computed_tokens, sequence.placed_in_step = 1, number
+    sequence.matcher = SimpleNamespace(mask_seconds=seconds)
+    return sequence
+
+
+def test_masks_of_a_step_share_a_part_of_the_goal_and_the_others_sit_out_in_turns():
+    budget = make_budget(0.1)
+    plain, slow = make_sequence([1]), [masked(number, 0.010) for number in (3, 1, 2)]
+    assert budget.in_step([plain, *slow]) == [plain, slow[1], slow[2]]  # 25 ms hold two masks of 10
+    quick = [masked(number, 0.0001) for number in range(64)]
+    assert budget.in_step(quick) == quick
+
+
+def test_each_client_has_an_equal_part_of_the_time_for_masks_and_at_least_one_mask():
+    budget = make_budget(0.1)
+    slow, quick = [masked(n, 0.9, client="a") for n in (1, 2)], [masked(n, 0.005, client="b") for n in (3, 4, 5)]
+    assert budget.in_step([*slow, *quick]) == [slow[0], quick[0], quick[1]]
+    assert not budget.has_time_for_mask(masked(6, 0.005, client="b"))
+    assert budget.has_time_for_mask(masked(7, 0.9, client="c"))
+    assert budget.has_time_for_mask(make_sequence([1]))
 
 
 def test_a_prompt_near_its_deadline_relaxes_the_goal_of_no_other_client():

@@ -71,9 +71,11 @@ class MaskThreads:
 
         def wait() -> dict[int, GrammarError]:
             allowed = filled[0][1].lexers.budget.allowed  # the same for all masks of a vocabulary
-            if begun() > allowed + ROW_SECONDS * len(filled):
+            seconds = begun()
+            if seconds > allowed + ROW_SECONDS * len(filled):
                 self._num_measured = MEASURED_STEPS
             for place, matcher in filled:
+                matcher.lexers.budget.expect(seconds / len(filled))
                 try:
                     matcher.check()
                 except GrammarError as error:

@@ -18,6 +18,8 @@ from nanovllm.core.structured_output import GrammarError
 RESERVE_SECONDS = 0.05
 MASK_SECONDS, WORD_SECONDS = 2e-3, 1e-6  # allowance for a mask, and for each of its words
 
+EXPECTATION_DECAY = 0.9  # a mask: texts differ, and a step is to hold what its slowest masks take
+
 
 class MaskBudget:
     """CPU time that the samples of one compiled form spent on masks beyond their allowance.
@@ -25,10 +27,12 @@ class MaskBudget:
     llguidance's limits count items of its parser, and the time per item grows with their number.
 
     allowed: CPU seconds per mask.
+    expected: seconds of the next mask: of the slowest of the last ones.
     """
 
     def __init__(self, num_words: int) -> None:
         self.allowed = MASK_SECONDS + num_words * WORD_SECONDS
+        self.expected = 0.0
         self._excess = 0.0
 
     @property
@@ -41,7 +45,11 @@ class MaskBudget:
 
     def add(self, seconds: float, num_tokens: int) -> None:
         """Count a mask and the tokens consumed for it: several when a request is resumed."""
+        self.expect(seconds / max(1, num_tokens))
         self._excess = max(0.0, self._excess + seconds - self.allowed * max(1, num_tokens))
+
+    def expect(self, seconds: float) -> None:
+        self.expected = max(seconds, EXPECTATION_DECAY * self.expected)
 
 
 class Lexers:
@@ -116,7 +124,9 @@ class Matcher:
 
         Raises GrammarError if this exceeds llguidance's limits for one token.
         """
+        begin = thread_time()
         self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.lexers.budget.expect(thread_time() - begin)
         self.check()
 
     def follow(self, token_ids: Iterable[int], address: int) -> None:
@@ -163,6 +173,11 @@ class Matcher:
     def is_complete(self) -> bool:
         """Whether the output may end here."""
         return bool(self.state.is_accepting())
+
+    @property
+    def mask_seconds(self) -> float:
+        """Expected seconds of its next mask."""
+        return self.lexers.budget.expected
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state; thread-safe while no thread changes this one."""
