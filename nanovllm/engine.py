@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from sortedcontainers import SortedList
 
 from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.forks import lost_blocks
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestOutput
@@ -239,7 +240,7 @@ class Engine:
         self._in_flight.clear()
         batches = [*self.scheduler.in_flight]
         sequences = self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
-        lost = {(copy.group, copy.destination) for batch in batches for copy in batch.copies}
+        lost = lost_blocks(self.block_manager, batches)
         for sequence in [s for s in self.scheduler.running if lost and not lost.isdisjoint(s.held_blocks())]:
             self.scheduler.preempt(sequence)  # a begun block of a fork was to be copied
         return sequences

@@ -10,11 +10,11 @@ Samples of one prompt are forks of the first that computes it. They draw from it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.block_manager import BlockManager, BlockPool
-from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledSequence
+from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch, ScheduledSequence
 from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.sequence import GroupTables, Sequence
 
@@ -80,6 +80,15 @@ def fork_samples(
         sample.num_known_tokens += 1
         entries.append(ScheduledSequence(sample, num_tokens, 0, 1, sample.block_table, 0))
     return entries
+
+
+def lost_blocks(manager: BlockManager, undone: Iterable[ScheduledBatch]) -> set[tuple[int, int]]:
+    """(group, block) of begun blocks whose copies were undone with these batches, or are queued from such a block."""
+    lost = {(copy.group, copy.destination) for batch in undone for copy in batch.copies}
+    for copy in manager.copies:  # a fork of a fork, in the order in which they were made
+        if (copy.group, copy.source) in lost:
+            lost.add((copy.group, copy.destination))
+    return lost
 
 
 def _tables(manager: BlockManager, source: Sequence, num_tokens: int) -> list[tuple[BlockPool, list[int], int]]:

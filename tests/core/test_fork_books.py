@@ -70,3 +70,17 @@ def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens():
     loop.drain()
     loop.check_outputs()
     assert first.num_cached_tokens == second.num_cached_tokens == 6
+
+
+def test_a_fork_of_a_fork_whose_copy_is_undone_computes_its_tokens():
+    """The block that its queued copy was to read is never filled."""
+    loop = Loop(make_scheduler())
+    source = loop.add([n % 7 for n in range(6)], max_tokens=20)
+    loop.step()
+    first = loop.fork(source, 7, max_tokens=5)
+    loop.launch()
+    second = loop.fork(first, 7, max_tokens=6)
+    assert first.is_running and second.is_running
+    loop.fail()
+    loop.drain()
+    loop.check_outputs()

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.forks import lost_blocks
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
@@ -503,11 +504,11 @@ class Loop(LoopChecks):
         """Undo the batch in flight with this index, and those launched after it, whether or not they failed."""
         batch = self.in_flight[index].batch
         batches = [launched.batch for launched in [*self.in_flight][index:]]
-        lost = {(copy.group, copy.destination) for of_batch in batches for copy in of_batch.copies}
         while len(self.in_flight) > index:
             self.model.fail(self.in_flight.pop().batch)
         affected = self.scheduler.rollback(batch, has_failed=has_failed)
         self.num_steps_without_progress = 0
+        lost = lost_blocks(self.manager, batches)
         for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
             self.scheduler.preempt(sequence)  # as the engine does
         self.check()

@@ -33,6 +33,7 @@ class TieredModel(MockModel):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
+        self.manager = scheduler.block_manager
         self.host: dict[tuple[int, int], Content] = {}  # by (group, slot)
         self.reads: FakeReads | None = None
 
@@ -64,9 +65,9 @@ class TieredModel(MockModel):
 
     def fail(self, batch: ScheduledBatch) -> None:
         super().fail(batch)
-        for group, _, destination in batch.copies:
-            if destination < 0:
-                self.host[group, ~destination] = [UNWRITTEN] * self.size_of(group)
+        for (group, slot), node in self.manager._stored_in.get(batch.step_id, {}).items():
+            if node.slots.get(group) == slot:  # else a read of a file has it, which began when the copy had ended
+                self.host[group, slot] = [UNWRITTEN] * self.size_of(group)
 
 
 class FakeReads(FileReads):
@@ -212,7 +213,7 @@ class TieredLoop(Loop):
         for root in list(self.books.roots.values()):
             for node in list(root.below()):
                 for group in list(node.slots):
-                    if not self.books.is_pinned(node, group):
+                    if not self.books.is_pinned(group, node.slots[group]):
                         self.books.drop(node, group)
 
     def save_some(self) -> None:
@@ -224,7 +225,7 @@ class TieredLoop(Loop):
             if group in node.places:
                 if self.rng.random() < 0.05:
                     self.reads.damaged(node, group)
-                elif group in node.slots and not self.books.is_pinned(node, group):
+                elif group in node.slots and not self.books.is_pinned(group, node.slots[group]):
                     self.books.drop(node, group)
                 continue
             block = self.manager.settled_block(group, node)
