@@ -128,7 +128,7 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, entries: list[ScheduledSequence], running: list[Sequence]) -> list[Sequence]:
-        """Place one token of each of these running sequences that lacks just one; returns those that lack more."""
+        """Place one token of each of these running sequences that lacks just one; returns the others."""
         # The loop runs once per sequence and step, so it is written out flat.
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
         prefills: list[Sequence] = []
@@ -312,7 +312,7 @@ class Scheduler:
         self.stats.num_output_tokens += len(advanced) - len(without_token)
         if is_shared:
             self.waiting.charge_generated(advanced, without_token)
-        if batch.draws_runs:  # drop what was reported behind the end of a run
+        if batch.draws_runs:  # drop reports beyond the end of a run
             manager.commit(batch.step_id)  # blocks that runs filled
             for sequence in advanced:
                 if sequence.logprobs is not None:

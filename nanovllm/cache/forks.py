@@ -33,7 +33,7 @@ def can_fork(manager: BlockManager, source: Sequence, num_tokens: int) -> bool:
 def fork_blocks(manager: BlockManager, source: Sequence, target: Sequence, num_tokens: int) -> None:
     """Give `target`, which has no blocks, those of the first computed tokens of `source`; check `can_fork` first.
 
-    It gets none that it does not see: no step of its own would free them.
+    It gets none that it does not see: none of its steps would free them.
     """
     num_full, begun = divmod(num_tokens, manager.block_size)
     copied = {(copy.group, copy.destination): copy.source for copy in manager.copies}
@@ -83,7 +83,7 @@ def fork_samples(
 
 
 def lost_blocks(manager: BlockManager, undone: Iterable[ScheduledBatch]) -> set[tuple[int, int]]:
-    """(group, block) of begun blocks whose copies were undone with these batches, or are queued from such a block."""
+    """(group, block) of begun blocks without content: their copies were undone, or are queued from such a block."""
     lost = {(copy.group, copy.destination) for batch in undone for copy in batch.copies}
     for copy in manager.copies:  # a fork of a fork, in the order in which they were made
         if (copy.group, copy.source) in lost:

@@ -131,10 +131,10 @@ class Admission:
     def turns(
         self, budget: int, prefills: list[Sequence], waiting: ClientQueue, started_in_step: int
     ) -> list[Sequence | None]:
-        """The order of a step's chunks: prompts in progress, and None for those that wait.
+        """The order of a step's chunks: prompts in progress, and None for the waiting ones.
 
         A step that a goal cuts short may hold one chunk. The least-served client comes first, and of its prompts the
-        least recent; those that wait count as one, placed in the step that last started some.
+        least recent; waiting ones count as one prompt, placed in the step that last started some.
         """
 
         def turn(sequence: Sequence | None) -> tuple[float, float, int]:

@@ -93,7 +93,7 @@ class StepBudget:
         return budget
 
     def in_step(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """The running sequences, less those that sit out a step since masks are expected to exceed their part of it.
+        """The running sequences without the ones that sit out a step: their masks are expected to exceed their part.
 
         Clients with masks share `MASK_SHARE` of the goal; of each the sequence least recently placed is never left out.
         """

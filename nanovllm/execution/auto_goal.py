@@ -29,7 +29,7 @@ class AutoGoal:
     def __init__(self, config: EngineConfig, budget: StepBudget, costs: LearnedCosts) -> None:
         self._config, self._budget, self._costs = config, budget, costs
         self._least = self._told = budget.itl_goal
-        self._told_at = -math.inf  # the first change is told at once
+        self._told_at = -math.inf  # the first change is logged at once
         self._ttft_follows = config.ttft_goal is None and budget.ttft_goal is not None
         logger.info(
             "itl_goal is %.0f ms, for steps with a block of %d tokens that take %.0f ms; it follows their costs",

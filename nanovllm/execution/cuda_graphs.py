@@ -263,7 +263,7 @@ class GraphExecutor:
         self._forwards.add(shape, self._capture(shape, partial(self._forward, shape)))
 
     def _capture_head(self, head: HeadShape) -> bool:
-        """Returns whether the head has a graph now; the first forward pass makes what it reads."""
+        """Returns whether the head has a graph now; the first forward pass allocates its inputs."""
         if self._captures and self._states is not None and head not in self._heads.graphs:
             self._heads.graphs[head] = self._capture(head, partial(self._head, head))
         return head in self._heads.graphs

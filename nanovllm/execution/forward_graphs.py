@@ -127,7 +127,7 @@ class HeadGraphs:
         self._num_steps: Counter[HeadShape] = Counter()  # of heads with rare options
 
     def add_step(self, head: HeadShape) -> None:
-        """Count a step whose inputs were sent, so that the buffers of its options exist."""
+        """Count a step after its inputs were sent: the buffers of its options exist."""
         if head.is_rare:
             self._num_steps[head] += 1
 

@@ -19,7 +19,7 @@ REMOTE_CODE = "transformers_modules"  # package of the library with the code of 
 def model_digest(model: nn.Module) -> str:
     """A digest of config, code and weights, different for any other model.
 
-    Weights are those that the model computes with, after they were converted, quantised or sharded: files that are
+    Weights are the tensors in use, after they were converted, quantised or sharded: files that are
     rewritten in place, with their former size and times, are another model too. About 0.1 s a GB.
     """
     digest = xxhash.xxh3_128(b"all bytes of weights")
@@ -41,14 +41,14 @@ def model_digest(model: nn.Module) -> str:
 
 
 def _code_of(model: nn.Module) -> list[Path]:
-    """Files of the classes of a model's modules, of packages whose version is not named anyway."""
+    """Source files of the modules' classes, except packages that are named by their version."""
     found: set[Path] = set()
     for module_name in {type(module).__module__ for module in model.modules()}:
         package = module_name.partition(".")[0]
         file = getattr(sys.modules.get(module_name), "__file__", None)
         if file is not None and package not in VERSIONED:
             found.add(Path(file))
-            if package == REMOTE_CODE:  # with what it imports
+            if package == REMOTE_CODE:  # and its imports
                 found.update(Path(file).parent.glob("*.py"))
     return sorted(found)
 

@@ -1,4 +1,4 @@
-"""Names what a folder is that holds no readable model: git-lfs pointers, an adapter, tensors of another shape.
+"""Names folders without a readable model: git-lfs pointers, an adapter, tensors of another shape.
 
 Called where loading has failed, so that a start reads nothing for it.
 """

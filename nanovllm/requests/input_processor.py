@@ -199,8 +199,8 @@ class InputProcessor:
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a prompt: text, with the tokenizer's special tokens if `add_special_tokens`, or ids in any type.
 
-        Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers. A long text is refused as
-        soon as it is known to have `limit` tokens.
+        Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers. A long text is refused
+        once `limit` tokens are counted.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:

@@ -1,6 +1,6 @@
 """Work that requests need before they are queued: one queue a client, the client that had the fewest seconds first.
 
-A task runs in a thread of its own and needs a place of its lane while it works::
+A task runs in one thread and holds a place of its lane while it works::
 
     lane short   1 place    [bob: 10 characters]               waiting: alice alice alice ...
     lane long    1 place    [alice: piece 3 of 20]             waiting: carol (after piece 9)
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
 LONG_CHARS = 32768  # longer texts take 20 ms and more to tokenise
 MAX_THREADS = 256
-MAX_FORMS = 8  # tasks of one client that have begun and compile forms; its other work goes on beside them
+MAX_FORMS = 8  # tasks of one client that have begun and compile forms; its other work goes on meanwhile
 MAX_IDLE = 1024  # kept accounts of clients without work
 FORM_PLACES = 4  # processes at work at once
 
@@ -87,7 +87,7 @@ class Accounts:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Tasks of one kind: those with a place, and those that wait, by account."""
+    """Tasks of one kind, running in places or waiting, by account."""
 
     num_places: int
     running: list[Task[Any]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Task(Future[Result]):
         self.lane: Lane
         self.since = 0.0  # time from which its place is not charged yet
         self.has_place = threading.Event()
-        self.stop: Callable[[], None] | None = None  # ends what it waits for
+        self.stop: Callable[[], None] | None = None  # ends its wait
         self._intake = intake
 
     def cancel(self) -> bool:

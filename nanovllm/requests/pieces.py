@@ -1,9 +1,9 @@
-"""Tokenises long texts in pieces whose tokens are those of the whole text, up to a limit of tokens.
+"""Tokenises long texts in pieces with the same tokens as the whole text, up to a limit.
 
 A piece ends where no pre-token of the tokenizer can go on, so that no token can::
 
     The sea was calm in 1912, and nobody spoke.
-    -------^---^----^---^---^-                   before " letter" behind a letter or digit; between a letter and a digit
+    -------^---^----^---^---^-                   before " letter" after a letter or digit; between a letter and a digit
                                                  or a mark of punctuation
 
 That holds if each alternative of the pre-tokenizer's patterns is in ALTERNATIVES. A tokenizer that is not understood,
@@ -27,8 +27,8 @@ LONG_TOKEN = 8  # bytes; every vocabulary has a longer token
 LETTERS = "A-Za-zÀ-ÖØ-öø-ÿА-яぁ-ゖァ-ヺ一-鿿가-힣"
 MARKS = r"""0-9!"#$%&()*+,./:;<=>?@\[\\\]^`{|}~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"""
 CUT = re.compile(rf"(?<=[{LETTERS}])(?=[{MARKS}])|(?<=[{LETTERS}0-9])(?= [A-Za-z])")
-# Alternatives of patterns by which tokenizers split texts. None matches a text with a cut within it, and what one
-# matches does not depend on what stands before it.
+# Alternatives of patterns by which tokenizers split texts. None matches a text with a cut within it, and no match
+# depends on the text before it.
 REST = r"\s+"  # with it, a pattern matches everything
 CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -61,7 +61,7 @@ def too_long(has: str, max_model_len: int) -> PromptTooLongError:
 
 
 class Pieces:
-    """What is known of a tokenizer's pieces; thread-safe.
+    """Safe cuts of a tokenizer's texts; thread-safe.
 
     Args:
         tokenizer: of `transformers`, or a `tokenizers.Tokenizer`; any other is not understood.
@@ -177,7 +177,7 @@ class Pieces:
 
     @cached_property
     def _risky(self) -> list[str]:
-        """Added tokens that hold a cut, or do with a letter behind them."""
+        """Added tokens that hold a cut, alone or followed by a letter."""
         contents = [token.content for token in self._added]
         return [text for text in contents if any(0 < m.start() < len(text) for m in CUT.finditer(f"{text}a"))]
 

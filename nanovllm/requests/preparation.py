@@ -1,4 +1,4 @@
-"""What is known of requests before they are prepared: how long their texts are, and whether their ids are in use."""
+"""Checks of requests before they are prepared: the sizes of their texts, and ids in use."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
 def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None:
     """Start a waiting sequence with the KV of a running one, if that has computed all but its last token.
 
-    Steps in flight do not count, since a failed one takes back what it computed.
+    Steps in flight do not count: a failed one takes back its KV.
     """
     manager, num_tokens = scheduler.block_manager, len(target.token_ids) - 1
     launched = (entry for batch in scheduler.in_flight for entry in batch.entries if entry.sequence is source)

@@ -36,7 +36,7 @@ LINE_BYTES = 4  # per header, in addition to name and value: colon, space, line 
 LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
-OTHER_FILES = 256  # open files of the process beside its connections, those in spare places included
+OTHER_FILES = 256  # open files besides connections; those in spare places included
 REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused connections of one status
 
 

@@ -37,7 +37,7 @@ class Places:
         self._spare: dict[Occupant, None] = {}  # those beyond the limit, oldest first
 
     def enter(self, occupant: Occupant) -> None:
-        """Give a new connection a place, if need be that of the one that waited longest, or a spare one."""
+        """Give a new connection a place, if need be the longest-waiting connection's, or a spare one."""
         if self.take(occupant):
             return
         if len(self._spare) >= SPARE_PLACES:

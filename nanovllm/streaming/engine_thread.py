@@ -295,7 +295,7 @@ class EngineThread:
                 return
 
     def _give_up(self, limit: float) -> bool:
-        """Let the engine die of a step that does not end; False if it has ended by itself."""
+        """Let the engine die of a step that does not end; False if it has ended."""
         ids = list(self._engine.requests)
         named = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "") or "none"
         with self._changes:

@@ -33,7 +33,7 @@ MAX_NAMES = 200_000  # names of properties that are collected for one schema
 def with_closed_objects(schema: Any) -> Any:
     """Return the schema with closed objects; one with `$id` within, or references by other names, stays open there.
 
-    Raises ValueError for a schema whose compositions have more than MAX_NAMES names, or MAX_CHAIN definitions in a row.
+    Raises ValueError for compositions of more than MAX_NAMES names, or MAX_CHAIN definitions in a row.
     """
     if not isinstance(schema, dict) or any("$id" in part for part in _schemas_within(schema)):
         return schema

@@ -18,7 +18,7 @@ from nanovllm.core.structured_output import GrammarError
 RESERVE_SECONDS = 0.05
 MASK_SECONDS, WORD_SECONDS = 2e-3, 1e-6  # allowance for a mask, and for each of its words
 
-EXPECTATION_DECAY = 0.9  # a mask: texts differ, and a step is to hold what its slowest masks take
+EXPECTATION_DECAY = 0.9  # a mask: texts differ, and a step has to hold its slowest masks
 
 
 class MaskBudget:

@@ -1,7 +1,7 @@
 """Entry point of the process for grammar trials: holds the vocabularies, and forks a child for each trial.
 
 The kernel kills a child that exceeds the limits of time or memory; its connection then closes without an answer. It
-kills one whose connection is closed by the other side, too.
+kills a process when the other side closes its connection, too.
 """
 
 from __future__ import annotations

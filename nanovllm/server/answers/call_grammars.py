@@ -122,7 +122,7 @@ def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def _deepseek(rules: Rules, tools: Sequence[Tool], before: str, behind: str, end: str) -> CallRules:
-    """Args: the texts in front of a call's name, behind it, and behind the arguments."""
+    """Args: the texts before a call's name, after it, and after the arguments."""
     opening, closing = rules.marker("<｜tool▁call▁begin｜>"), rules.marker("<｜tool▁call▁end｜>")
 
     def call(name: str, tool: Tool) -> str:
@@ -181,7 +181,7 @@ def gemma4(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 def _members(rules: Rules, values: Sequence[Value]) -> str:
     """Rule for names and values in their order, with commas between the present ones."""
     quote = rules.marker(GEMMA_QUOTE)
-    more, members = '""', '""'  # of the values behind the one at hand, behind others and alone
+    more, members = '""', '""'  # of the values after this one, after others and alone
     for value in reversed(values):
         member = f"{rules.literal(f'{value.key}:')} {quote if value.is_text else ''} {value.rule}"
         if value.is_required:

@@ -22,7 +22,7 @@ class Shape:
     kind: str
     value: Any
     field: str
-    is_document: bool = False  # of OpenAI's json_schema, whose objects are closed unless the schema says otherwise
+    is_document: bool = False  # OpenAI's json_schema: objects are closed unless the schema says otherwise
 
 
 class TextFormat(Strict):
