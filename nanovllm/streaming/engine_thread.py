@@ -142,7 +142,9 @@ class EngineThread:
                 self._wake()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread's end, unless its step hangs."""
+        """Wait for the thread's end, unless its step hangs, or this is a forked child, which has no such thread."""
+        if self.is_elsewhere:
+            return
         self._may_join.wait(timeout)
         if not self._hangs:
             self._thread.join(timeout)

@@ -148,9 +148,9 @@ def test_steps_with_drafts_replay_the_graphs_of_decodes(folder, monkeypatch):
         executor, shapes = llm._engine.model_runner._executor, []
         captured = executor._captured_shape
 
-        def noted(shape: GraphShape) -> GraphShape:
-            shapes.append((shape, captured(shape) in executor._forwards.graphs))
-            return captured(shape)
+        def noted(shape: GraphShape, *head: Any) -> GraphShape:
+            shapes.append((shape, captured(shape, *head) in executor._forwards.graphs))
+            return captured(shape, *head)
 
         monkeypatch.setattr(executor, "_captured_shape", noted)
         assert answers(llm, "greedy") == expected(folder)["greedy"]

@@ -432,11 +432,12 @@ ELSEWHERE = {
         "quantization": "test_quantised_models", "exact_activations": "test_quantised_models",
         "draft_model": "test_draft_models",
         "prefix_cache_dir": "test_tiers", "engine_process": "test_engine_process",
+        "answer_params": "test_server_structured",
     } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
         "engine_process": "test_engine_process",
-        "prefix_cache_dir": "test_rank_tiers",
+        "prefix_cache_dir": "test_rank_tiers", "answer_params": "test_server_structured",
         "structured_output": "test_tensor_parallel",
         "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",

