@@ -160,7 +160,7 @@ class BlockManager(BlockPool):
     ) -> None:
         super().__init__(num_blocks)
         self.block_size = block_size
-        self.max_running_tokens = (num_blocks - 1) * block_size  # of all sequences that fit at once
+        self.max_running_tokens = (num_blocks - 1) * block_size  # tokens of all sequences that fit at once
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_seed = hash_seed
         self.observer: BlockObserver | None = None

@@ -93,7 +93,7 @@ def lost_blocks(manager: BlockManager, undone: Iterable[ScheduledBatch]) -> set[
 
 def _tables(manager: BlockManager, source: Sequence, num_tokens: int) -> list[tuple[BlockPool, list[int], int]]:
     """Pool, block table of the source, and the first block that a fork after so many tokens sees; of each group."""
-    groups: Any = getattr(manager, "groups", ())  # of `CacheGroups`, which takes longer to import
+    groups: Any = getattr(manager, "groups", ())  # groups of `CacheGroups`, which takes longer to import
     further = () if source.group_tables is None else source.group_tables.further
     firsts = [group.first_block(num_tokens) for group in groups] or [0]
     return list(zip(manager.pools, (source.block_table, *further), firsts, strict=True))

@@ -22,7 +22,7 @@ MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 class OpenStep:
     """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far.
 
-    time_for_mask: whether a latency goal leaves time for a sequence's mask; None without one.
+    time_for_mask: True if a latency goal leaves time for a sequence's mask; None without one.
     """
 
     budget: int

@@ -179,7 +179,7 @@ class ClientQueue:
 
     def _by_share(self, bound: float) -> Iterator[Sequence]:
         """Level by level; with ageing the level of the oldest is first."""
-        held_back: dict[int, Account] = {}  # by priority: the first one, so the least served
+        held_back: dict[int, Account] = {}  # priority -> first account, so the least served
         heaps: dict[int, list[tuple[int, float, tuple[float, int], int, int, Account]]] = {}
         passed: set[Sequence] = set()
         for oldest in self._waiting:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class BudgetStats:
     """Token budget that keeps an `itl_goal`, and how well its steps are predicted.
 
-    itl_goal: in force, seconds; "auto" follows the costs.
+    itl_goal: Goal in force, seconds; "auto" follows the costs.
     num_tokens: budget of the last step.
     error: median over the last 100 steps of the predictions' errors, relative to the time measured; None before any.
     num_misses: steps since construction that took twice or half of their prediction.

@@ -25,8 +25,8 @@ URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
 # Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
 MAX_LATENESS = 0.5
 
-MASK_SHARE = 0.25  # of the goal, for the masks of a step
-PLACED_IN_STEP = attrgetter("placed_in_step")  # of a Sequence
+MASK_SHARE = 0.25  # share of the goal for the masks of a step
+PLACED_IN_STEP = attrgetter("placed_in_step")  # field of a Sequence
 
 Lookup = Callable[[Sequence], SequenceABC[int]]  # the blocks of a sequence in the prefix cache
 
@@ -60,7 +60,7 @@ class StepBudget:
     A request that still lacks its first token relaxes the goal of ITL of its client's streams: from half of its
     `ttft_goal` on, linearly, up to 4 `itl_goal` once that has passed.
 
-    itl_goal, ttft_goal: in force, seconds; with itl_goal="auto" they follow the costs.
+    itl_goal, ttft_goal: Goals in force, seconds; with itl_goal="auto" they follow the costs.
 
     Args:
         config: resolved, with an `itl_goal` in seconds.

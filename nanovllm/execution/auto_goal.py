@@ -10,7 +10,8 @@ from nanovllm.core.step_budget import StepBudget
 from nanovllm.execution.learned_costs import BUSY, DEFAULT_TTFT_GOALS, LearnedCosts, automatic_goal
 
 # The log tells a goal that is so many times the one told last, or so small a part of it, once in so many seconds.
-MATERIAL, LOG_EVERY_S = 1.5, 60.0
+MATERIAL = 1.5
+LOG_EVERY_S = 60.0
 
 logger = logging.getLogger("nanovllm")
 
@@ -22,8 +23,8 @@ class AutoGoal:
     forgotten as soon as steps are faster, and a machine that becomes busy costs streams at most twice their gaps.
 
     Args:
-        config: resolved, with the goals as asked for.
-        budget: of the goal that the start found.
+        config: Resolved configuration, with the goals as asked for.
+        budget: StepBudget that meets the goal found at start.
     """
 
     def __init__(self, config: EngineConfig, budget: StepBudget, costs: LearnedCosts) -> None:
@@ -48,7 +49,8 @@ class AutoGoal:
                 "itl_goal is %.0f ms instead of %.0f: steps with a block of %d tokens take %.0f ms now",
                 1e3 * goal, 1e3 * self._told, self._config.block_size, 1e3 * self._costs.block_seconds,
             )  # fmt: skip
-            self._told, self._told_at = goal, now
+            self._told = goal
+            self._told_at = now
 
 
 def follow_costs(config: EngineConfig, budget: StepBudget, costs: LearnedCosts) -> None:

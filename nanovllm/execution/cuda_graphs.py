@@ -239,7 +239,7 @@ class GraphExecutor:
     def _capture(self, shape: GraphShape | HeadShape, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Capture `run`, after a trial, over inputs of padding alone; before the coming step's inputs are sent."""
         self._extras.launch_late_draw()  # it reads the inputs of the step before
-        sampled = self._sampled.clone()  # by the step before, for the coming one
+        sampled = self._sampled.clone()  # tokens of the step before, for the coming one
         self._clear_inputs()
         try:
             graph = self._pool.capture(run, frees_trial=isinstance(shape, HeadShape) and shape.copies_logits)

@@ -119,12 +119,12 @@ class ForwardGraphs:
 class HeadGraphs:
     """The captured heads of one engine.
 
-    graphs: by shape.
+    graphs: Captured graph of each shape.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[HeadShape, Any] = {}
-        self._num_steps: Counter[HeadShape] = Counter()  # of heads with rare options
+        self._num_steps: Counter[HeadShape] = Counter()  # steps of heads with rare options
 
     def add_step(self, head: HeadShape) -> None:
         """Count a step after its inputs were sent: the buffers of its options exist."""

@@ -38,7 +38,7 @@ class HeadExtras:
         self._measure = find_kernel("logprobs", "measure")
         self._masks = build_mask_buffer(max_samples, device)
         self._packing = Packing(PENALTY_INPUTS, {"samples": max_samples})
-        self._penalties: Tensor | None = None  # as packed
+        self._penalties: Tensor | None = None  # packed penalties
         self._words: Tensor | None = None  # of `Measured`
         # Of the step launched last: a step that is undone drops it.
         self._late_draw: Callable[[], LateDraw | None] = lambda: None

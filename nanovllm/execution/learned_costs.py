@@ -188,7 +188,7 @@ class LearnedCosts(Observer):
 
     A step's seconds are those that a decode waits for it: since the step before was read, or since its scheduling.
 
-    when_learned: called with the engine's time after each step with chunks.
+    when_learned: Callback that gets the engine's time after each step with chunks.
 
     Args:
         config: fully resolved.

@@ -70,7 +70,7 @@ class PrefixTiers(Observer):
         self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
         self._num_writes, self._is_alone = 0, False  # orders to other ranks; whether these do not write
-        self._next_look = 0.0  # at other ranks, after they did not write
+        self._next_look = 0.0  # time to ask other ranks again, after they did not write
         self._lock = threading.Lock()
         self._is_closed = False
         self._process_id = os.getpid()

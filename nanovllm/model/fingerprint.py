@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-CHUNK_BYTES = 2**26  # hashed at once, and copied from a GPU at once
+CHUNK_BYTES = 2**26  # size hashed at once, and copied from a GPU at once
 VERSIONED = ("nanovllm", "torch", "transformers")  # files of prefixes name their versions
 REMOTE_CODE = "transformers_modules"  # package of the library with the code of models
 
@@ -48,7 +48,7 @@ def _code_of(model: nn.Module) -> list[Path]:
         file = getattr(sys.modules.get(module_name), "__file__", None)
         if file is not None and package not in VERSIONED:
             found.add(Path(file))
-            if package == REMOTE_CODE:  # and its imports
+            if package == REMOTE_CODE:  # a model's own code and its imports
                 found.update(Path(file).parent.glob("*.py"))
     return sorted(found)
 

@@ -196,7 +196,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, has_mixers=True)  # refuses layers of unknown types
-    check_limits(text_config, config)  # with the defaults of the config's class
+    check_limits(text_config, config)  # defaults of the config's class included
     _refuse_quantised(model_config)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM

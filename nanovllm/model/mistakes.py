@@ -29,7 +29,7 @@ def name_tensors(source: str, info: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for tensors that are missing or of another shape, which the library fills at random.
 
     Args:
-        info: loading information of `from_pretrained`.
+        info: Report of the load by `from_pretrained`.
     """
     if missing := sorted(info["missing_keys"]):
         raise ModelLoadError(

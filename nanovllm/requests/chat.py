@@ -62,7 +62,7 @@ class ChatTemplate:
         self._allows_control_tokens = config.allow_control_tokens_in_messages
         self._content_format = config.chat_template_content_format
         self._eos_token_ids, self._num_logits = eos_token_ids, num_logits
-        self._shapers: dict[str, TemplateMessages] = {}  # by the source of the template
+        self._shapers: dict[str, TemplateMessages] = {}  # template's source -> shaper
         self._ends: dict[str, tuple[int, ...]] = {}  # likewise
 
     def prepare(self) -> None:
@@ -75,7 +75,7 @@ class ChatTemplate:
 
         Args:
             messages: a conversation, or a list or iterator of them.
-            options: as of `apply_to`.
+            options: Template options, as `apply_to` takes them.
         """
         if isinstance(messages, Iterator):
             messages = list(messages)
@@ -119,7 +119,7 @@ class ChatTemplate:
 
         try:
             token_ids = self._encode(shaper.finished(shaped[0]), shaped[1], options, limit)
-        except Exception as error:  # of the template, or of the tokenizer
+        except Exception as error:  # any error of the template or of the tokenizer
             words = _refusal(render, *shaped)
             if words is None:  # not the template's
                 raise

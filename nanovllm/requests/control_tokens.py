@@ -50,7 +50,7 @@ class ChatEncoder:
         """Token ids of one conversation; raises ValueError if the tokenizer has no plain text for a control token.
 
         Args:
-            limit: as of `Pieces.encode`.
+            limit: Most tokens, as `Pieces.encode` takes it.
         """
         marker = "".join(secrets.choice("0123456789") for _ in range(MARKER_DIGITS))
         found: list[str] = []

@@ -10,7 +10,7 @@ Long work calls `checkpoint` every few milliseconds, where it makes way for a cl
 waits for it. Compilation of forms moves to the third lane (`form_turn`). A client without a place there gets one at
 once: a trial of the client with the most is stopped and begins again later.
 
-Invariant: of the places of a lane none is free while a task waits for it that may begin.
+Invariant: No place of a lane is free while a task that may begin waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
 LONG_CHARS = 32768  # longer texts take 20 ms and more to tokenise
 MAX_THREADS = 256
 MAX_FORMS = 8  # tasks of one client that have begun and compile forms; its other work goes on meanwhile
-MAX_IDLE = 1024  # kept accounts of clients without work
+MAX_IDLE = 1024  # most accounts of clients without work
 FORM_PLACES = 4  # processes at work at once
 
 
@@ -116,7 +116,8 @@ class Task(Future[Result]):
     def __init__(self, intake: Intake, work: Callable[[], Result], account: Account, *, compiles: bool) -> None:
         super().__init__()
         self.work: Callable[[], Result] | None = work
-        self.account, self.compiles = account, compiles
+        self.account = account
+        self.compiles = compiles
         self.has_begun = self.is_dropped = self.is_stopped = False
         self.lane: Lane
         self.since = 0.0  # time from which its place is not charged yet
@@ -151,7 +152,7 @@ class Intake:
     """Tasks of one engine; thread-safe.
 
     Args:
-        is_parallel: whether work of several lanes may run at once; if not, all of it shares one place.
+        is_parallel: True if work of several lanes may run at once; if not, all of it shares one place.
     """
 
     def __init__(self, *, is_parallel: bool = True) -> None:
@@ -171,7 +172,7 @@ class Intake:
         Args:
             num_chars: characters that it tokenises, about.
             client: client of the request, unless the server has named one for it.
-            compiles: whether it compiles forms, so that few of a client begin.
+            compiles: True if it compiles forms, so that few of a client begin.
         """
         named = CLIENT.get()
         client = named if named is not None else client if isinstance(client, str) else ""

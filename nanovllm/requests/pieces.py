@@ -29,7 +29,7 @@ MARKS = r"""0-9!"#$%&()*+,./:;<=>?@\[\\\]^`{|}~\u3001\u3002\uff01\uff0c\uff1a\uf
 CUT = re.compile(rf"(?<=[{LETTERS}])(?=[{MARKS}])|(?<=[{LETTERS}0-9])(?= [A-Za-z])")
 # Alternatives of patterns by which tokenizers split texts. None matches a text with a cut within it, and no match
 # depends on the text before it.
-REST = r"\s+"  # with it, a pattern matches everything
+REST = r"\s+"  # rest of a pattern that matches everything
 CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -46,7 +46,7 @@ ALTERNATIVES = frozenset(
         r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", REST,
     )
 )  # fmt: skip
-BYTES_SHRUNK_BY_NFC = 3  # at most: three Hangul letters of three bytes make a syllable of three
+BYTES_SHRUNK_BY_NFC = 3  # maximum: three Hangul letters of three bytes make a syllable of three
 
 
 def too_long(has: str, max_model_len: int) -> PromptTooLongError:
@@ -64,7 +64,7 @@ class Pieces:
     """Safe cuts of a tokenizer's texts; thread-safe.
 
     Args:
-        tokenizer: of `transformers`, or a `tokenizers.Tokenizer`; any other is not understood.
+        tokenizer: Tokenizer of `transformers`, or a `tokenizers.Tokenizer`; any other is not understood.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -11,8 +11,8 @@ from nanovllm.core.validation import texts
 
 PlainMessage = dict[str, Any]
 
-MAX_NESTING = 100  # of a call's arguments: templates and json recurse into them
-BREAK = "\n\n"  # between texts of two messages that become one
+MAX_NESTING = 100  # depth of a call's arguments: templates and json recurse into them
+BREAK = "\n\n"  # separator of the texts of two messages that become one
 THOUGHT = ("reasoning_content", "reasoning", "thinking")  # spellings of clients and of templates
 _TEXT_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # key of the text
 
@@ -89,7 +89,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 def _set_calls(message: PlainMessage, calls: SequenceABC[Any], where: str) -> None:
     """Keep calls with an object as arguments, and append the others to the message's text."""
-    kept, malformed = [], []
+    kept = []
+    malformed = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -32,7 +32,8 @@ class TemplateMessages:
     """
 
     def __init__(self, trials: TemplateTrials, content_format: str = "auto") -> None:
-        self._trials, self._content_format = trials, content_format
+        self._trials = trials
+        self._content_format = content_format
 
     def shaped(self, messages: list[PlainMessage], tools: Tools) -> Conversation:
         """The conversation without parts that the template would leave out in silence."""

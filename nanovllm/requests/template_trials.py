@@ -133,7 +133,7 @@ class TemplateTrials:
         """A question, a call and its result.
 
         Args:
-            arguments: of the call; an object by default.
+            arguments: Arguments of the call; an object by default.
             others: 1 adds a second call to the message, 2 in another message.
         """
         call = new_call(NAME, {"key": VALUE} if arguments is None else arguments, CALL_ID)

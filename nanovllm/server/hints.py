@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-Hints = Mapping[str, Mapping[str, str]]  # where a field stands -> field -> why it has no effect
+Hints = Mapping[str, Mapping[str, str]]  # place of a field -> field -> why it has no effect
 
 _ONE_PLACE = "there is one engine, and one way to run it"
 _CACHED = "every prompt's prefix is cached"

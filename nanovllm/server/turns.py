@@ -25,10 +25,11 @@ class Turns:
     """
 
     def __init__(self, app: ASGIApp, client_of: Callable[[Scope], str]) -> None:
-        self._app, self._client_of = app, client_of
+        self._app = app
+        self._client_of = client_of
         self._accounts = Accounts()
         self._waiting: dict[Account, deque[asyncio.Future[None]]] = {}
-        self._begun: list[Account] = []  # of requests that began in this turn
+        self._begun: list[Account] = []  # accounts of requests that began in this turn
         self._began = 0.0  # time at which the turn began
         self._is_due = False  # whether `_next` is scheduled
 

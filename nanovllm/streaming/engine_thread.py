@@ -59,7 +59,7 @@ class EngineThread:
         self._engine = engine
         self._router = router
         self._calls: deque[tuple[Future[Any], Callable[[EngineInterface], Any]]] = deque()
-        self._answered: Future[Any] | None = None  # of the call that runs
+        self._answered: Future[Any] | None = None  # future of the call that runs
         self._changes = threading.Condition()  # guards _calls, _is_stopping and _has_ended
         self._is_stopping = False
         self._has_ended = False
@@ -227,7 +227,7 @@ class EngineThread:
                 with suppress(InvalidStateError):  # it was given up
                     future.set_exception(error)
                 if isinstance(error, DeviceError) or not isinstance(error, Exception):
-                    raise  # else it is the caller's error, and the engine is intact
+                    raise  # the caller's error, and the engine is intact
             else:
                 self._beat()  # before the caller continues and may read it
                 with suppress(InvalidStateError):
@@ -304,7 +304,7 @@ class EngineThread:
             busy_since = self._busy_since
             if self._has_ended or busy_since is None or time.monotonic() < busy_since + limit:
                 return False
-            self._is_stopping = True  # from here on no step begins
+            self._is_stopping = True  # no step begins any more
             self._cause = TimeoutError(f"a step has not ended after {limit:g} s (step_timeout); its requests: {named}")
         logger.error("the engine died: %s", self._cause)
         self._hangs = True

@@ -92,7 +92,7 @@ class TierBooks:
         self._num_slots = [0] * len(self.block_bytes)
         self._free: list[list[int]] = [[] for _ in self.block_bytes]
         self._used: list[OrderedDict[StoredBlock, None]] = [OrderedDict() for _ in self.block_bytes]
-        self._pins: Counter[tuple[int, int]] = Counter()  # by (group, slot)
+        self._pins: Counter[tuple[int, int]] = Counter()  # pins of each (group, slot)
         self._forgotten: set[tuple[int, int]] = set()  # pinned slots of no block, free once they are unpinned
 
     @property

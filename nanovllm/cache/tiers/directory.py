@@ -65,7 +65,7 @@ class CacheDirectory:
         self._writer: SegmentWriter | None = None
         self._lock: int | None = None
         self._ending: list[threading.Thread] = []  # each makes a segment durable
-        self._end_errors: list[OSError] = []  # of these threads
+        self._end_errors: list[OSError] = []  # errors of these threads
         self._next_refresh = self._next_try = 0.0
         self._has_lock = self._is_closed = False
         self.num_bytes = self.num_written = 0

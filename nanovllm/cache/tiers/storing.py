@@ -57,7 +57,7 @@ class StoringBlocks(BlockManager):
         self._nodes: dict[int, StoredBlock] = {}  # by prefix id
         self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
         self._storing: dict[tuple[int, int], StoredBlock] = {}  # (group, slot) of copies that no batch has taken yet
-        self._stored_in: dict[int, dict[tuple[int, int], StoredBlock]] = {}  # by step id: copies that its batch took
+        self._stored_in: dict[int, dict[tuple[int, int], StoredBlock]] = {}  # step id -> copies that its batch took
 
     # ---------------------------------------------------------------------------------------- the tree of tokens
 

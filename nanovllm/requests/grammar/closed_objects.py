@@ -51,7 +51,7 @@ def _schemas_within(schema: Any) -> Iterator[Schema]:
 class _Names:
     """Properties and patterns that a composition names, and whether it may be closed."""
 
-    properties: dict[str, None] = field(default_factory=dict)  # in their order
+    properties: dict[str, None] = field(default_factory=dict)  # ordered names
     patterns: dict[str, None] = field(default_factory=dict)
     is_free: bool = False
 

@@ -49,7 +49,7 @@ class AnswerFormat:
         Args:
             tools: schemas of the tools' parameters by name; None without tools.
             is_open: whether thought was opened before the answer.
-            streams_calls: whether calls are returned in parts; see `CallParts`.
+            streams_calls: True if calls are returned in parts; see `CallParts`.
         """
         if self.is_harmony:
             return harmony.HarmonyStream(tools or {}, streams_calls=streams_calls)

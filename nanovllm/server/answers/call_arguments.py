@@ -77,7 +77,7 @@ def values_of(rules: Rules, tool: Tool, closing: str, *, is_for_text: bool = Fal
     """Values of a tool's arguments, in the order of the schema; raises ValueError for one without properties to name.
 
     Args:
-        is_for_text: whether `closing` follows strings only.
+        is_for_text: True if `closing` follows strings only.
     """
     function, schema = tool["function"], parameters_of(tool)
     properties, required = schema.get("properties") or {}, schema.get("required") or []

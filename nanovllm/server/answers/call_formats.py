@@ -34,7 +34,7 @@ class ToolFormat:
 
     openers, closers: strings before calls and after them; each may be missing, or stand there several times.
     header: strings between a call's name and its arguments.
-    bare: how a call may begin without an opener, at the start of the answer.
+    bare: Text that may begin a call without an opener, at the start of the answer.
     tags: tags of calls that write each argument between tags.
     inner: further strings of a call that some tokenizers have as special tokens.
     """
@@ -131,7 +131,7 @@ def _deepseek(name: str) -> ToolFormat:
     )
 
 
-HARMONY_TOOLS = ToolFormat("harmony")  # read by `harmony` instead
+HARMONY_TOOLS = ToolFormat("harmony")  # `harmony` reads these calls
 _CALL_TAG, _CALL_END = ("<tool_call>",), ("</tool_call>",)
 _KNOWN = (
     ToolFormat("hermes", _CALL_TAG, _CALL_END, bare=("{", "```json"), tags=_FUNCTION),

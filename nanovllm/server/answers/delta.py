@@ -69,7 +69,7 @@ class CallParts:
     that does not stream is a single part.
 
     Args:
-        streams: whether calls are returned in parts.
+        streams: True if calls are returned in parts.
     """
 
     def __init__(self, *, streams: bool) -> None:

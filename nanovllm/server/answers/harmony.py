@@ -31,13 +31,13 @@ class HarmonyStream:
 
     Args:
         tools: schemas of the parameters of the request's tools, by name.
-        streams_calls: whether calls are returned in parts; see `CallParts`.
+        streams_calls: True if calls are returned in parts; see `CallParts`.
     """
 
     def __init__(self, tools: Tools, *, streams_calls: bool = False) -> None:
         self._tools = tools
         self._parts = CallParts(streams=streams_calls)
-        self._call: JsonCall | None = None  # in the open message
+        self._call: JsonCall | None = None  # call of the open message
         self._text = ""  # not yet returned
         self._in_body = False
         self._header = ""

@@ -15,7 +15,7 @@ from nanovllm.server.answers.lenient_json import JsonScan
 
 Tools = Mapping[str, Any]  # JSON Schema of the parameters by the tool's name; None or {} for any
 
-_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
+_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors of text that is not a call
 _NAMES = ("name", "tool_name", "function")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _ABOUT = frozenset({"id", "type", "index", "tool_call_id", "call_id"})  # keys that say nothing about the arguments
@@ -112,7 +112,8 @@ class JsonCall:
             return
         name = tool_name(found["name"], self._tools)
         if name is not None:
-            self.name, self._begin = name, found.end()
+            self.name = name
+            self._begin = found.end()
             self._base = 1 if found["outer"] is None else 2
 
     def _is_other_object(self) -> bool:
@@ -135,11 +136,12 @@ class JsonCall:
             else:
                 name, arguments = self._call_of(json.loads(written))
                 whole = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-                if self._base is not None:  # as they were streamed
+                if self._base is not None:  # arguments as they were streamed
                     whole = written[self._begin : scan.closed.get(self._base, len(written) - self._base)]
                     if name != self.name or json.loads(whole) != arguments:
                         raise ValueError("a key that is there twice")
-                self.name, self._whole = name, whole
+                self.name = name
+                self._whole = whole
             self.end = scan.at
         except _NO_CALL:
             self._whole, self.failed = None, scan.at

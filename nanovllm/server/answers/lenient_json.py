@@ -15,7 +15,7 @@ from nanovllm.server.answers.reasoning import partial_marker
 GEMMA_QUOTE = '<|"|>'
 _QUOTES = ('"', "'", GEMMA_QUOTE)
 _CLOSING = {"{": "}", "[": "]"}
-_MAX_DEPTH = 100  # as the server takes them back
+_MAX_DEPTH = 100  # depth that the server takes back
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"""[^'"\\\x00-\x1f]+""")}
 _SCALAR = re.compile(r"""[^\s"'{}\[\],:<]+""")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -37,9 +37,9 @@ class JsonScan:
         self.at, self.text = start, ""
         self.closed: dict[int, int] = {}
         self.is_whole = self.is_broken = False
-        self._open: list[str] = []  # closing brackets of the containers that are open
+        self._open: list[str] = []  # brackets that close the open containers
         self._expects = "value"  # name, colon, value, item or comma
-        self._has_comma = False  # read, and written before the next member
+        self._has_comma = False  # a comma is read, and written before the next member
         self._quote = ""  # delimiter of the string that is open
         self._last_quote = ""  # delimiter of the string before, if it was the last token
 

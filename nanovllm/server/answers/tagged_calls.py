@@ -38,14 +38,14 @@ _MAX_TAG = 300  # characters that a tag with a name may have
 class Tags:
     """Tags of one format.
 
-    starts: how a call's opening tag begins; empty if the name itself follows the tag around calls.
+    starts: Beginning of a call's opening tag; empty if the name itself follows the tag around calls.
     call: pattern of the opening tag, its group the name.
     call_so_far: pattern of texts that may become an opening tag.
     argument: pattern of the tag before a value, with the group `key`, and the group `kind` for "true" before a string.
     argument_starts, closings, ends: how that tag begins; the tags after a value; the tags that end a call.
-    has_lines: whether each argument's tag begins a line, so that one within a line is text.
-    trims: whether the tags around a value stand on lines of their own.
-    takes_json: whether an object may stand in place of the arguments' tags.
+    has_lines: True if each argument's tag begins a line, so that one within a line is text.
+    trims: True if the tags around a value stand on lines of their own.
+    takes_json: True if an object may stand in place of the arguments' tags.
     """
 
     starts: tuple[str, ...]
@@ -87,7 +87,7 @@ class TaggedCall:
         self._kind: str | None = None
         self._value_at: int | None = None  # index of the value that is open
         self._searched = 0  # index before which the open value does not end
-        self._json: JsonCall | None = None  # in place of arguments
+        self._json: JsonCall | None = None  # object in place of arguments
 
     @property
     def arguments(self) -> str:
@@ -224,7 +224,7 @@ class TaggedCall:
         if self._tags.has_lines and at > begin and text[at - 1] != "\n":
             return False
         for bound in self._bounds.finditer(text, found.end()):
-            if bound[0] in self._tags.closings:  # of this argument, or of an example within the value
+            if bound[0] in self._tags.closings:  # end of this argument, or of an example within the value
                 return self._follows(text, bound.end(), self._all)
             if bound[0] not in self._tags.argument_starts:
                 return True

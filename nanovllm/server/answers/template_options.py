@@ -38,7 +38,7 @@ def known_options(
 
     Args:
         hidden: variables that requests may not set.
-        can_think: whether the model has a reasoning format; without one, none of its switches has an effect.
+        can_think: True if the model has a reasoning format; without one, none of its switches has an effect.
     """
     if variables is None:
         return options
@@ -56,7 +56,7 @@ def effort_options(effort: str, variables: Collection[str] | None, *, can_think:
     """Template variables for a reasoning effort; raises ValueError if thought cannot be turned off.
 
     Args:
-        can_think: whether the model has a reasoning format.
+        can_think: True if the model has a reasoning format.
     """
     known = variables or ()
     switch = next((name for name in _SWITCHES if name in known), None)

@@ -47,7 +47,7 @@ class CallRun:
     current: the call that is open.
     mark: index after the last call and its closers.
     failed: index after text that is no call; None if there is none.
-    is_done: whether no call follows.
+    is_done: True if no call follows.
     """
 
     def __init__(self, form: ToolFormat, tools: Tools) -> None:
@@ -85,7 +85,8 @@ class CallRun:
         return call.failed is not None or call.end is not None
 
     def _fail(self, at: int) -> bool:
-        self.failed, self.is_done = max(at, 1), True
+        self.failed = max(at, 1)
+        self.is_done = True
         return True
 
     def _end(self) -> bool:
@@ -202,7 +203,7 @@ class ToolStream:
 
     Args:
         tools: schemas of the parameters of the request's tools, by name.
-        streams: whether calls are returned in parts, while the model writes them; see `CallParts`.
+        streams: True if calls are returned in parts, while the model writes them; see `CallParts`.
     """
 
     def __init__(self, form: ToolFormat, tools: Tools, *, streams: bool = False) -> None:
@@ -211,7 +212,7 @@ class ToolStream:
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
         self._has_content = self._has_tags = False  # shown; tags are those of text that is no call
-        self._run: CallRun | None = None  # from a marker on
+        self._run: CallRun | None = None  # run that a marker began
         self._num_read = 0  # calls of the run that are returned
 
     @property

@@ -98,7 +98,7 @@ class EventWriter:
                 yield from self._begin("text", {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": part})
             else:
-                if "id" in part:  # else the call goes on
+                if "id" in part:  # a part without one goes on with the call
                     yield from self._end_block()
                     yield from self._begin("tool_use", tool_use(part, is_whole=False))
                 yield self._delta({"type": "input_json_delta", "partial_json": part["function"]["arguments"]})

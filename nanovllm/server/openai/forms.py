@@ -73,7 +73,7 @@ def constraints_of(
 
     Args:
         tools: tools that the model may call.
-        open_objects: as of `output_form`.
+        open_objects: Default for objects, as `output_form` takes it.
     """
     offered = tools or []
     is_parallel = body.parallel_tool_calls is not False

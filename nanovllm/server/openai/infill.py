@@ -47,7 +47,7 @@ class OtherFile(Strict):
 class InfillRequest(SamplingFields):
     """Body of /infill.
 
-    t_max_prompt_ms: without effect, as in llama.cpp.
+    t_max_prompt_ms: No effect, as in llama.cpp.
     """
 
     refused: ClassVar[Refused] = {name: row for name, row in neutral.SHARED.items() if name not in FIELDS} | {

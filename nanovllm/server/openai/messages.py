@@ -29,7 +29,7 @@ AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 class FunctionCall(Strict):
     name: str
-    arguments: str | AnyObject | None = None  # of an earlier answer, maybe malformed
+    arguments: str | AnyObject | None = None  # arguments of an earlier answer, maybe malformed
 
 
 class ToolCall(Strict):

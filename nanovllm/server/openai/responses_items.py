@@ -92,7 +92,7 @@ class Items:
     def _call(self, part: dict[str, Any]) -> Iterator[Event]:
         """Write a call, or a part of one."""
         function = part["function"]
-        if "id" in part:  # else the open call goes on
+        if "id" in part:  # a part without one goes on with the open call
             yield from self._end("completed")
             self._open = {
                 "id": _new_id("fc"), "type": "function_call", "call_id": part["id"], "name": function["name"],

@@ -64,7 +64,7 @@ class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str | AnyObject | None = None  # of an earlier answer, maybe malformed
+    arguments: str | AnyObject | None = None  # arguments of an earlier answer, maybe malformed
     id: str | None = None
     status: str | None = None
 

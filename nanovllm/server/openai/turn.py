@@ -32,7 +32,7 @@ class ChatTurn:
 
     Args:
         request_id: its id in the engine.
-        whole_calls: whether a stream has whole calls only.
+        whole_calls: True if a stream has whole calls only.
 
     Raises TypeError, ValueError and ApiError for a bad request.
     """
@@ -136,7 +136,7 @@ class Answer:
     Args:
         schemas: schemas of the tools' parameters, by tool name.
         is_open: whether thought was opened before the answer.
-        streams_calls: whether calls are returned in parts; see `CallParts`.
+        streams_calls: True if calls are returned in parts; see `CallParts`.
     """
 
     def __init__(
