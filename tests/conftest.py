@@ -1,6 +1,7 @@
-"""For every test: a quiet tokenizers library, threads as before; slow tests only when asked for; a browser.
+"""For every test: its tier, a quiet tokenizers library, threads as before; a browser.
 
-A run of the whole suite takes a process a core; `-n 0` keeps it in one.
+A run of the whole suite takes a process a core and one case of each function; `-n 0` keeps it in one process, `-m full`
+runs the other cases, and a file that is named runs all of its cases.
 """
 
 from __future__ import annotations
@@ -34,18 +35,23 @@ LONGEST = (
     "test_llm_forks",
 )  # fmt: skip
 COLLECT_ABOVE_BYTES = 3 * 2**29
+PROCESSOR_SECONDS = pytest.StashKey[float]()  # of the processes that xdist started
 LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.progress", "huggingface_hub")]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Spreads the whole suite over the cores, unless `-n`, `-p no:xdist` or `--pdb` says otherwise.
+    """Chooses the tier, and spreads the whole suite over the cores, unless options say otherwise.
 
     Whole files go to a process, so that module fixtures are built once and the tests of a file keep their order.
     """
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the same arguments: it would spread them once more
-    if is_worker or not is_whole_suite or config.option.usepdb:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the options of the process that started it
+    if is_worker:
+        return
+    if not config.option.markexpr:
+        config.option.markexpr = "not slow and not full" if is_whole_suite else "not slow"
+    if not is_whole_suite or config.option.usepdb:
         return
     if getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = "auto"
@@ -55,17 +61,64 @@ def pytest_cmdline_main(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several processes wait for one another's cores
 
 
-def pytest_collection_modifyitems(config, items):
-    """The slow matrix runs with `pytest -m slow`; without -m it is left out, as the count of deselected tests says."""
+@pytest.hookimpl(tryfirst=True)  # the plugin of marks selects by what is marked here
+def pytest_collection_modifyitems(items):
+    """Marks all cases of a function but one as `full`, and puts the files that take longest first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
-    if config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(
+                (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []
+            ).append(item)
+    for function in cases.values():
+        # A case that this machine or this release skips represents nobody.
+        representative = min(function, key=lambda item: any(mark.name.startswith("skip") for mark in _own_marks(item)))
+        for item in function:
+            if item is not representative:
+                item.add_marker("full")
+
+
+def _own_marks(item):
+    """Marks of this case alone, without those of its function."""
+    of_function = getattr(getattr(item, "function", None), "pytestmark", ())
+    return [mark for mark in item.own_markers if mark not in of_function]
+
+
+def pytest_sessionfinish(session):
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["processor_seconds"] = _processor_seconds()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(
+        f"processor time of all tests: {config.stash[PROCESSOR_SECONDS] + _processor_seconds():.0f} s"
+    )
+
+
+def pytest_configure(config):
+    config.stash[PROCESSOR_SECONDS] = 0.0
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(WorkersTimes(config))
+
+
+class WorkersTimes:
+    """Adds up the processor time of the processes that xdist started."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        self.config.stash[PROCESSOR_SECONDS] += getattr(node, "workeroutput", {}).get("processor_seconds", 0.0)
+
+
+def _processor_seconds():
+    """Seconds of this process and of its children that ended, start and collection included."""
+    return sum(os.times()[:4])
 
 
 @pytest.fixture(autouse=True)
