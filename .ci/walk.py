@@ -2,9 +2,9 @@
 
     python .ci/walk.py [--list]
 
-A tiny Llama on `sdpa` answers one prompt with one new token, for the second time in the process. A room is a folder or
-a top-level module of the package; a room change is a call into another room than the caller's. Where a thread begins
-there is no caller. Lambdas, comprehensions and the bodies of modules and classes are not counted.
+The default model on the default backend answers one prompt with one new token, for the second time in the process. A
+room is a folder or a top-level module of the package; a room change is a call into another room than the caller's.
+Where a thread begins there is no caller. Lambdas, comprehensions and the bodies of modules and classes are not counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -99,25 +96,15 @@ def _room(file: str | None) -> str | None:
 
 def walks() -> Iterator[tuple[str, Walk]]:
     """The walk of construction, then that of one token; each before the next is counted."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config).eval()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     walk = Walk()
     walk.install()
     with walk.count():
-        llm = LLM(model, attention_backend="sdpa", max_model_len=64, num_kv_blocks=16, block_size=16)
+        llm = LLM(max_model_len=512, num_kv_blocks=64)
     yield "construction", walk
-    llm.generate([[1, 2, 3, 4, 5, 6]], params, use_tqdm=False)
+    llm.generate("The capital of France is", params, use_tqdm=False)
     with walk.count():
-        llm.generate([[7, 8, 9, 4, 5, 6]], params, use_tqdm=False)
+        llm.generate("The capital of Italy is", params, use_tqdm=False)
     walk.remove()
     yield "one token", walk
     llm.close()
