@@ -101,15 +101,21 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_configure(config):
     config.stash[PROCESSOR_SECONDS] = 0.0
-    if config.pluginmanager.hasplugin("xdist"):
-        config.pluginmanager.register(WorkersTimes(config))
+    if hasattr(config, "workerinput"):
+        config.option.markexpr = config.workerinput["markexpr"]
+    elif config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(Workers(config))
 
 
-class WorkersTimes:
-    """Adds up the processor time of the processes that xdist started."""
+class Workers:
+    """Tells the processes that xdist starts their tier, and adds up their processor time."""
 
     def __init__(self, config):
         self.config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        node.workerinput["markexpr"] = self.config.option.markexpr
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
