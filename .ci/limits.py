@@ -72,7 +72,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
     yield "package: tokens", num_tokens(PYTHON), 476_158
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 604_358
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 605_000
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_505
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
