@@ -72,6 +72,17 @@ def split_calls(messages: list[PlainMessage], tools: Tools) -> Conversation:
     return made, tools
 
 
+def split_text(messages: list[PlainMessage], tools: Tools) -> Conversation:
+    """Text beside calls is a message of its own, before them."""
+    made: list[PlainMessage] = []
+    for message in messages:
+        if "tool_calls" in message and text_of(message["content"]):
+            made.append({"role": "assistant", "content": message["content"]})
+            message = message | {"content": ""}
+        made.append(message)
+    return made, tools
+
+
 def fold_system(messages: list[PlainMessage], tools: Tools) -> Conversation:
     """System messages at the beginning are one; a later one is text of the user's message next to it."""
     made: list[PlainMessage] = []
@@ -156,6 +167,14 @@ def move_system(messages: list[PlainMessage], tools: Tools) -> Conversation:
     return rest, tools
 
 
+def begin_with_user(messages: list[PlainMessage], tools: Tools) -> Conversation:
+    """An answer at the beginning follows an empty message of the user."""
+    place = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
+    if messages[place]["role"] != "assistant":
+        return messages, tools
+    return [*messages[:place], {"role": "user", "content": ""}, *messages[place:]], tools
+
+
 def as_user(message: PlainMessage) -> PlainMessage:
     return {"role": "user", "content": message["content"]}
 
@@ -171,7 +190,8 @@ def with_calls_as_text(message: PlainMessage) -> PlainMessage:
 
 # Folds that keep calls and results, from the one that changes least.
 FOLDS: tuple[Callable[[list[PlainMessage], Tools], Conversation], ...] = (
-    complete_tools, shorten_ids, split_calls, join_thought, fold_system, results_as_text, join_turns, move_system,
+    complete_tools, shorten_ids, split_calls, join_thought, fold_system, results_as_text, join_turns, begin_with_user,
+    move_system,
 )  # fmt: skip
 
 

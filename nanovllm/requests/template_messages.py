@@ -19,6 +19,7 @@ from nanovllm.requests.template_folds import (
     fold_system,
     move_system,
     split_calls,
+    split_text,
     with_calls_as_text,
 )
 from nanovllm.requests.template_trials import ContentKind, TemplateTrials
@@ -40,12 +41,15 @@ class TemplateMessages:
         roles = [message["role"] for message in messages]
         if "system" in roles[1:] and self._trials.drops_late_system():
             messages = fold_system(messages, tools)[0]
-        if "system" in roles[:1] and self._trials.drops_role("system"):
+        is_lone = {*roles} == {"system"} and self._trials.drops_lone_system()
+        if is_lone or ("system" in roles[:1] and self._trials.drops_role("system")):
             messages = move_system(messages, tools)[0]
         if any("tool_calls" in message for message in messages):
-            if self._trials.drops_calls:
+            if self._trials.drops_calls():
                 messages = [with_calls_as_text(message) for message in messages]
-            elif any(len(message.get("tool_calls", ())) > 1 for message in messages):
+            elif self._trials.drops_text_beside_calls():
+                messages = split_text(messages, tools)[0]
+            if any(len(message.get("tool_calls", ())) > 1 for message in messages):
                 messages = split_calls(messages, tools)[0] if self._trials.drops_second_call() else messages
         if "tool" in roles and self._trials.drops_role("tool"):
             messages = [as_user(message) if message["role"] == "tool" else message for message in messages]
@@ -58,12 +62,16 @@ class TemplateMessages:
         for message in made:
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = [self._call(call, names) for call in calls]
+                if not text_of(message["content"]) and self._trials.wants_no_text():
+                    message["content"] = None
             elif message.get("tool_call_id") in names:
                 message["tool_call_id"] = names[message["tool_call_id"]]
         return made
 
     def _content(self, message: PlainMessage) -> Any:
         content = message["content"]
+        if len(content) > 1 and not isinstance(content, str) and not self._trials.reads(message["role"], "second part"):
+            content = as_parts(text_of(content))
         given: ContentKind = "string" if isinstance(content, str) else "parts"
         other: ContentKind = "parts" if given == "string" else "string"
         kind = self._content_format

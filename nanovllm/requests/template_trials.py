@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nanovllm.requests.plain_messages import PlainMessage, as_parts
 
 Render = Callable[[list[PlainMessage]], str]
-ContentKind = Literal["string", "parts"]
+ContentKind = Literal["string", "parts", "second part"]
 
 MARK, NAME, VALUE = "qmarkq", "qnameq", "qvalueq"
 OTHER_NAME, OTHER_VALUE = "qothernameq", "qothervalueq"
@@ -37,7 +37,7 @@ class TemplateTrials:
     """
 
     def __init__(self, source: str, render: Render) -> None:
-        self.drops_calls = "tool_calls" not in source  # leaves tool calls out in silence
+        self._names_calls = "tool_calls" in source
         self._render = render
         self._found: dict[str, Any] = {}
 
@@ -54,11 +54,39 @@ class TemplateTrials:
         return self.reads(role, "string") is False and self.reads(role, "parts") is False
 
     def drops_late_system(self) -> bool:
-        """Whether a system message after another message is left out in silence."""
-        late = [self._text("user"), self._text("assistant"), self._text("system", MARK), self._text("user")]
-        second = [self._text("system"), self._text("system", MARK), self._text("user")]
-        found = self._kept("late", lambda: self._shows(late, MARK) is False or self._shows(second, MARK) is False)
-        return found is True
+        """Whether a system message after another message is left out in silence, hides the first, or is moved."""
+        system, user, answer = (self._text(role, NAME) for role in ("system", "user", "assistant"))
+        rest = [self._text("system", MARK), self._text("user")]
+        begins = ([user], [user, answer], [system], [system, self._text("user"), answer])
+
+        def trial() -> bool:
+            return any(self._shows([*begin, *rest], NAME, MARK) is False for begin in begins)
+
+        return self._kept("late", trial) is True
+
+    def drops_lone_system(self) -> bool:
+        """Whether a conversation of one system message is left out in silence."""
+        return self._kept("lone", lambda: self._shows([self._text("system", MARK)], MARK)) is False
+
+    def drops_calls(self) -> bool:
+        """Whether tool calls are left out in silence."""
+        return not self._names_calls or self._shows_calls("") is self._shows_calls(None) is False
+
+    def wants_no_text(self) -> bool:
+        """Whether calls are left out in silence beside any text, even an empty one."""
+        return self._shows_calls("") is False and not self.drops_calls()
+
+    def drops_text_beside_calls(self) -> bool:
+        """Whether a message shows its text or its calls, while two messages may show both."""
+
+        def trial() -> bool:
+            text = self._text("assistant", MARK)
+            user, *exchange = self._exchange()
+            together = self._exchange(content=text["content"])
+            shows_both = self._shows(together, MARK) and self._shows(together, VALUE)
+            return shows_both is False and self._shows([user, text, *exchange], MARK) is not False
+
+        return self._kept("text beside calls", trial) is True
 
     def names_in_ids(self) -> bool:
         """Whether a call is shown by its id without its function's name."""
@@ -85,8 +113,8 @@ class TemplateTrials:
         """Whether one message can show one call alone, while two messages show both."""
 
         def trial() -> bool:
-            together = self._shows(self._exchange(others=1), OTHER_VALUE, VALUE)
-            return not together and self._shows(self._exchange(others=2), OTHER_VALUE, VALUE) is True
+            together = self._shows(self._exchange(others=1), VALUE, OTHER_VALUE)
+            return not together and self._shows(self._exchange(others=2), VALUE, OTHER_VALUE) is True
 
         return self._kept("second call", trial) is True
 
@@ -98,8 +126,13 @@ class TemplateTrials:
         found: bool | None = self._found[name]
         return found
 
+    def _shows_calls(self, content: str | None) -> bool | None:
+        """Whether calls beside such content are shown; None if the template refuses them."""
+        return self._kept(f"calls {content}", lambda: self._shows(self._exchange(content=content), VALUE))
+
     def _shows_content(self, role: str, kind: ContentKind) -> bool | None:
-        marked = {"role": role, "content": MARK if kind == "string" else as_parts(MARK)}
+        parts = [*as_parts("a text"), *as_parts(MARK)] if kind == "second part" else as_parts(MARK)
+        marked = {"role": role, "content": MARK if kind == "string" else parts}
         match role:
             case "system":
                 conversation = [marked, self._text("user")]
@@ -115,8 +148,9 @@ class TemplateTrials:
         return MARK in rendered and not _LIST_AS_TEXT.search(rendered)
 
     def _shows(self, conversation: list[PlainMessage], *texts: str) -> bool | None:
+        """Whether texts are shown in this order; None if the template refuses the conversation."""
         rendered = self._try(conversation)
-        return None if rendered is None else all(text in rendered for text in texts)
+        return None if rendered is None else bool(re.search("(?s)" + ".*".join(map(re.escape, texts)), rendered))
 
     def _try(self, conversation: list[PlainMessage]) -> str | None:
         """The rendered conversation; None if the template refuses it."""
@@ -129,16 +163,19 @@ class TemplateTrials:
         """A message with content as users' messages have it."""
         return {"role": role, "content": as_parts(text) if self.usual_kind() == "parts" else text}
 
-    def _exchange(self, arguments: Any = None, *, others: int = 0) -> list[PlainMessage]:
+    def _exchange(self, arguments: Any = None, *, others: int = 0, content: Any = ...) -> list[PlainMessage]:
         """A question, a call and its result.
 
         Args:
             arguments: Arguments of the call; an object by default.
             others: 1 adds a second call to the message, 2 in another message.
+            content: Content beside the call; by default none, as the template wants it.
         """
+        if content is ...:
+            content = None if self.wants_no_text() else self._text("assistant", "")["content"]
         call = new_call(NAME, {"key": VALUE} if arguments is None else arguments, CALL_ID)
         other = new_call(OTHER_NAME, {"key": OTHER_VALUE}, OTHER_ID)
-        answer = self._text("assistant", "") | {"tool_calls": [call]}
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         result = self._text("tool") | {"name": NAME, "tool_call_id": CALL_ID}
         other_result = self._text("tool") | {"name": OTHER_NAME, "tool_call_id": OTHER_ID}
         match others:

@@ -145,6 +145,35 @@ def test_a_malformed_call_stays_in_the_conversation_as_text(running, monkeypatch
     assert given in shown and shown.index(given) < shown.index("result c") < shown.index(NEXT)
 
 
+FIRST, SECOND = chat_body("history")["messages"][1]["tool_calls"]
+MALFORMED = {"id": "call_7g8h9i", "function": {"name": "copy", "arguments": '{"cut'}}
+RESULT = ("tool", "result c", {"tool_call_id": FIRST["id"]})
+
+
+@pytest.mark.parametrize("turns", [
+    [("user", QUESTION), ("assistant", "I look", {"tool_calls": [FIRST]}), RESULT, ("user", NEXT)],
+    [("user", QUESTION), ("assistant", "I look", {"tool_calls": [FIRST, MALFORMED, SECOND]}), RESULT],
+    [("system", "a rule"), ("system", RULE), ("user", QUESTION)],
+    [("system", "a rule"), ("user", QUESTION), ("assistant", ANSWER, {"tool_calls": [FIRST]}), RESULT,
+     ("system", RULE), ("user", NEXT)],
+    [("system", "a rule")],
+    [("system", "a rule"), ("assistant", ANSWER), ("user", QUESTION)],
+    [("user", QUESTION), ("user", NEXT), ("assistant", ANSWER), ("assistant", "and more"), ("user", "a third")],
+], ids=["text and call", "good and malformed", "rules", "late rule", "rule alone", "begun", "twice"])  # fmt: skip
+@pytest.mark.parametrize("parts", [False, True], ids=["string", "parts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_turn_of_an_unusual_conversation_is_lost(running, monkeypatch, family, parts, turns):
+    messages, texts = [], []
+    for role, text, *fields in turns:
+        content = [{"type": "text", "text": "first"}, {"type": "text", "text": text}] if parts else text
+        messages.append({"role": role, "content": content} | (fields[0] if fields else {}))
+        calls = messages[-1].get("tool_calls", ())
+        texts += [text, *("cut" if call is MALFORMED else "a.txt" for call in calls)]
+    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert [text for text in texts if shown.count(text) < texts.count(text)] == [], shown
+    assert not parts or shown.count("first") == len(turns)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_template_that_refuses_names_the_message_and_its_own_words(running, monkeypatch, path):
     template = (

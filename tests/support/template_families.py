@@ -106,4 +106,27 @@ FAMILIES = {
         "<arg_key>{{ name }}</arg_key><arg_value>{{ value }}</arg_value>{% endfor %}</tool_call>{% endfor %}",
         first=_TOOLS,
     ),
+    "deepseek r1": _each(
+        "{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}<tool_output>{{ m.content }}"
+        "{% elif m.role == 'assistant' and m.content is none %}<|assistant|>{% for c in m.tool_calls %}"
+        "{{ c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}{% endfor %}<|end|>"
+        "{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}",
+        first="{% set ns = namespace(rule='') %}{% for m in messages if m.role == 'system' %}"
+        "{% set ns.rule = m.content %}{% endfor %}{{ ns.rule }}",
+    ),
+    "command-r": (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set rest = messages[1:] %}{% else %}"
+        "{% set rest = messages %}{% endif %}{% for m in rest %}" + _ALTERNATE
+        + "{% if m.role in ('user', 'assistant') %}" + _TURN + "{{ m.content }}{% endif %}{% endfor %}" + _ANSWER
+    ),
+    "granite": _each(
+        _TURN + "{% if m.role == 'assistant' and m.tool_calls %}{{ m.tool_calls | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}<|end|>",
+        first=_TOOLS,
+    ),
+    "first part": _each(_TURN + "{{ m.content[0].text }}<|end|>"),
+    "mistral 7": _each(
+        "{% if m.content is string %}" + _TURN + "{{ m.content }}{% elif m.role == 'user' %}" + _TURN + _PARTS
+        + "{% else %}" + _TURN + "{{ m.content[0].text }}{% endif %}<|end|>"
+    ),
 }  # fmt: skip
