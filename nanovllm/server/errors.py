@@ -1,7 +1,7 @@
 """API errors without paths and stack traces, in the forms of OpenAI, Anthropic and Ollama.
 
-OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's has only `type` and `message` within, Ollama's
-is {"error": message}.
+OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's has only `type` and `message` within (a
+thread that is not found has `details`), Ollama's is {"error": message}.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ logger = logging.getLogger("nanovllm")
 
 RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
 TOO_LONG = "context_length_exceeded"
+NO_THREAD = "thread_not_found"  # Anthropic's clients send the whole conversation when they read it
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES_PATH = "/v1/messages"  # errors of this path have Anthropic's form
 OLLAMA_PATH = "/api/"  # errors below this path have Ollama's form
@@ -115,7 +116,8 @@ class ApiError(HTTPException):
             kind = ANTHROPIC_TYPES.get(self.status_code, "api_error")
             # Anthropic's words: its clients shorten the conversation when they read them.
             begin = "prompt is too long: " if self.code == TOO_LONG else ""
-            return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
+            details = {"details": {"error_code": NO_THREAD}} if self.code == NO_THREAD else {}
+            return {"type": "error", "error": {"type": kind, "message": begin + self.message} | details}
         if path.startswith(OLLAMA_PATH):
             return {"error": self.message}
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")

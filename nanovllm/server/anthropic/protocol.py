@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from nanovllm.server.errors import NO_THREAD, ApiError
 from nanovllm.server.hints import ANTHROPIC
 from nanovllm.server.openai.protocol import Number
 from nanovllm.server.strict import AnyObject, Each, Strict, lets_pass, tell_hint, text_alone
@@ -173,6 +174,10 @@ class ConversationFields(Strict):
     def _name_unsupported_parts(cls, given: Any) -> Any:
         """Refuse tools that run on the server, and a conversation that begins with a system message, by name."""
         messages = given.get("messages") if isinstance(given, dict) else None
+        thread = given.get("thread") if isinstance(given, dict) else None
+        goes_on = isinstance(thread, dict) and thread.get("type") == "continue" and "previous_message_id" in thread
+        if goes_on and not lets_pass(f"{cls.__name__}.thread"):
+            raise ApiError(404, "thread: nothing is stored; send the whole conversation.", code=NO_THREAD)
         first = messages[0] if isinstance(messages, list) and messages else None
         if isinstance(first, dict) and first.get("role") == "system":
             raise ValueError("messages[0].role: 'system' may follow a message, not begin a conversation. Use system.")
