@@ -43,8 +43,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of what a reader of the engine has to know."""
     reached = closure("nanovllm.llm", without=(COMPOSITION_ROOT,))
     yield "closure of llm.py, functions' imports too: files", len(reached), 155
-    yield "closure of llm.py: lines", num_lines(reached), 21_562
-    yield "closure of llm.py: tokens", num_tokens(reached), 139_764
+    yield "closure of llm.py: lines", num_lines(reached), 21_627
+    yield "closure of llm.py: tokens", num_tokens(reached), 140_366
     plain_run = [sys.executable, str(Path(__file__).with_name("plain_run.py"))]
     yield "modules that the plainest run imports", int(subprocess.check_output(plain_run, cwd=ROOT, text=True)), 170
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_415
@@ -71,12 +71,12 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 476_158
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 605_000
+    yield "package: tokens", num_tokens(PYTHON), 476_853
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 606_000
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_505
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
-    yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.94
+    yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.95
     parallel = 1_000 * num_parallel_assignments(PYTHON) / num_code_lines(PYTHON)
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 21.5
     sizes = [tokens for path in PYTHON for _, _, tokens in functions(path)]
