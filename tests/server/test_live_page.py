@@ -14,12 +14,14 @@ from tests.support.async_llms import in_engine_steps, slow_steps
 from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 from tests.support.tiny_classes import tiny_class_model
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Serving]:
-    with serving(max_model_len=1024) as running:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "\n")  # no token that ends a random answer
+    with serving(tokenizer=tokenizer, max_model_len=1024) as running:
         yield running
 
 
