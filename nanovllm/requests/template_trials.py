@@ -21,6 +21,7 @@ OTHER_NAME, OTHER_VALUE = "qothernameq", "qothervalueq"
 CALL_ID, OTHER_ID = "qcall0001", "qcall0002"  # nine letters and digits: no known template refuses them
 _LIST_AS_TEXT = re.compile(rf"""text['"]\s*:\s*['"]{MARK}""")  # a list as Python or JSON prints it
 _OBJECT_AS_PYTHON = re.compile(rf"'key'\s*:\s*'{VALUE}'")
+_NAMED_ARGUMENT = re.compile(r"""\barguments(?:\.|\[['"])(\w+)""")  # which a template shows without the others
 
 
 def new_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
@@ -38,6 +39,7 @@ class TemplateTrials:
 
     def __init__(self, source: str, render: Render) -> None:
         self._names_calls = "tool_calls" in source
+        self._argument_names = "key", *_NAMED_ARGUMENT.findall(source)
         self._render = render
         self._found: dict[str, Any] = {}
 
@@ -173,8 +175,9 @@ class TemplateTrials:
         """
         if content is ...:
             content = None if self.wants_no_text() else self._text("assistant", "")["content"]
-        call = new_call(NAME, {"key": VALUE} if arguments is None else arguments, CALL_ID)
-        other = new_call(OTHER_NAME, {"key": OTHER_VALUE}, OTHER_ID)
+        arguments = dict.fromkeys(self._argument_names, VALUE) if arguments is None else arguments
+        call = new_call(NAME, arguments, CALL_ID)
+        other = new_call(OTHER_NAME, dict.fromkeys(self._argument_names, OTHER_VALUE), OTHER_ID)
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         result = self._text("tool") | {"name": NAME, "tool_call_id": CALL_ID}
         other_result = self._text("tool") | {"name": OTHER_NAME, "tool_call_id": OTHER_ID}

@@ -98,7 +98,8 @@ async def test_a_busy_event_loop_holds_up_no_request_that_is_prepared(monkeypatc
         task = asyncio.create_task(collect(llm.generate([5] * 40, GREEDY)))
         while not is_tokenising.is_set():
             await asyncio.sleep(0)
-        time.sleep(0.5)  # a callback of the caller's
+        while llm._engine_thread._engine.has_unfinished or not llm._engine_thread._engine.num_output_tokens():
+            time.sleep(0.01)  # a callback of the caller's
         ended = time.monotonic()
         metrics = (await task)[-1].metrics
         assert metrics.finished_time < ended
