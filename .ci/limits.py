@@ -35,20 +35,22 @@ from sources import (
 from walk import walks
 
 COMPOSITION_ROOT = "nanovllm.build"
+# The engine's front door, and what the composition root puts behind it.
+ENTRIES = tuple(f"nanovllm.{name}" for name in ("llm", "engine", "scheduler", "block_manager", "model_runner"))
 MAX_FUNCTION_TOKENS = 300
 PYTHON = files(PACKAGE, {".py"})
 
 
 def engine_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of what a reader of the engine has to know."""
-    reached = closure("nanovllm.llm", without=(COMPOSITION_ROOT,))
-    yield "closure of llm.py, functions' imports too: files", len(reached), 155
-    yield "closure of llm.py: lines", num_lines(reached), 21_627
-    yield "closure of llm.py: tokens", num_tokens(reached), 140_366
+    reached = closure(ENTRIES, without=(COMPOSITION_ROOT,))
+    yield "closure of the engine, functions' imports too: files", len(reached), 188
+    yield "closure of the engine: lines", num_lines(reached), 28_620
+    yield "closure of the engine: tokens", num_tokens(reached), 200_802
     plain_run = [sys.executable, str(Path(__file__).with_name("plain_run.py"))]
-    yield "modules that the plainest run imports", int(subprocess.check_output(plain_run, cwd=ROOT, text=True)), 170
+    yield "modules that the plainest run imports", int(subprocess.check_output(plain_run, cwd=ROOT, text=True)), 171
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_415
-    yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 358
+    yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 346
     for file, function, max_lines, max_tokens in (
         ("scheduler.py", "schedule", 49, 615),
         ("engine.py", "step", 40, 336),
@@ -71,9 +73,9 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 476_853
+    yield "package: tokens", num_tokens(PYTHON), 477_068
     yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 606_000
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_505
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_507
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.95
@@ -83,7 +85,7 @@ def project_figures() -> Iterator[tuple[str, float, float]]:
     yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 150
     names = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     yield "names at the top of the package", len(names), 28
-    yield "parameters described by the rest of a sentence", num_loose_parameters(PYTHON), 353
+    yield "parameters described by the rest of a sentence", num_loose_parameters(PYTHON), 354
     yield "comments that are the rest of a sentence", num_loose_comments(PYTHON), 562
     yield "dialect words in 1,000 lines", round(1_000 * num_dialect_words(PYTHON) / num_lines(PYTHON), 2), 0.6
 

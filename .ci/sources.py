@@ -180,10 +180,10 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def closure(start: str, without: tuple[str, ...]) -> list[Path]:
-    """Files that a module reaches by imports, functions' imports too, but not through the modules in `without`."""
+def closure(starts: tuple[str, ...], without: tuple[str, ...]) -> list[Path]:
+    """Files that modules reach by imports, functions' imports too, but not through the modules in `without`."""
     reached: dict[str, Path] = {}
-    pending = [start]
+    pending = [*starts]
     while pending:
         name = pending.pop()
         if name in reached or name in without or name == "nanovllm" or name not in modules():

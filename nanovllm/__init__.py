@@ -13,16 +13,16 @@ limit_spins()
 
 # Loaded on first use, so that `nanovllm.scheduler` and the command line's help do not wait for torch.
 _HOMES = {
-    "LLM": "nanovllm.llm",
+    "LLM": "nanovllm.features.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.core.sampling_params",
     "StructuredOutput": "nanovllm.core.structured_output",
     "EngineConfig": "nanovllm.core.config",
     "RequestOutput": "nanovllm.core.outputs",
     "EmbeddingParams": "nanovllm.core.sampling_params",
-    "BeamSearchParams": "nanovllm.search.beams",
-    "BeamSearchOutput": "nanovllm.search.beams",
-    "BeamSearchSequence": "nanovllm.search.beams",
+    "BeamSearchParams": "nanovllm.features.beams",
+    "BeamSearchOutput": "nanovllm.features.beams",
+    "BeamSearchSequence": "nanovllm.features.beams",
     "CompletionOutput": "nanovllm.core.outputs",
     "EmbeddingOutput": "nanovllm.core.outputs",
     "ScoreOutput": "nanovllm.core.outputs",
@@ -89,10 +89,10 @@ if TYPE_CHECKING:
     )
     from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
     from nanovllm.core.structured_output import StructuredOutput
-    from nanovllm.llm import LLM
+    from nanovllm.features.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.features.llm import LLM
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.search.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.speculation.drafter import Drafter, DraftRequest
 
 

@@ -17,7 +17,7 @@ from nanovllm.core.errors import QueueFullError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
-from nanovllm.llm import open_engine
+from nanovllm.features.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.requests.chat import Message

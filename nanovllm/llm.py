@@ -9,89 +9,41 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self
 
-from torch import nn
 from tqdm import tqdm
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.engine_options import EngineOptions
 from nanovllm.core.errors import EngineClosedError, ForkedChildError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
-from nanovllm.execution.early_start import begin_gpu
-from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
-from nanovllm.observability.step_records import StepHook
-from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.process.interrupts import InterruptsHeld
-from nanovllm.requests.chatting import Chatting
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.requests.resumption import Resuming
-from nanovllm.requests.scoring import Scoring
-from nanovllm.search.beam_search import BeamSearching
-from nanovllm.search.forking import Forking
-from nanovllm.streaming.engines import EngineInterface
-from nanovllm.streaming.idle_thread import take_memory_when_idle
 
 if TYPE_CHECKING:
-    from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.streaming.engines import EngineInterface
 
 
-def open_engine(
-    model: Any,
-    tokenizer: Any,
-    on_step: StepHook | None,
-    options: dict[str, Any],
-    *,
-    trace: Any = None,
-    engine_process: bool = False,
-    **of_replicas: bool,
-) -> EngineInterface:
-    """The engine or pool for a front door; arguments as for `AsyncLLM`, `of_replicas` as for `open_pool`."""
-    # Imports are local: a front starts its replicas before it loads modules that only engines need.
-    if options.get("data_parallel_size", 1) == 1 and not engine_process:
-        begin_gpu(model, options)
-        with collector_paused():  # transformers is imported here
-            from nanovllm.build import build_engine
-
-        return build_engine(model, tokenizer, on_step, options, trace=trace)
-    from nanovllm.replicas.opening import open_pool  # with msgspec
-
-    return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
-
-
-class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking):
-    """A model with its engine.
+class LLM:
+    """A model with its engine, for the threads that call it; `nanovllm.LLM` adds the methods of features.
 
     Args:
-        model: "smollm2-135m-instruct" (the embedded default), a folder, GGUF file or hub id, or a loaded `transformers`
-            causal language model, which is used without a copy and belongs to its owner between calls.
-        tokenizer: a tokenizer, a folder, GGUF file or hub id of one; None takes the model's own. A loaded module
-            without one takes prompts as token ids only.
-        on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
-            not called again.
-        trace: writes the events of every request and step to a file; close it after the LLM.
+        model: a loaded `transformers` causal language model, which is used without a copy and belongs to its owner
+            between calls, or whatever the loader takes.
+        tokenizer: a tokenizer; a loaded module without one takes prompts as token ids only.
+        on_step: called with a `StepRecord` after each step, in the thread that steps.
+        trace: writes the events of every request and step to a file.
         **options: see `EngineConfig`.
 
-    Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
-    the model, ModelLoadError and UnsupportedModelError.
-
-    Calls from several threads, and streams read in between, run together in one batch. Use it in a `with` block, or
-    call `close`. In a forked child every call but `close` raises RuntimeError.
+    Calls from several threads, and streams read in between, run together in one batch. In a forked child every call but
+    `close` raises RuntimeError.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
-        *,
-        tokenizer: Any = None,
-        on_step: StepHook | None = None,
-        trace: TraceWriter | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        engine = open_engine(model, tokenizer, on_step, cast(Any, options), trace=trace)
+    def __init__(self, model: Any, *, tokenizer: Any = None, on_step: Any = None, trace: Any = None, **options: Any):
+        engine = self._build_engine(model, tokenizer, on_step, options, trace)
         self.tokenizer = engine.tokenizer
         self._process_id = os.getpid()
         self._engine: EngineInterface | None = engine
@@ -102,7 +54,13 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking):
         self._abandoned: deque[str] = deque()  # request ids of calls that have ended
         self._close = weakref.finalize(self, engine.close)  # an LLM that is dropped gives its memory back at once
         self._close.atexit = False
-        take_memory_when_idle(engine)
+
+    def _build_engine(
+        self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
+    ) -> EngineInterface:
+        from nanovllm.build import build_engine  # the composition root, which imports every part
+
+        return build_engine(model, tokenizer, on_step, options, trace=trace)
 
     # ----------------------------------------------------------------------------------------------- generation
 
@@ -317,7 +275,7 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking):
             self._close()
             self._engine = None
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

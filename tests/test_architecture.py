@@ -30,11 +30,11 @@ model | observability
 execution < speculation
 model_runner < rank_runner launched_step
 engine
-search
 build
 streaming
+llm
 replicas
-llm < async_llm
+features < async_llm
 server | tools
 ray
 cli

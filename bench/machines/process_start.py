@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from fresh_process import since_start  # beside this file
 
 ARGUMENTS = ["generate", "The capital of France is", "--max-tokens", "1"]
-IMPORTS = ("nanovllm.cli.generate", "nanovllm.llm", "nanovllm.build")
+IMPORTS = ("nanovllm.cli.generate", "nanovllm.features.llm", "nanovllm.build")
 PHASES = (
     ("nanovllm.llm", "LLM.__init__"),
     ("nanovllm.model.loader", "load_weights"),

@@ -36,7 +36,7 @@ from random_models import SHAPES, NoText, checkpoint  # beside this file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.llm import open_engine
+from nanovllm.features.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import ReplicaResources
@@ -77,7 +77,7 @@ def one_behind_a_front() -> Iterator[None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[-1] if visible else str(num_gpus - 1)
     try:
         with (
-            mock.patch("nanovllm.llm.open_engine", open_behind),
+            mock.patch("nanovllm.features.llm.open_engine", open_behind),
             mock.patch.object(AsyncLLM, "_open", staticmethod(open_behind)),
         ):
             yield

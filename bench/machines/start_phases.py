@@ -84,7 +84,7 @@ def show_start(arguments: argparse.Namespace) -> None:
     for name in (*IMPORTS, *(MORE_IMPORTS + COMPILERS if arguments.imports else ())):
         with suppress(ModuleNotFoundError):  # no Triton on a CPU
             phases.timed(f"import {name}", importlib.import_module)(name)
-    phases.watch("nanovllm.llm", "open_engine", wrap=partial(_watching, phases, compilations))
+    phases.watch("nanovllm.features.llm", "open_engine", wrap=partial(_watching, phases, compilations))
     from nanovllm import SamplingParams
 
     sampler = StackSampler()

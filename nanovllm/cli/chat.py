@@ -32,7 +32,7 @@ from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
     from nanovllm.cli.terminal import Terminal
-    from nanovllm.llm import LLM
+    from nanovllm.features.llm import LLM
 
 LAST_CONVERSATION = "last_conversation.json"
 # A conversation has one answer a turn and prints no numbers.

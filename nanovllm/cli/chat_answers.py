@@ -18,7 +18,7 @@ from nanovllm.cli.sampling_flags import sampling_params
 if TYPE_CHECKING:
     from nanovllm.core.outputs import CompletionOutput, RequestOutput
     from nanovllm.core.sampling_params import SamplingParams
-    from nanovllm.llm import LLM
+    from nanovllm.features.llm import LLM
 
 MAX_COPIED_BYTES = 74_994  # of OSC 52 in xterm; most terminals take more
 

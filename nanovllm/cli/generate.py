@@ -28,7 +28,7 @@ from nanovllm.process.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
     from nanovllm.core.sampling_params import SamplingParams
-    from nanovllm.llm import LLM
+    from nanovllm.features.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
 
 DESCRIPTION = """

@@ -18,7 +18,7 @@ from nanovllm.process.gc_control import collector_paused
 from nanovllm.process.numa import place_engine
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm.features.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
 
 TEMPERATURE = "temperature"

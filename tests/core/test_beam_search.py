@@ -12,7 +12,7 @@ from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.batch import Copy
 from nanovllm.core.outputs import Logprob
-from nanovllm.search.beams import BeamBooks
+from nanovllm.features.beams import BeamBooks
 from tests.support.layer_kinds import model
 from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, token_ids
 from tests.support.scheduling import make_scheduler, make_sequence

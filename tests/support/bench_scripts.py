@@ -114,7 +114,7 @@ def helps() -> dict[str, tuple[int, str]]:
 
 def _import_what_most_need() -> None:
     import bench.machines.random_models  # noqa: F401
-    import nanovllm.llm
+    import nanovllm.features.llm
     import nanovllm.server.app  # noqa: F401
 
 

@@ -62,7 +62,7 @@ class ForkedCommands:
 def main(address: str) -> None:
     """Import what commands need, and fork for each that connects."""
     import nanovllm.cli.main
-    import nanovllm.llm
+    import nanovllm.features.llm
     import nanovllm.server.app  # noqa: F401
 
     if threading.active_count() > 1:

@@ -208,7 +208,7 @@ def main() -> list[str]:
     """Import what programs need; returns a program's arguments, once for each that is asked for."""
 
     import nanovllm.cli.main
-    import nanovllm.llm
+    import nanovllm.features.llm
     import nanovllm.replicas.engine_process
     import nanovllm.server.app  # noqa: F401
 

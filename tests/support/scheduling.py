@@ -19,8 +19,8 @@ from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, Schedule
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.features.forking import go_on_from
 from nanovllm.scheduler import Scheduler
-from nanovllm.search.forking import go_on_from
 from tests.support.loop_checks import LoopChecks
 from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
 

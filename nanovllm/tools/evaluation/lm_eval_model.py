@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
-from nanovllm.llm import LLM
+from nanovllm.features.llm import LLM
 from nanovllm.model.default_model import DEFAULT_MODEL
 
 logger = logging.getLogger("nanovllm")

@@ -16,9 +16,9 @@ from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.core.validation import MAX_PRIORITY
+from nanovllm.features.beams import BeamBooks, BeamSearchOutput, BeamSearchParams, Continuation
 from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.search.beams import BeamBooks, BeamSearchOutput, BeamSearchParams, Continuation
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine

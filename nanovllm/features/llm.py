@@ -1,0 +1,86 @@
+"""The public `LLM`: the engine's, with the methods of features, the default model and replicas."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Unpack
+
+from torch import nn
+
+import nanovllm.llm
+from nanovllm.core.engine_options import EngineOptions
+from nanovllm.execution.early_start import begin_gpu
+from nanovllm.features.beam_search import BeamSearching
+from nanovllm.features.forking import Forking
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.step_records import StepHook
+from nanovllm.process.gc_control import collector_paused
+from nanovllm.requests.chatting import Chatting
+from nanovllm.requests.resumption import Resuming
+from nanovllm.requests.scoring import Scoring
+from nanovllm.streaming.engines import EngineInterface
+from nanovllm.streaming.idle_thread import take_memory_when_idle
+
+if TYPE_CHECKING:
+    from nanovllm.observability.trace_writer import TraceWriter
+
+
+def open_engine(
+    model: Any,
+    tokenizer: Any,
+    on_step: StepHook | None,
+    options: dict[str, Any],
+    *,
+    trace: Any = None,
+    engine_process: bool = False,
+    **of_replicas: bool,
+) -> EngineInterface:
+    """The engine or pool for a front door; arguments as for `AsyncLLM`, `of_replicas` as for `open_pool`."""
+    # Imports are local: a front starts its replicas before it loads modules that only engines need.
+    if options.get("data_parallel_size", 1) == 1 and not engine_process:
+        begin_gpu(model, options)
+        with collector_paused():  # transformers is imported here
+            from nanovllm.build import build_engine
+
+        return build_engine(model, tokenizer, on_step, options, trace=trace)
+    from nanovllm.replicas.opening import open_pool  # with msgspec
+
+    return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
+
+
+class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
+    """A model with its engine.
+
+    Args:
+        model: "smollm2-135m-instruct" (the embedded default), a folder, GGUF file or hub id, or a loaded `transformers`
+            causal language model, which is used without a copy and belongs to its owner between calls.
+        tokenizer: a tokenizer, a folder, GGUF file or hub id of one; None takes the model's own. A loaded module
+            without one takes prompts as token ids only.
+        on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
+            not called again.
+        trace: writes the events of every request and step to a file; close it after the LLM.
+        **options: see `EngineConfig`.
+
+    Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
+    the model, ModelLoadError and UnsupportedModelError.
+
+    Calls from several threads, and streams read in between, run together in one batch. Use it in a `with` block, or
+    call `close`. In a forked child every call but `close` raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
+        *,
+        tokenizer: Any = None,
+        on_step: StepHook | None = None,
+        trace: TraceWriter | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        super().__init__(model, tokenizer=tokenizer, on_step=on_step, trace=trace, **options)
+        take_memory_when_idle(self._open_engine())
+
+    def _build_engine(
+        self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
+    ) -> EngineInterface:
+        return open_engine(model, tokenizer, on_step, options, trace=trace)
