@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache.cache_pools import CachePools, build_block_manager, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig

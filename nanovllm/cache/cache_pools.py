@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
 
@@ -231,26 +229,4 @@ def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
         f"({config.max_model_len}) needs {needed}. Set a smaller max_model_len, or give the cache more memory through "
         "num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization."
         + ("" if config.window_pool_share is None else f" window_pool_share is {config.window_pool_share}.")
-    )
-
-
-def build_block_manager(
-    config: EngineConfig, pools: CachePools, *, hash_seed: str = "", with_tiers: bool = False
-) -> BlockManager:
-    """The block manager of an engine: a plain one for full attention alone. The config is fully resolved."""
-    prefixes: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching, "hash_seed": hash_seed}
-    plain, grouped = BlockManager, CacheGroups
-    if with_tiers:
-        from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
-
-        plain, grouped = TieredBlocks, TieredGroups
-    if pools.is_one_full:
-        return plain(config.num_kv_blocks, config.block_size, **prefixes)
-    return grouped(
-        [group.kind for group in pools.groups],
-        pools.num_blocks,
-        config.block_size,
-        max_model_len=config.max_model_len,
-        max_chunk_tokens=config.long_prefill_token_threshold * (2 if config.overlap else 1),
-        **prefixes,
     )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.config_fields import positions_of
 from nanovllm.model.fast.packed_linears import Hiding
-from nanovllm.model.limits import positions_of
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 

@@ -9,13 +9,9 @@ from typing import Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.model.config_fields import first_field, positions_of
 from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.source import is_gguf
-
-
-def positions_of(config: Any) -> int | None:
-    """Number of positions of a text model; None if its config has no such field."""
-    return _first(config, "max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 def check_limits(config: Any, options: EngineConfig) -> None:
@@ -27,9 +23,9 @@ def check_limits(config: Any, options: EngineConfig) -> None:
     positions = positions_of(config)
     if positions is not None:  # no contradiction depends on the device
         options.resolve_limits("cpu", positions)
-    heads, size = _first(config, "num_attention_heads", "n_head"), options.tensor_parallel_size
+    heads, size = first_field(config, "num_attention_heads", "n_head"), options.tensor_parallel_size
     if heads is not None and heads % size:
-        keys = _first(config, "num_key_value_heads") or heads
+        keys = first_field(config, "num_key_value_heads") or heads
         possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
         raise UnsupportedModelError(
             f"tensor_parallel_size is {size}, but the model has {heads} attention heads, {keys} key and value heads, "
@@ -62,16 +58,3 @@ def check_stored_limits(source: str, options: EngineConfig) -> None:
     if isinstance(found, dict):
         text = found.get("text_config")
         check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)
-
-
-def _field(config: Any, name: str) -> Any:
-    """A field of a config; None for one that it lacks, or that differs by layer, for which `transformers` raises."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
-
-
-def _first(config: Any, *names: str) -> int | None:
-    values = (_field(config, name) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

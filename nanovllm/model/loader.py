@@ -22,9 +22,10 @@ from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
+from nanovllm.model.config_fields import positions_of
 from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.fast.packed_linears import memory_for_packing
-from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
+from nanovllm.model.limits import check_limits, check_stored_limits
 from nanovllm.model.mistakes import name_mistake, name_tensors
 from nanovllm.model.probe import attending_layers
 from nanovllm.model.quantising import quantise_model

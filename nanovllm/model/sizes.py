@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.core.errors import ModelLoadError
-from nanovllm.model.limits import positions_of
+from nanovllm.model.config_fields import positions_of
 from nanovllm.model.source import WEIGHT_PATTERNS, is_gguf
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
 from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.config import EngineConfig
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}

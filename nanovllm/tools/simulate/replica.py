@@ -16,7 +16,8 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, build_block_manager
+from nanovllm.cache.cache_pools import CacheGroup, CachePools
+from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.core.client_queue import DECODE_COST
