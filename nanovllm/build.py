@@ -33,6 +33,7 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
+from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.turn_end import log_ends
 from nanovllm.scheduler import Scheduler
@@ -189,7 +190,7 @@ def _build_input_processor(
     loaded: loader.LoadedModel, model_runner: ModelRunner, config: EngineConfig, clock: Callable[[], float]
 ) -> InputProcessor:
     limits = _limits(loaded, model_runner)
-    input_processor = InputProcessor(loaded.tokenizer, config, limits, clock)
+    input_processor = build_input_processor(loaded.tokenizer, config, limits, clock)
     if loaded.tokenizer is not None:
         log_ends(loaded.tokenizer, limits.eos_token_ids, input_processor.chat.end_token_ids)
     return input_processor

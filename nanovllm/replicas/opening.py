@@ -29,7 +29,7 @@ from nanovllm.replicas.messages import LoadFailed, Ready
 from nanovllm.replicas.pool import PoolParts, ReplicaPool, sends_block_events
 from nanovllm.replicas.replica import Replica, ReplicaResources
 from nanovllm.replicas.routing import POLICIES
-from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.building import build_input_processor
 
 logger = logging.getLogger("nanovllm")
 
@@ -205,7 +205,7 @@ def pool_parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) ->
     config = _smallest_config([EngineConfig(**one.config) for one in ready], options)
     return PoolParts(
         config,
-        InputProcessor(tokenizer, config, ready[0].limits),
+        build_input_processor(tokenizer, config, ready[0].limits),
         tokenizer,
         ready[0].hash_seed,
         expects_prefixes=sends_block_events(config),

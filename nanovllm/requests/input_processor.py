@@ -19,12 +19,12 @@ from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
-from nanovllm.requests.chat import ChatTemplate
 from nanovllm.requests.intake import checkpoint, form_turn
 from nanovllm.requests.pieces import Pieces, too_long
 from nanovllm.requests.prompts import ChatPrompt, plain_prompt
 
 if TYPE_CHECKING:
+    from nanovllm.requests.chat import ChatTemplate
     from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 Prompt = str | SequenceABC[int] | Mapping[str, Any]
@@ -64,12 +64,20 @@ class InputProcessor:
 
     Args:
         tokenizer: None if prompts are token ids only.
-        config: the engine's, resolved.
+        config: EngineConfig with every option resolved.
         clock: the engine's, in seconds; never goes back.
+        make_chat, make_grammars: builders of what chats and structured outputs need, called at the first of each;
+            None refuses them.
     """
 
     def __init__(
-        self, tokenizer: Any, config: EngineConfig, limits: RequestLimits, clock: Callable[[], float] = time.monotonic
+        self,
+        tokenizer: Any,
+        config: EngineConfig,
+        limits: RequestLimits,
+        clock: Callable[[], float] = time.monotonic,
+        make_chat: Callable[[InputProcessor], ChatTemplate] | None = None,
+        make_grammars: Callable[[InputProcessor], GrammarCompiler] | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -77,19 +85,22 @@ class InputProcessor:
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
         self._pieces = Pieces(tokenizer)
+        self._make_chat = make_chat
+        self._make_grammars = make_grammars
 
     @cached_property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template, for the first conversation."""
-        return ChatTemplate(self.tokenizer, self.config, self.limits.eos_token_ids, self.limits.num_logits)
+        if self._make_chat is None:
+            raise ValueError("this engine was built without chats; give prompts as text or token ids.")
+        return self._make_chat(self)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """The compiler of structured outputs, made on first use."""
-        from nanovllm.requests.grammar.compiler import GrammarCompiler
-
-        ends = (*self.limits.eos_token_ids, *self.chat.end_token_ids)
-        return GrammarCompiler(self.tokenizer, self.limits.num_logits, ends)
+        if self._make_grammars is None:
+            raise ValueError("this engine was built without structured outputs; leave structured_output out.")
+        return self._make_grammars(self)
 
     def prepare(self, *, is_tried: bool = False) -> None:
         """Prepare for the first structured output and the first message that spells a control token.

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.structured_output import GrammarError
+from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, MaskBudget
@@ -211,7 +212,7 @@ async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
 
 def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monkeypatch):
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=(EOS,))
-    processor = InputProcessor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits)
+    processor = build_input_processor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits)
     processor.prepare()
     monkeypatch.setattr(compiler, "open_vocabulary", lambda *_: pytest.fail("it reads the vocabulary"))
     monkeypatch.setattr(Tokenizer, "from_str", lambda *_: pytest.fail("it copies the tokenizer"))

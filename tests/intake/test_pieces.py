@@ -15,6 +15,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import PromptTooLongError
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.requests import pieces
+from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.pieces import CUT, PIECE_CHARS, Pieces, alternatives
 
@@ -210,7 +211,7 @@ def processor(max_model_len: int) -> tuple[InputProcessor, Any]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained(STAGES["gpt-2"]), eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     limits = RequestLimits(len(tokenizer), len(tokenizer), "Tiny", eos_token_ids=(1,))
-    return InputProcessor(tokenizer, EngineConfig(max_model_len=max_model_len), limits), tokenizer
+    return build_input_processor(tokenizer, EngineConfig(max_model_len=max_model_len), limits), tokenizer
 
 
 @pytest.mark.parametrize(

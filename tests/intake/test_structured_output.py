@@ -14,10 +14,11 @@ import pytest
 from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.structured_output import GrammarError
+from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.grammar import compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.requests.grammar.trials import LIMITS_TEXT
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.input_processor import RequestLimits
 from tests.support.structured import allowed, assert_equal_masks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -263,7 +264,9 @@ class Slow:
 def process(tokenizer: Any, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any) -> Any:
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=eos_token_ids)
     params = SamplingParams(structured_output=StructuredOutput(regex="a"), **options)
-    return InputProcessor(tokenizer, EngineConfig(max_model_len=64), limits).process([[1, 2]], params, request_ids="0")
+    return build_input_processor(tokenizer, EngineConfig(max_model_len=64), limits).process(
+        [[1, 2]], params, request_ids="0"
+    )
 
 
 def test_what_a_model_or_its_tokenizer_lacks_is_named():
@@ -280,7 +283,7 @@ def test_what_a_model_or_its_tokenizer_lacks_is_named():
 def test_prompts_of_one_call_share_what_was_compiled():
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=(EOS,))
     params = SamplingParams(structured_output=StructuredOutput(choice=["a"]))
-    one, two = InputProcessor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits).process(
+    one, two = build_input_processor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits).process(
         [[1], [2]], params, request_ids="01"
     )
     assert one.matcher is two.matcher is not None
