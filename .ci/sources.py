@@ -50,7 +50,7 @@ ENGINE = {
     "engine.py",
 }  # fmt: skip
 TRUNK = {
-    "llm.py", "build.py", "engine.py", "scheduler.py", "block_manager.py", "model_runner.py", "launched_step.py",
+    "llm.py", "build.py", "engine.py", "scheduler.py", "block_manager.py", "model_runner.py",
     "core/batch.py", "core/batch_layout.py", "core/sequence.py", "core/admission.py", "execution/direct.py",
     "attention/operator.py", "attention/flex_cpu.py", "attention/kv_cache.py", "sampling/sampler.py",
     "sampling/draw.py", "requests/input_processor.py", "requests/output_processor.py", "model/binding.py",

@@ -26,10 +26,11 @@ from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
+from nanovllm.fast.paths import choose_paths
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
-from nanovllm.model_runner import ModelRunner
+from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
@@ -275,7 +276,7 @@ def build_worker(start: Start, ranks: Ranks) -> RankRunner:
 
 def resolve_options(
     binding: ModelBinding, loaded: loader.LoadedModel, config: EngineConfig
-) -> tuple[EngineConfig, AttentionChoice, CachePools]:
+) -> tuple[EngineConfig, AttentionChoice, CachePools, StepPaths]:
     """Resolve every option for the model and the device.
 
     Limits come first, then the attention backend and CUDA graphs, then the KV cache's size, for which a GPU runs a
@@ -322,7 +323,7 @@ def resolve_options(
             "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
-    return resolved, choice, pools
+    return resolved, choice, pools, choose_paths(choice, has_mixers=bool(binding.mixers))
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

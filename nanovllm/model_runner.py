@@ -7,37 +7,73 @@ read holds NaN of another request (where a backend reads more than a sequence's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.batch_layout import build_layout, with_groups
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
-from nanovllm.execution.buckets import runs_as_decodes
-from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
-from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.execution.direct import DirectExecutor, build_direct
-from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
+from nanovllm.execution.direct import build_direct
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.execution.rehearsal import rehearse, rehearse_at_start
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
-from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.execution.workers import WorkerProcesses
+    from nanovllm.kernels.cpp_sampling import RowKernels
 
 logger = logging.getLogger("nanovllm")
+
+
+class Executor(Protocol):
+    """Computes the steps of one engine."""
+
+    @property
+    def backend(self) -> Any:
+        """Plans the masks of a layout: which blocks each row sees."""
+
+    def launch(
+        self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs | None, /
+    ) -> Callable[[], Tensor]:
+        """Compute a step with the masks of `backend`; returns its draw: of tokens [num_samples] int64."""
+
+    def model_changed(self, *, in_place: bool) -> None:
+        """Drop what was derived from weights; `in_place` if they have kept their addresses."""
+
+    def close(self) -> None: ...
+
+
+class StepPaths:
+    """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster."""
+
+    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
+        """Kernels for the sampler's rows."""
+        return None
+
+    def build_executor(self, runner: ModelRunner) -> Executor:
+        return build_direct(runner.binding, runner.config, runner.choice, runner.pools, runner.sampler)
+
+    def prepare(self, runner: ModelRunner) -> None:
+        """Prepare the model and the executor for the first step."""
+
+    def entries(self, batch: ScheduledBatch) -> SequenceABC[ScheduledSequence]:
+        """The entries of a step as they are laid out."""
+        return batch.entries
+
+    def use_idle_time(self, runner: ModelRunner) -> bool:
+        """Prepare one thing more while no request runs; False if nothing is left."""
+        return False
 
 
 class ModelRunner:
@@ -48,52 +84,31 @@ class ModelRunner:
         config: fully resolved, by `build.resolve_options`.
         choice: of the attention backend.
         pools: of the cache groups.
+        paths: ways to compute steps.
     """
 
     workers: WorkerProcesses | None = None  # the other ranks, on the first of several
 
-    def __init__(self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools) -> None:
+    def __init__(
+        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, paths: StepPaths
+    ) -> None:
         self.binding, self.device = binding, binding.device
         self.config, self.pools = config, pools
-        self._choice = choice
-        self._lays_runs_apart = choice.uses_graphs and not binding.mixers  # a recurrent layer has rows one by one
+        self.choice, self.paths = choice, paths
         self._begin_report: Callable[..., StepLogprobs]
-        row_kernels = load_row_kernels() if choice.kernels else None
+        row_kernels = paths.row_kernels(choice)
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=row_kernels)
         self.sampler = self._build_sampler(compiles=choice.uses_graphs, row_kernels=row_kernels)
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
-        self._num_rehearsed = 0
         binding.caches.allocate(
             *(n * config.block_size for n in pools.num_blocks),
             groups=pools.groups_of_layers(), num_records=pools.num_blocks[-1],
         )  # fmt: skip
-        self._executor: DirectExecutor | GraphExecutor
-        if choice.uses_graphs and binding.mixers:
-            from nanovllm.execution.state_graphs import StateGraphExecutor
-
-            self._executor = StateGraphExecutor(binding, config, self.sampler, pools)
-        elif choice.uses_graphs:
-            self._executor = GraphExecutor(binding, config, self.sampler, pools)
-        else:
-            self._executor = build_direct(binding, config, choice, pools, self.sampler)
-        self.backend = self._executor.backend
-        self._launch: Callable[..., Callable[[], Tensor]] = self._executor.launch
-        if choice.compiles and not choice.kernels:
-            if isinstance(self._executor, GraphExecutor):
-                steps = binding, config, self._executor.run_layers
-                if not binding.use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
-                    binding.compile_layers()
-                binding.stack_layers(config.block_size, partial(run_few_decodes, *steps))
-                self._executor.warm_up()
-                if not binding.is_live:
-                    rehearse_at_start(self, self._executor.capture_seen_head)
-            else:
-                binding.compile_layers()
-                self._execute_dummies(warm_up_spans(config))
-        elif self.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
-            run_batches = [partial(self._execute_dummies, spans) for spans in comparison_spans(config)]
-            binding.pack_weights(next(iter(choice.kernels), None), config.max_num_batched_tokens, *run_batches)
+        self.executor = paths.build_executor(self)
+        self.backend = self.executor.backend
+        self._launch: Callable[..., Callable[[], Tensor]] = self.executor.launch
+        paths.prepare(self)
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size, pools.num_bytes / 2**30,
@@ -115,9 +130,9 @@ class ModelRunner:
         if batch.drafts and not batch.drafts.are_shown:
             with batch.drafts:
                 return batch.drafts.around(self.launch(batch))
-        entries = runs_as_decodes(batch.entries) if batch.draws_runs and self._lays_runs_apart else batch.entries
+        entries = self.paths.entries(batch)
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
-            entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
+            entries, self.config.block_size, self._in_flight, longest_first=self.choice.uses_graphs
         )
         if len(self.pools.groups) > 1:
             layout = with_groups(layout, self.pools.are_records, self.config.block_size)
@@ -126,7 +141,7 @@ class ModelRunner:
             report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
         try:
             if self.device.type == "cuda":
-                self._follow_last_stream()
+                self.follow_last_stream()
             masks: Any = self.backend.plan(layout)  # which blocks each row sees
             draw = self._launch(batch, layout, masks, report)
         except RuntimeError as error:
@@ -137,12 +152,12 @@ class ModelRunner:
     def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs | None) -> PendingTokens:
         try:
             if self.device.type == "cuda":
-                self._follow_last_stream()
+                self.follow_last_stream()
             return PendingTokens.send(draw(), report)
         except RuntimeError as error:
             raise_device_error(error)
 
-    def _follow_last_stream(self) -> None:
+    def follow_last_stream(self) -> None:
         """Launches run in order on the device, whatever streams their callers have set."""
         stream = torch.cuda.current_stream(self.device)
         if self._last_stream is not None and stream != self._last_stream:
@@ -154,22 +169,12 @@ class ModelRunner:
     def _build_sampler(self, **options: Any) -> Sampler:
         return Sampler(**options)
 
-    def _execute_dummies(self, batches: Iterable[Spans]) -> None:
-        for spans in batches:
-            self.launch(dummy_batch(self.binding, self.config, spans))  # without its draw, which is ready
-
     def capture_ahead(self) -> bool:
         """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""
         if self.binding.is_live:  # it is its owner's while no request runs
             return False
-        if rehearse(self, self._num_rehearsed):
-            self._num_rehearsed += 1
-            return True
-        if not isinstance(self._executor, GraphExecutor):
-            return False
         try:
-            self._follow_last_stream()
-            return self._executor.capture_ahead()
+            return self.paths.use_idle_time(self)
         except RuntimeError as error:
             raise_device_error(error)
 
@@ -185,7 +190,7 @@ class ModelRunner:
             return False
         weights_changed, structure_changed = watch.changes(with_structure=was_idle)
         if weights_changed or structure_changed:
-            self._executor.model_changed(in_place=not structure_changed)
+            self.executor.model_changed(in_place=not structure_changed)
         return weights_changed or structure_changed
 
     def check_editable(self) -> None:
@@ -193,11 +198,11 @@ class ModelRunner:
 
     def forget_model(self) -> None:
         """Drop captured graphs: the model was changed in a way that `model_changed` cannot see."""
-        self._executor.model_changed(in_place=False)
+        self.executor.model_changed(in_place=False)
 
     def close(self) -> None:
         try:
-            self._executor.close()
+            self.executor.close()
         finally:
             self.binding.close()
         give_memory_back(self.device)

@@ -23,7 +23,7 @@ from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
 from nanovllm.execution.step_order import StepOrder
 from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model_runner import ModelRunner
+from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.process.device import computing_with
 from nanovllm.sampling.logprobs import StepLogprobs
 
@@ -61,9 +61,10 @@ class RankRunner(ModelRunner):
         config: EngineConfig,
         choice: AttentionChoice,
         pools: CachePools,
+        paths: StepPaths,
         workers: WorkerProcesses | None,
     ) -> None:
-        super().__init__(binding, config, choice, pools)
+        super().__init__(binding, config, choice, pools, paths)
         if workers is not None:
             self.workers = workers
             self._launch = self._launch_together
@@ -71,7 +72,7 @@ class RankRunner(ModelRunner):
 
     def _build_sampler(self, **options: Any) -> RankSampler:
         sampler = RankSampler(self.binding, **options)
-        self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self._choice.uses_graphs)
+        self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self.choice.uses_graphs)
         return sampler
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
@@ -94,7 +95,7 @@ class RankRunner(ModelRunner):
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
             self.workers.send("follow", StepOrder.from_step(batch, layout, draws, report))
-            return partial(self._draw_together, self._executor.launch(batch, layout, masks, report))
+            return partial(self._draw_together, self.executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
             self.workers.fail(error)
 
@@ -109,12 +110,12 @@ class RankRunner(ModelRunner):
     def follow(self, order: StepOrder) -> None:
         """Launch a step that rank 0 sent, without its requests."""
         if self.device.type == "cuda":
-            self._follow_last_stream()
+            self.follow_last_stream()
         self.sampler.step_draws = order.draws
         draws_all = order.layout.entries[0]._replace(num_samples=len(order.layout.sample_rows))
         batch = ScheduledBatch(0, (draws_all,), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
-        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
+        self.executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
 
     def follow_tiers(self, kind: str, payload: tuple[Any, ...]) -> None:
         """Execute an order of rank 0's tiers."""

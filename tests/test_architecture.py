@@ -28,7 +28,7 @@ scheduler | attention
 sampling
 model | observability
 execution < speculation
-model_runner < rank_runner launched_step
+model_runner < rank_runner fast
 engine
 build
 streaming

@@ -136,7 +136,7 @@ def stage_w1(**options: Any) -> dict[str, Any]:
     with engine(max_model_len=4096, **options) as llm:
         seconds = repeated(llm, workload)
         steps = llm.stats().num_steps
-        graphs = len(llm._engine.model_runner._executor._forwards.graphs)
+        graphs = len(llm._engine.model_runner.executor._forwards.graphs)
         memory = {"pool": llm.config.num_kv_blocks, "free, GiB": torch.cuda.mem_get_info()[0] / 2**30}
         memory |= {"reserved": torch.cuda.memory_reserved() / 2**30, "allocated": torch.cuda.memory_allocated() / 2**30}
     floor = floor_seconds("0.6b", workload, 256, RATE)

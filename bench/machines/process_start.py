@@ -37,7 +37,7 @@ PHASES = (
     ("nanovllm.build", "resolve_options"),
     ("nanovllm.build", "ModelRunner.__init__"),
     ("nanovllm.model.binding", "ModelBinding.pack_weights"),
-    ("nanovllm.model_runner", "ModelRunner._execute_dummies"),
+    ("nanovllm.fast.paths", "execute_dummies"),
     ("nanovllm.engine", "Engine.step"),
     ("nanovllm.llm", "LLM.close"),
 )

@@ -10,11 +10,11 @@ from typing import Any
 from unittest import mock
 
 from nanovllm import LLM, SamplingParams, engine, model_runner
+from nanovllm.engine import LaunchedStep
 from nanovllm.execution import mask_buffer
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.late_draw import LateDraw
 from nanovllm.execution.step_inputs import StepPacking
-from nanovllm.launched_step import LaunchedStep
 from nanovllm.sampling.structured import BegunMasks
 from nanovllm.scheduler import Scheduler
 

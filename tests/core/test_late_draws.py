@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.launched_step import LaunchedStep
+from nanovllm.engine import LaunchedStep
 from nanovllm.sampling.logprobs import StepLogprobs
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
@@ -51,7 +51,7 @@ def test_a_draw_follows_the_stream_of_its_forward_pass(monkeypatch):
     with open_llm() as llm:
         runner, calls = llm._engine.model_runner, []
         monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
-        monkeypatch.setattr(runner, "_follow_last_stream", lambda: calls.append("follow"))
+        monkeypatch.setattr(runner, "follow_last_stream", lambda: calls.append("follow"))
         runner._draw(lambda: (calls.append("draw"), torch.zeros(1, dtype=torch.int64))[1], StepLogprobs())
     assert calls == ["follow", "draw"]
 
@@ -101,7 +101,7 @@ def test_ranks_that_wait_for_a_draw_get_it_after_an_interrupt_and_at_the_end(fol
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("nanovllm.launched_step.LaunchedStep.wait", interrupted)
+            patch.setattr("nanovllm.engine.LaunchedStep.wait", interrupted)
             engine.step()  # a second Ctrl-C, which the read of a step lets through
         *_, last = stream
         assert last.outputs[0].token_ids == expected

@@ -201,7 +201,7 @@ def test_captures_between_steps_of_every_option_change_no_answer(expected, kerne
         monkeypatch.setattr(forward_graphs, "STEPS_TO_CAPTURE", 2)
     with open_llm(folder, overlap=True, **options) as llm:
         engine: Any = llm._engine
-        assert isinstance(engine.model_runner._executor, cuda_graphs.GraphExecutor)
+        assert isinstance(engine.model_runner.executor, cuda_graphs.GraphExecutor)
         for seed, answer in zip(SEEDS, expected, strict=True):
             assert answers(llm, seed, longest=LONGEST) == answer, seed
             assert not kernels.found

@@ -44,7 +44,7 @@ def rehearse(llm: LLM) -> int:
     engine: Any = llm._engine
     while engine.use_idle_time(captures=True):
         pass
-    count: int = engine.model_runner._num_rehearsed
+    count: int = engine.model_runner.paths.num_rehearsed
     return count
 
 
@@ -137,7 +137,7 @@ def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypa
             assert rehearse(llm) >= 3 * len(rehearsal._OPTIONS)
         assert caplog.text.count("a rehearsal failed") == 3 * sum("penalty" in str(o) for o in rehearsal._OPTIONS)
         monkeypatch.setattr(runner, "execute", lambda _: (_ for _ in ()).throw(DeviceError("gone")))
-        runner._num_rehearsed = 0
+        runner.paths.num_rehearsed = 0
         with pytest.raises(DeviceError):
             runner.capture_ahead()
 

@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
     model = tiny_class_model(class_name)
     with LLM(model, **OPTIONS) as llm:
         runner = llm._engine.model_runner
-        executor = runner._executor
+        executor = runner.executor
         assert isinstance(executor, StateGraphExecutor)
         assert {shape.num_tiles for shape in executor._forwards.graphs} == {0}
         assert all(layer.chunks is not None for layer in runner.binding.mixers.layers)

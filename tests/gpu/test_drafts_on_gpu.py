@@ -145,7 +145,7 @@ def test_windows_have_the_tokens_of_transformers(family, tmp_path):
 
 def test_steps_with_drafts_replay_the_graphs_of_decodes(folder, monkeypatch):
     with open_llm(folder, speculation=KnownAnswers(known(folder, "greedy"))) as llm:
-        executor, shapes = llm._engine.model_runner._executor, []
+        executor, shapes = llm._engine.model_runner.executor, []
         captured = executor._captured_shape
 
         def noted(shape: GraphShape, *head: Any) -> GraphShape:

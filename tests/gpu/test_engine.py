@@ -143,7 +143,7 @@ def test_penalties_and_log_probabilities_within_graphs_are_those_of_an_eager_eng
         with open_llm(**options) as llm:
             outputs = llm.generate([[5, 6, 7 + n] for n in range(8)], params, use_tqdm=False)
             if options == {}:
-                assert any(head.penalises for head in llm._engine.model_runner._executor._heads.graphs)
+                assert any(head.penalises for head in llm._engine.model_runner.executor._heads.graphs)
         results.append([output.outputs[0] for output in outputs])
     for eager, captured, wanted in zip(*results, params, strict=True):
         assert captured.token_ids == eager.token_ids
@@ -198,7 +198,7 @@ def test_every_number_of_requests_finds_a_graph_that_holds_it():
         alone = [answers(llm, [prompt], GREEDY)[0] for prompt in prompts]
         for count in range(1, 22):
             assert answers(llm, prompts[:count], GREEDY) == alone[:count]
-        executor = llm._engine.model_runner._executor
+        executor = llm._engine.model_runner.executor
         assert max(shape.num_decodes for shape in executor._forwards.graphs) >= 21
         most = executor._buckets.max_decodes
         assert any(shape.num_decodes == most and not shape.num_tiles for shape in executor._forwards.graphs)
@@ -248,7 +248,7 @@ def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
     with open_llm() as llm:
         tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
         assert tokens == expected("llama")
-        assert len(llm._engine.model_runner._executor._forwards.graphs) <= 3
+        assert len(llm._engine.model_runner.executor._forwards.graphs) <= 3
 
 
 def mixed_company(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -295,10 +295,10 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
     model("llama").save_pretrained(tmp_path)
     with open_llm(tmp_path, max_num_batched_tokens=160) as llm:
         runner, (prompts, params) = llm._engine.model_runner, mixed_company(5)
-        executor = runner._executor
+        executor = runner.executor
         llm.generate(prompts, params, use_tqdm=False)
-        while rehearse(runner, runner._num_rehearsed):  # as idle time does first
-            runner._num_rehearsed += 1
+        while rehearse(runner, runner.paths.num_rehearsed):  # as idle time does first
+            runner.paths.num_rehearsed += 1
         missed = set(executor._forwards.missed) - set(executor._forwards.graphs)
         heads = executor._heads  # those of rare options come first
         for _ in {*missed, *(set(heads._num_steps) - set(heads.graphs))}:
@@ -318,7 +318,7 @@ def test_idle_time_after_a_change_of_weights_captures_what_start_up_did(tmp_path
     model("llama").save_pretrained(tmp_path)
     with open_llm(tmp_path, max_num_batched_tokens=160) as llm:
         runner = llm._engine.model_runner
-        executor = runner._executor
+        executor = runner.executor
         at_start = captured(executor)
         llm.weights_changed()
         assert not executor._forwards.graphs and not executor._heads.graphs
@@ -329,7 +329,7 @@ def test_idle_time_after_a_change_of_weights_captures_what_start_up_did(tmp_path
 def test_an_interrupt_while_graphs_are_captured_anew_leaves_the_rest_to_the_next_call(tmp_path, monkeypatch):
     model("llama").save_pretrained(tmp_path)
     with open_llm(tmp_path, max_num_batched_tokens=160) as llm:
-        executor = llm._engine.model_runner._executor
+        executor = llm._engine.model_runner.executor
         at_start = captured(executor)
         capture, captures = executor._pool.capture, itertools.count()
 
@@ -384,7 +384,7 @@ def test_models_whose_head_is_not_computed_apart_are_captured_too(tmp_path, fami
     module = module.cuda()
     prompts = [[5, 6, 7], [8] * 40, [9, 10] * 20]
     with open_llm(tmp_path, max_model_len=120, num_kv_blocks=64) as llm:
-        assert llm._engine.model_runner._executor._splits_head == (family == "GPT2")
+        assert llm._engine.model_runner.executor._splits_head == (family == "GPT2")
         tokens = [answer[0] for answer in answers(llm, prompts, GREEDY)]
     assert tokens == [reference(module, prompt) for prompt in prompts]
 
@@ -396,7 +396,7 @@ def open_preparing(folder: Path) -> AsyncLLM:
 
 async def prepared_graphs(llm: AsyncLLM) -> dict[GraphShape, Any]:
     """Wait until all that usually comes is captured."""
-    executor = llm._engine_thread._engine.model_runner._executor
+    executor = llm._engine_thread._engine.model_runner.executor
     end = time.monotonic() + 120
     while executor._forwards.usual and time.monotonic() < end:
         await asyncio.sleep(0.1)

@@ -67,10 +67,10 @@ def test_rehearsals_use_each_option_and_leave_the_same_answers(tmp_path, caplog)
         runner = llm._engine.model_runner  # type: ignore[union-attr]
         before = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         with caplog.at_level("INFO", "nanovllm"):
-            while rehearsal_batch(runner.binding, runner.config, runner._num_rehearsed) is not None:
+            while rehearsal_batch(runner.binding, runner.config, runner.paths.num_rehearsed) is not None:
                 assert runner.capture_ahead()
-        assert runner._num_rehearsed > 60 and "rehearsal" not in caplog.text
-        assert runner._executor.capture_ahead()  # of a head that a rehearsal had without a graph
+        assert runner.paths.num_rehearsed > 60 and "rehearsal" not in caplog.text
+        assert runner.executor.capture_ahead()  # of a head that a rehearsal had without a graph
         for _ in range(2):
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == before
             llm.reset_prefix_cache()

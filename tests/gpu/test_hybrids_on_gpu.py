@@ -56,14 +56,14 @@ def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list
     found = []
     with LLM(copy.deepcopy(model(class_name)).cuda(), **(OPTIONS | {"num_kv_blocks": 60} | options)) as llm:
         runner = llm._engine.model_runner
-        assert isinstance(runner._executor, StateGraphExecutor)
+        assert isinstance(runner.executor, StateGraphExecutor)
         assert all(layer.kernel_forward is not None for layer in runner.binding.mixers.layers)
         for _ in range(rounds):
             found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
             llm._engine.check_integrity()
         if llm.config.cuda_graphs:
-            assert runner._executor._forwards.graphs
-            assert all(shape.num_tiles == 0 for shape in runner._executor._forwards.graphs)
+            assert runner.executor._forwards.graphs
+            assert all(shape.num_tiles == 0 for shape in runner.executor._forwards.graphs)
         return found, llm.stats()
 
 

@@ -39,7 +39,7 @@ def found(idle):
                 llm.generate(crowd, SamplingParams(repetition_penalty=1.1, max_tokens=4), use_tqdm=False)
             while idle and llm._engine.use_idle_time(captures=True):
                 pass
-        executor = llm._engine.model_runner._executor
+        executor = llm._engine.model_runner.executor
         heads = {head for head in executor._heads.graphs if head.penalises}
         assert not idle or len({head.num_samples for head in heads}) > 1, heads
         return each

@@ -92,7 +92,7 @@ def answers(source: Any, rounds: int, **options: Any) -> tuple[list[list[list[in
         several = len(runner.binding.layers) > 1 and len({layer.traits for layer in runner.binding.layers}) > 1
         assert (len(runner.backend.kinds) > 1) == several
         if llm.config.cuda_graphs:
-            assert runner._executor._forwards.graphs
+            assert runner.executor._forwards.graphs
         return found, llm.stats()
 
 

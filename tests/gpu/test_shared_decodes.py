@@ -123,7 +123,7 @@ def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
                 block_size=16,
             ) as llm:  # fmt: skip
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                executor: Any = llm._engine.model_runner._executor
+                executor: Any = llm._engine.model_runner.executor
                 assert any(shape.is_wide for shape in executor._forwards.graphs) == (wide_tokens == 64)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]

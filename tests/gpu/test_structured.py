@@ -162,7 +162,7 @@ def test_structured_outputs_of_every_kind_and_their_neighbours_are_those_of_the_
         for _ in range(3):  # without those that take every row of their steps to the host's sampler
             found = answers(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
             assert found == [expected[n] for n in chosen]
-        heads = {head for head in llm._engine.model_runner._executor._heads.graphs if head.has_masks}
+        heads = {head for head in llm._engine.model_runner.executor._heads.graphs if head.has_masks}
         assert bool(heads) == (way != "no graphs, overlapped")
         if heads:
             assert {head.has_filters for head in heads} == {True, False}

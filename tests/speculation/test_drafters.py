@@ -195,7 +195,7 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
     def steps(**options: Any) -> list[list[bytes]]:
         rows = []
         with open_llm(**options) as llm:
-            executor = llm._engine.model_runner._executor
+            executor = llm._engine.model_runner.executor
             launch = executor.launch
 
             def noted(batch, layout, masks, report):

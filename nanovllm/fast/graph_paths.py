@@ -1,0 +1,54 @@
+"""Prepares the CUDA graphs of an engine, with the layers that they capture, and rehearses options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.execution.buckets import runs_as_decodes
+from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
+from nanovllm.execution.cuda_graphs import GraphExecutor
+from nanovllm.execution.rehearsal import rehearse_at_start
+from nanovllm.fast.paths import FastPaths
+from nanovllm.model_runner import Executor, ModelRunner
+
+
+class GraphPaths(FastPaths):
+    """Steps of a GPU whose decodes and chunks have shapes that graphs capture."""
+
+    def __init__(self, *, has_mixers: bool) -> None:
+        self._lays_runs_apart = not has_mixers  # a recurrent layer has rows one by one
+        super().__init__()
+        self._executor: GraphExecutor
+
+    def build_executor(self, runner: ModelRunner) -> Executor:
+        arguments = runner.binding, runner.config, runner.sampler, runner.pools
+        if runner.binding.mixers:
+            from nanovllm.execution.state_graphs import StateGraphExecutor
+
+            self._executor = StateGraphExecutor(*arguments)
+        else:
+            self._executor = GraphExecutor(*arguments)
+        return self._executor
+
+    def prepare(self, runner: ModelRunner) -> None:
+        binding, config = runner.binding, runner.config
+        if not runner.choice.compiles or runner.choice.kernels:
+            return
+        steps = binding, config, self._executor.run_layers
+        if not binding.use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
+            binding.compile_layers()
+        binding.stack_layers(config.block_size, partial(run_few_decodes, *steps))
+        self._executor.warm_up()
+        if not binding.is_live:
+            rehearse_at_start(runner, self._executor.capture_seen_head)
+
+    def entries(self, batch: ScheduledBatch) -> Sequence[ScheduledSequence]:
+        return runs_as_decodes(batch.entries) if batch.draws_runs and self._lays_runs_apart else batch.entries
+
+    def use_idle_time(self, runner: ModelRunner) -> bool:
+        if super().use_idle_time(runner):
+            return True
+        runner.follow_last_stream()
+        return self._executor.capture_ahead()

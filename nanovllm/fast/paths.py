@@ -1,0 +1,57 @@
+"""Chooses how an engine's steps are computed fast: graphs, kernels, compiled, packed and stacked layers, rehearsals.
+
+For the composition root; without it steps run one by one, as the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
+from nanovllm.execution.rehearsal import rehearse
+from nanovllm.model_runner import ModelRunner, StepPaths
+from nanovllm.sampling.row_kernels import load_row_kernels
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
+
+
+def choose_paths(choice: AttentionChoice, *, has_mixers: bool) -> StepPaths:
+    """The paths for a model and its backend."""
+    if choice.uses_graphs:
+        from nanovllm.fast.graph_paths import GraphPaths
+
+        return GraphPaths(has_mixers=has_mixers)
+    return FastPaths()
+
+
+class FastPaths(StepPaths):
+    """Steps of a CPU, or of a GPU without graphs."""
+
+    def __init__(self) -> None:
+        self.num_rehearsed = 0
+
+    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
+        return load_row_kernels() if choice.kernels else None
+
+    def prepare(self, runner: ModelRunner) -> None:
+        binding, config, choice = runner.binding, runner.config, runner.choice
+        if choice.compiles and not choice.kernels:
+            binding.compile_layers()
+            execute_dummies(runner, warm_up_spans(config))
+        elif runner.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
+            run_batches = [partial(execute_dummies, runner, spans) for spans in comparison_spans(config)]
+            binding.pack_weights(next(iter(choice.kernels), None), config.max_num_batched_tokens, *run_batches)
+
+    def use_idle_time(self, runner: ModelRunner) -> bool:
+        is_left = rehearse(runner, self.num_rehearsed)
+        self.num_rehearsed += is_left
+        return is_left
+
+
+def execute_dummies(runner: ModelRunner, batches: Iterable[Spans]) -> None:
+    for spans in batches:
+        runner.launch(dummy_batch(runner.binding, runner.config, spans))  # without its draw, which is ready
