@@ -26,6 +26,7 @@ from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
+from nanovllm.fast.layers import FastLayers
 from nanovllm.fast.paths import choose_paths
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
@@ -302,11 +303,11 @@ def resolve_options(
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     may_fuse = choice.uses_graphs and not binding.is_live and not binding.mixers
     if may_fuse:
-        binding.merge_linears()
+        FastLayers(binding).merge_linears()
     if choice.uses_graphs:
         compile_ahead(binding, config)
     if may_fuse:
-        binding.fuse_rotary()
+        FastLayers(binding).fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
     block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
     record_bytes = binding.mixers.num_bytes if binding.mixers else 0

@@ -113,16 +113,16 @@ def forms(engine: Any) -> dict[str, str]:
     from nanovllm.sampling.row_kernels import load_row_kernels
 
     runner = engine.model_runner
-    if not runner._choice.kernels:
-        return {"attention": runner._choice.backend, "products": "oneDNN", "sampling": "PyTorch"}
-    kernels = runner._choice.kernels[0]
+    if not runner.choice.kernels:
+        return {"attention": runner.choice.backend, "products": "oneDNN", "sampling": "PyTorch"}
+    kernels = runner.choice.kernels[0]
     is_half = engine.model_runner.binding.dtype.itemsize == 2
     vectors = {"amx": "avx512_bf16"}.get(kernels.target, kernels.target)
     return {
         "products": kernels.target if is_half else vectors,
         "attention": kernels.target if is_half else vectors,
         "sampling": vectors if load_row_kernels() is not None else "PyTorch",
-        "layers": "fused" if runner.binding._fused_layers else "modules",
+        "layers": "fused" if runner.binding.fused_layers else "modules",
     }
 
 

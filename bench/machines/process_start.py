@@ -36,7 +36,7 @@ PHASES = (
     ("nanovllm.model.binding", "check_rows"),
     ("nanovllm.build", "resolve_options"),
     ("nanovllm.build", "ModelRunner.__init__"),
-    ("nanovllm.model.binding", "ModelBinding.pack_weights"),
+    ("nanovllm.fast.layers", "FastLayers.pack_weights"),
     ("nanovllm.fast.paths", "execute_dummies"),
     ("nanovllm.engine", "Engine.step"),
     ("nanovllm.llm", "LLM.close"),

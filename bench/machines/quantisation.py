@@ -23,7 +23,7 @@ KINDS = (None, "int8", "int4")
 def num_weight_bytes(llm: Any) -> int:
     """Of what stands in the kernels' layout, and of the modules' own tensors; each storage once."""
     binding = llm._engine.model_runner.binding
-    products = [part for layer in binding._fused_layers for part in layer._keep[1:]]
+    products = [part for layer in binding.fused_layers for part in layer._keep[1:]]
     for module in binding.model.modules():
         packed = getattr(vars(module).get("forward"), "_product", None)
         products += [] if packed is None else [packed]

@@ -10,6 +10,7 @@ from nanovllm.execution.buckets import runs_as_decodes
 from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.rehearsal import rehearse_at_start
+from nanovllm.fast.layers import FastLayers
 from nanovllm.fast.paths import FastPaths
 from nanovllm.model_runner import Executor, ModelRunner
 
@@ -37,9 +38,9 @@ class GraphPaths(FastPaths):
         if not runner.choice.compiles or runner.choice.kernels:
             return
         steps = binding, config, self._executor.run_layers
-        if not binding.use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
-            binding.compile_layers()
-        binding.stack_layers(config.block_size, partial(run_few_decodes, *steps))
+        if not FastLayers(binding).use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
+            FastLayers(binding).compile_layers()
+        FastLayers(binding).stack_layers(config.block_size, partial(run_few_decodes, *steps))
         self._executor.warm_up()
         if not binding.is_live:
             rehearse_at_start(runner, self._executor.capture_seen_head)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.execution.rehearsal import rehearse
+from nanovllm.fast.layers import FastLayers
 from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.sampling.row_kernels import load_row_kernels
 
@@ -40,11 +41,12 @@ class FastPaths(StepPaths):
     def prepare(self, runner: ModelRunner) -> None:
         binding, config, choice = runner.binding, runner.config, runner.choice
         if choice.compiles and not choice.kernels:
-            binding.compile_layers()
+            FastLayers(binding).compile_layers()
             execute_dummies(runner, warm_up_spans(config))
         elif runner.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
             run_batches = [partial(execute_dummies, runner, spans) for spans in comparison_spans(config)]
-            binding.pack_weights(next(iter(choice.kernels), None), config.max_num_batched_tokens, *run_batches)
+            kernels = next(iter(choice.kernels), None)
+            FastLayers(binding).pack_weights(kernels, config.max_num_batched_tokens, *run_batches)
 
     def use_idle_time(self, runner: ModelRunner) -> bool:
         is_left = rehearse(runner, self.num_rehearsed)

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.model.fast.decoder_block import model_parts
-from nanovllm.model.fast.direct_pass import DirectPass, Trial
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
-    from nanovllm.model.fast.fused_layers import FusedLayer
+    from nanovllm.model.fast.direct_pass import DirectPass, Trial
     from nanovllm.model.ranks import Ranks
     from nanovllm.model.sharding import ShardedHead
 
@@ -50,23 +48,6 @@ class ForwardPasses:
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
         self.direct: DirectPass | Trial | None = None
-
-    def find_faster(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
-        """Use a direct pass for engine steps, or else a stack of layers, if trials give the same bits."""
-        stack = layers[0].stack if layers else None
-        if stack is None:
-            return
-        parts = model_parts(self._model)
-        direct = None if parts is None else DirectPass(parts, stack)
-        self.direct = trial = Trial(self.logits, stack, direct)
-        try:
-            run_batches()
-        finally:
-            self.direct = None
-            stack.is_on, self.direct = trial.outcome()
-        if self.direct is None:
-            how = "all layers in one call" if stack.is_on else "one layer after another"
-            logger.info("steps run through the forward pass of %s, %s", type(self._model).__name__, how)
 
     def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.

@@ -17,8 +17,8 @@ from nanovllm import LLM
 from nanovllm.attention import cpp
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import cpp as kernels
-from nanovllm.model.binding import ModelBinding
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
 from tests.support.paged_cases import cpp as cpp_backend
@@ -39,7 +39,7 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def layers_as_they_are(monkeypatch):
     """Where the C++ kernel cannot be had, layers are compiled, which takes ten seconds."""
-    monkeypatch.setattr(ModelBinding, "compile_layers", lambda *_: None)
+    monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)
 
 
 @pytest.fixture(params=[1, 2, 7])
@@ -175,7 +175,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
                 folder = {str(tmp_path)!r} + f"/{{family}}-{{dtype}}"
                 save_tiny(folder, family, dtype=dtype, num_layers=1, **shape)
                 with LLM(folder, num_kv_blocks=40, block_size=16, max_num_seqs=4) as llm:
-                    assert len(llm._engine.model_runner.binding._fused_layers) == 1
+                    assert len(llm._engine.model_runner.binding.fused_layers) == 1
                     prompts = random_prompts(6, low=1, high=100, seed=5)
                     options = {{"top_k": 90, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 3}}
                     params = [SamplingParams(max_tokens=5, **options) if n % 2 else SamplingParams(max_tokens=5)

@@ -15,11 +15,11 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.core.errors import CompilerError, KernelBuildError
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes, start_check
 from nanovllm.kernels.packed_product import PANEL
 from nanovllm.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
-from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.packed_linears import OneDnnLinear
 from nanovllm.process.device import cpp_compiler
 from nanovllm.sampling import row_kernels
@@ -119,7 +119,7 @@ def test_a_whole_model_answers_as_transformers_does_in_the_least_class(monkeypat
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O1"))  # half of the time
     with LLM(save_tiny(tmp_path / "model", "qwen3"), **OPTIONS) as llm:
         runner = llm._engine.model_runner
-        assert [own.target for own in runner._choice.kernels] == [CLASSES[-1]] and runner.binding._fused_layers
+        assert [own.target for own in runner.choice.kernels] == [CLASSES[-1]] and runner.binding.fused_layers
         assert tokens(llm) == by_transformers(tiny_model("qwen3"))
 
 
@@ -251,7 +251,7 @@ def test_a_compiler_too_old_for_the_best_class_compiles_for_the_next(monkeypatch
 
 
 def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(ModelBinding, "compile_layers", lambda *_: None)  # ten seconds
+    monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)  # ten seconds
     folder = save_tiny(tmp_path / "model", "llama")
     compile_with(monkeypatch, tmp_path, "-shared")
     with pytest.raises(CompilerError, match=r"old-g.. failed: error: unrecognized option"):
@@ -265,7 +265,7 @@ def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monke
 
 
 def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(ModelBinding, "compile_layers", lambda *_: None)  # ten seconds
+    monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)  # ten seconds
     folder = save_tiny(tmp_path / "model", "llama")
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))  # nothing is computed
     monkeypatch.setattr(kernels, "first_wrong", lambda *_: "decodes differ by up to 1.0e+00 of their size")

@@ -155,9 +155,9 @@ def test_slot_mappings_of_several_groups_are_dynamic_in_their_rows():
     """For compiled layers of a model that does not pass its keyword arguments on to attention."""
     with open_llm("Gemma3Text", **OPTIONS) as llm:
         binding = llm._engine.model_runner.binding
-        binding._passes_keywords = False
-        binding._compiled_calls = dict.fromkeys(binding.layer_modules, print)  # not called
+        binding.passes_keywords = False
+        binding.calls = dict.fromkeys(binding.layer_modules, print)  # not called
         slot_mapping = torch.zeros(2, 5, dtype=torch.int64)
         with binding._in_step(AttentionStep(None, 5), slot_mapping):
             assert slot_mapping._dynamo_weak_dynamic_indices == {1}
-        binding._compiled_calls = {}
+        binding.calls = {}

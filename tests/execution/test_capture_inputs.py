@@ -23,7 +23,7 @@ from nanovllm.execution import cuda_graphs, forward_graphs, head_extras, mask_bu
 from nanovllm.execution.buckets import HeadShape
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.model.binding import ModelBinding
+from nanovllm.fast.layers import FastLayers
 from nanovllm.requests.grammar import mask_threads
 from nanovllm.sampling import draw as draws
 from nanovllm.sampling import logprobs, sampler
@@ -149,7 +149,7 @@ def kernels(monkeypatch) -> Kernels:
     monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
     monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
     for name in ("merge_linears", "fuse_rotary", "compile_layers", "stack_layers", "use_kernel_layers"):
-        monkeypatch.setattr(ModelBinding, name, lambda *_: None)
+        monkeypatch.setattr(FastLayers, name, lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", CheckedPool)
     monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
     for module in (head_extras, mask_buffer):

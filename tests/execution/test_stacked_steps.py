@@ -30,6 +30,7 @@ from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.compared_steps import few_decodes, run_few_decodes
 from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.draw import DrawInputs
@@ -50,12 +51,12 @@ class Harness:
 
     def __init__(self, model: Any, config: EngineConfig = CONFIG) -> None:
         self.binding, self.config = ModelBinding(model, is_live=False), config
-        self.binding.merge_linears()
+        FastLayers(self.binding).merge_linears()
         self.binding.caches.allocate(self.config.num_kv_blocks * self.config.block_size)
         self.features = SampleInputs(), RowInputs(), TableInputs(self.config.block_size)
         self.sampled = torch.zeros(8, dtype=torch.int64)
         self.begun: list[BatchLayout] = []
-        self.binding.stack_layers(
+        FastLayers(self.binding).stack_layers(
             self.config.block_size, partial(run_few_decodes, self.binding, self.config, self.run_layers)
         )
 

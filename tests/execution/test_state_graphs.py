@@ -17,8 +17,8 @@ from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution import cuda_graphs
 from nanovllm.execution.state_graphs import StateGraphExecutor
+from nanovllm.fast.layers import FastLayers
 from nanovllm.model import state_kernels
-from nanovllm.model.binding import ModelBinding
 from tests.support.class_cases import own_answers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
@@ -53,7 +53,7 @@ def on_a_cpu(monkeypatch):
     choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
     monkeypatch.setattr(AttentionChoice, "beside_mixers", classmethod(lambda *_: choice))
     monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(ModelBinding, "compile_layers", lambda _: None)
+    monkeypatch.setattr(FastLayers, "compile_layers", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", CalledAgain)
     monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
     empty = torch.empty

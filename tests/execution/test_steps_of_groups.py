@@ -16,7 +16,7 @@ from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.execution import cuda_graphs
-from nanovllm.model.binding import ModelBinding
+from nanovllm.fast.layers import FastLayers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.layer_kinds import expected, model, prompts
 
@@ -34,7 +34,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(AttentionChoice, "captures", lambda *_: False)
     monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
     for name in ("merge_linears", "fuse_rotary"):
-        monkeypatch.setattr(ModelBinding, name, lambda _: None)
+        monkeypatch.setattr(FastLayers, name, lambda _: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
     empty = torch.empty

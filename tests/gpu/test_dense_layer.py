@@ -160,7 +160,7 @@ def is_used(llm: LLM) -> bool:
     """Whether the layers run by it in steps of more rows than a stack serves; the stack is gone afterwards."""
     binding = llm._engine.model_runner.binding
     binding.unstack_layers()
-    return all(isinstance(binding._compiled_calls[module], DenseLayer) for module in binding.layer_modules)
+    return all(isinstance(binding.calls[module], DenseLayer) for module in binding.layer_modules)
 
 
 def log_probabilities(model: Any, output: Any, answer: Any) -> Tensor:

@@ -483,7 +483,9 @@ def test_a_model_of_its_own_merges_products_and_answers_the_same(tmp_path):
         with LLM(folder, tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
             merged = [m for m in llm._engine.model_runner.binding.model.modules() if type(m).__name__ == "MergedLinear"]
             assert len(merged) == 2 * 2
-            assert len(llm._engine.model_runner.binding._rotary) == 2, "norms, rotary embedding and KV write in one"
+            assert len(llm._engine.model_runner.binding.rotary_changes) == 2, (
+                "norms, rotary embedding and KV write in one"
+            )
             outputs = answers(llm, long_prompts(), GREEDY)
         if dtype == torch.float32:
             assert [answer[0] for answer in outputs] == [reference(module.cuda(), prompt) for prompt in long_prompts()]

@@ -13,6 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.execution import cuda_graphs
 from nanovllm.execution.stacked_steps import reads_own_rows
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
 from nanovllm.kernels.layer_stack import (
     NUM_ROWS,
@@ -22,7 +23,6 @@ from nanovllm.kernels.layer_stack import (
     StepWeights,
     why_not,
 )  # fmt: skip
-from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.filters import FILTERS
@@ -261,7 +261,7 @@ def run_greedy(folder: Any, **options: Any) -> tuple[list[Any], bool]:
     """Outputs of five requests with log-probabilities, and whether layers ran as one."""
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **(OPTIONS | options)) as llm:
         outputs = llm.generate(random_prompts(5), SamplingParams(logprobs=0, **GREEDY), use_tqdm=False)
-        calls = llm._engine.model_runner.binding._compiled_calls.values()
+        calls = llm._engine.model_runner.binding.calls.values()
         return outputs, any("StackedLayers" in repr(call) for call in calls)
 
 
@@ -271,7 +271,7 @@ def test_an_engine_is_as_exact_with_its_layers_in_one_launch(family, max_num_seq
     exact = tiny_model(family, dtype=torch.bfloat16, **FIELDS).float().cuda()
     own, is_stacked = run_greedy(folder, max_num_seqs=max_num_seqs)
     assert is_stacked
-    monkeypatch.setattr(ModelBinding, "stack_layers", lambda *_: None)
+    monkeypatch.setattr(FastLayers, "stack_layers", lambda *_: None)
     other, is_stacked = run_greedy(folder, max_num_seqs=max_num_seqs)
     assert not is_stacked and error_of(own, exact) < 1.5 * error_of(other, exact)
 
@@ -342,5 +342,5 @@ def test_a_model_that_differs_runs_layer_by_layer(fields, tmp_path):
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     folder = save_tiny(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=512, **sizes, **fields)
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
-        calls = llm._engine.model_runner.binding._compiled_calls.values()
+        calls = llm._engine.model_runner.binding.calls.values()
         assert not any("StackedLayers" in repr(call) for call in calls)

@@ -132,6 +132,6 @@ def test_an_engine_multiplies_as_its_option_says(exact, tmp_path, monkeypatch):
     sizes = {"num_kv_blocks": 40, "block_size": 16, "quantization": "int8"}
     with LLM(str(folder), exact_activations=exact, **sizes) as llm:
         runner = llm._engine.model_runner
-        (own,) = runner._choice.kernels
+        (own,) = runner.choice.kernels
         assert (own.least_byte_rows == 0) == exact
-        assert runner.binding._fused_layers
+        assert runner.binding.fused_layers

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.core.errors import NotFusedError
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import dense_layer, layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
@@ -50,7 +51,9 @@ def some_rows(binding: ModelBinding) -> None:
 
 def launched(binding: ModelBinding, num_rows: int = 16) -> list[tuple[int, int]]:
     """The launches of a step of so many rows, after the layers were compared in steps of 16 rows."""
-    assert binding.use_kernel_layers(lambda: some_rows(binding), lambda: hidden_step(binding, POSITIONS, 16))
+    assert FastLayers(binding).use_kernel_layers(
+        lambda: some_rows(binding), lambda: hidden_step(binding, POSITIONS, 16)
+    )
     return launches_of(binding, num_rows)
 
 
@@ -101,7 +104,7 @@ def test_a_later_layer_starts_with_attention(monkeypatch):
 def test_a_layer_that_gets_other_states_than_the_last_ones_output_computes_its_own_queries():
     binding = tiny_binding()
     launched(binding)
-    calls = binding._compiled_calls
+    calls = binding.calls
     first, second = (calls[module] for module in binding.layer_modules)
     calls[binding.layer_modules[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 2.0
     binding.uninstall()
@@ -127,7 +130,7 @@ def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, capl
     with caplog.at_level("INFO", logger="nanovllm"):
         assert launched(binding) == []
     assert re.search("layers run in several launches: (the next|.* computes something else)", caplog.text)
-    calls = [binding._compiled_calls[module] for module in binding.layer_modules]
+    calls = [binding.calls[module] for module in binding.layer_modules]
     assert all(type(call) is KernelLayer for call in calls)
 
 
@@ -181,7 +184,7 @@ def test_rows_with_which_it_is_no_faster_run_by_kernels(monkeypatch):
     monkeypatch.setattr(dense_layer, "_LARGE_BYTES", 2**10)
     binding = tiny_binding()
     compare = lambda: [hidden_step(binding, POSITIONS, count) for count in (128, 64)]  # noqa: E731
-    assert binding.use_kernel_layers(lambda: some_rows(binding), compare)
+    assert FastLayers(binding).use_kernel_layers(lambda: some_rows(binding), compare)
     assert launches_of(binding, 64) and not launches_of(binding, 65)
     assert ReferenceDense.compiled == [64]
 
@@ -189,7 +192,7 @@ def test_rows_with_which_it_is_no_faster_run_by_kernels(monkeypatch):
 def test_without_a_step_of_so_many_decodes_it_is_not_used(caplog):
     binding = tiny_binding()
     with caplog.at_level("INFO", logger="nanovllm"):
-        assert binding.use_kernel_layers(lambda: some_rows(binding), lambda: None)
+        assert FastLayers(binding).use_kernel_layers(lambda: some_rows(binding), lambda: None)
     assert "no step of so many decodes fits" in caplog.text
     assert launches_of(binding, 16) == []
 
@@ -200,7 +203,9 @@ def test_the_layers_in_one_launch_serve_fewer_rows_and_leave_more_to_it(monkeypa
     monkeypatch.setattr(ReferenceStack, "launches", [])
     binding = tiny_binding()
     assert launched(binding)
-    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    FastLayers(binding).stack_layers(
+        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
+    )
     ReferenceStack.launches.clear()
     assert launches_of(binding, 4) == [] and ReferenceStack.launches == [2]
     assert launches_of(binding, 16) == [(0, 16), (1, 16)] and ReferenceStack.launches == [2]
@@ -216,8 +221,8 @@ def test_weights_that_moved_are_read_where_they_are():
     down.weight = torch.nn.Parameter(down.weight * 3, requires_grad=False)
     after = hidden_step(binding, POSITIONS, 16)
     assert not torch.allclose(after, before, atol=0.01)
-    expected = [binding._compiled_calls[module].by_kernels for module in binding.layer_modules]
-    binding._compiled_calls |= dict(zip(binding.layer_modules, expected, strict=True))
+    expected = [binding.calls[module].by_kernels for module in binding.layer_modules]
+    binding.calls |= dict(zip(binding.layer_modules, expected, strict=True))
     binding.uninstall()
     torch.testing.assert_close(after, hidden_step(binding, POSITIONS, 16), atol=0.06, rtol=0.06)
 

@@ -29,10 +29,10 @@ def parts_and_whole(binding: ModelBinding) -> tuple[Tensor, Tensor]:
     """Logits of three rows of nine, by the parts and by one pass."""
     token_ids, positions = torch.arange(20, 29)[None], torch.arange(9)[None]
     rows = torch.tensor([8, 2, 2])
-    with binding._probing(StateProbe()):
-        hidden_states = binding._passes.hidden_states(token_ids, positions)
-        parts = binding._passes.head(hidden_states[rows])
-        return parts.clone(), binding._passes.logits(token_ids, positions, rows).clone()
+    with binding.probing(StateProbe()):
+        hidden_states = binding.passes.hidden_states(token_ids, positions)
+        parts = binding.passes.head(hidden_states[rows])
+        return parts.clone(), binding.passes.logits(token_ids, positions, rows).clone()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

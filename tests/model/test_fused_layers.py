@@ -39,15 +39,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers 
 
 
 def num_fused(llm: LLM) -> int:
-    return len(llm._engine.model_runner.binding._fused_layers)
+    return len(llm._engine.model_runner.binding.fused_layers)
 
 
 def has_direct_pass(llm: LLM) -> bool:
-    return llm._engine.model_runner.binding._passes.direct is not None
+    return llm._engine.model_runner.binding.passes.direct is not None
 
 
 def runs_stack(llm: LLM) -> bool:
-    stack = llm._engine.model_runner.binding._fused_layers[0].stack
+    stack = llm._engine.model_runner.binding.fused_layers[0].stack
     return stack is not None and stack.is_on
 
 
@@ -322,8 +322,8 @@ def test_a_profile_that_begins_within_a_pass_changes_no_token(tmp_path, monkeypa
     flips = iter([False, True] * 1000)
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
         expected = tokens(llm)
-        stack_of = llm._engine.model_runner.binding._fused_layers[0].stack
-        llm._engine.model_runner.binding._passes.direct = None  # so that every layer is asked
+        stack_of = llm._engine.model_runner.binding.fused_layers[0].stack
+        llm._engine.model_runner.binding.passes.direct = None  # so that every layer is asked
         original = type(stack_of).runs_pass
 
         def flipping(self, *, begins):
@@ -342,7 +342,7 @@ def test_positions_far_beyond_those_whose_angles_are_kept_have_theirs(tmp_path, 
     options = {"max_position_embeddings": 4096}
     prompts = random_prompts(2, low=1200, high=1300, seed=3)
     with LLM(save_tiny(tmp_path / "model", **options), **OPTIONS | {"max_model_len": 2048}) as llm:
-        direct = llm._engine.model_runner.binding._passes.direct
+        direct = llm._engine.model_runner.binding.passes.direct
         assert direct._filled == {0, 3}  # of the comparison at both ends
         monkeypatch.setattr(direct_pass, "_MOST_PIECES", most)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

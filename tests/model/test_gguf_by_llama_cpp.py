@@ -79,7 +79,7 @@ def test_a_file_of_each_kind_has_the_tokens_of_transformers(tmp_path, width, kin
     assert {tensor.kind for tensor in GGUFFile(path).tensors.values() if len(tensor.shape) > 1} == types
     take_weights(model, path)
     with LLM(path, dtype="float32", **OPTIONS) as llm:
-        assert llm._engine.model_runner.binding._fused_layers
+        assert llm._engine.model_runner.binding.fused_layers
         assert tokens(llm) == by_transformers(model)
 
 

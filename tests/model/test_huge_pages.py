@@ -96,7 +96,7 @@ def test_a_models_packed_weights_have_the_memory_that_was_taken_for_them(tmp_pat
         with LLM(folder, attention_backend=backend, enforce_eager=backend == "sdpa", **options) as llm:
             binding = llm._engine.model_runner.binding
             assert binding.memory is None
-            products = [product for layer in binding._fused_layers for product in layer._keep[1]]
+            products = [product for layer in binding.fused_layers for product in layer._keep[1]]
         assert bool(taken) == bool(products) == (backend == "cpp")
     head = vars(binding.model.get_output_embeddings())["forward"]._product
     weights = [product._weight for product in (*products, head)]

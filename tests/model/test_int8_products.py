@@ -144,7 +144,7 @@ def test_greedy_tokens_do_not_depend_on_the_number_of_requests(tmp_path, kernels
     prompts = random_prompts(18, low=1, high=60, seed=5)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     with LLM(str(folder), quantization="int8", num_kv_blocks=200, block_size=16, max_num_seqs=32) as llm:
-        assert len(llm._engine.model_runner.binding._fused_layers) == 2
+        assert len(llm._engine.model_runner.binding.fused_layers) == 2
         alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
         llm.reset_prefix_cache()
         together = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
@@ -35,8 +36,8 @@ def tiny_binding(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **f
 
 def run_by_kernels(binding: ModelBinding) -> bool:
     """Whether the layers run by the kernels after they were compared."""
-    binding.use_kernel_layers(lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
-    return all(isinstance(binding._compiled_calls.get(module), KernelLayer) for module in binding.layer_modules)
+    FastLayers(binding).use_kernel_layers(lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    return all(isinstance(binding.calls.get(module), KernelLayer) for module in binding.layer_modules)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -58,7 +59,7 @@ def test_the_last_norm_and_the_rotary_embedding_run_by_kernels_too(references):
     binding = tiny_binding("qwen3")
     assert run_by_kernels(binding)
     base = binding.model.model
-    assert base.norm in binding._compiled_calls and base.rotary_emb in binding._compiled_calls
+    assert base.norm in binding.calls and base.rotary_emb in binding.calls
 
 
 @pytest.mark.parametrize("name", ["norm", "rotary_emb"])
@@ -74,7 +75,7 @@ def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name
     module.forward = scaled
     with caplog.at_level("INFO", logger="nanovllm"):
         assert not run_by_kernels(binding)
-    assert not binding._compiled_calls and "around them computes something else" in caplog.text
+    assert not binding.calls and "around them computes something else" in caplog.text
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -125,15 +126,15 @@ def test_layers_of_another_kind_or_with_further_parts(fields):
 def test_without_a_step_to_compare_layers_are_compiled(caplog):
     binding = tiny_binding()
     with caplog.at_level("INFO", logger="nanovllm"):
-        binding.use_kernel_layers(lambda: None)
-    assert not binding._compiled_calls and "no room to compare" in caplog.text
+        FastLayers(binding).use_kernel_layers(lambda: None)
+    assert not binding.calls and "no room to compare" in caplog.text
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_layers_in_one_launch_are_compared_with_layers_by_kernels(is_wrong, monkeypatch):
     binding = tiny_binding()
     assert run_by_kernels(binding)
-    by_kernels = dict(binding._compiled_calls)
+    by_kernels = dict(binding.calls)
     monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
     monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
     if is_wrong:
@@ -141,12 +142,14 @@ def test_layers_in_one_launch_are_compared_with_layers_by_kernels(is_wrong, monk
         monkeypatch.setattr(ReferenceStack, "run", lambda *args, **options: run(*args, **options) * 0.9)
     for module in binding.layer_modules:
         monkeypatch.setattr(module, "forward", None)  # modules do not run again
-    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    FastLayers(binding).stack_layers(
+        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
+    )
     ReferenceStack.launches.clear()
     hidden_step(binding, [3])
     assert ReferenceStack.launches == ([] if is_wrong else [2])
     binding.unstack_layers()
-    assert binding._compiled_calls == by_kernels or is_wrong
+    assert binding.calls == by_kernels or is_wrong
 
 
 @pytest.mark.parametrize("seed", [2, 4])
@@ -157,7 +160,7 @@ def test_layers_in_one_launch_are_compared_by_steps_of_one_row_too(seed, monkeyp
     assert run_by_kernels(binding)
     monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
     monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
-    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [position]) for position in (0, 18, 98)])
+    FastLayers(binding).stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [position]) for position in (0, 18, 98)])
     assert binding.stacked is not None
 
 

@@ -36,7 +36,7 @@ def dequantised(folder: str, option: str, dtype: torch.dtype = torch.float32) ->
 
 
 def num_fused(llm: LLM) -> int:
-    return len(llm._engine.model_runner.binding._fused_layers)
+    return len(llm._engine.model_runner.binding.fused_layers)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.operator import AttentionStep
+from nanovllm.fast.layers import FastLayers
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.rotary_attention import RotaryAttention
 from nanovllm.model.sharding import shard_model
@@ -39,13 +40,13 @@ class DenseCausal:
 @pytest.fixture
 def fuse(monkeypatch):
     kernels = threading.local()  # of each rank, which is a thread
-    monkeypatch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: kernels.own)
+    monkeypatch.setattr("nanovllm.fast.layers.find_kernel", lambda file, name: kernels.own)
 
     def fused(model, *, kernel=dense_rotate, **sharded):
         kernels.own = kernel
         binding = ModelBinding(model, is_live=False, **sharded)
-        binding.merge_linears()
-        binding.fuse_rotary()
+        FastLayers(binding).merge_linears()
+        FastLayers(binding).fuse_rotary()
         binding.caches.allocate(2 * NUM_TOKENS)
         return binding
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm.core.errors import NotFusedError
+from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
@@ -35,7 +36,9 @@ def reference_stack(monkeypatch):
 
 def stacked(binding: ModelBinding) -> bool:
     """Whether the layers run as one after they were compared; the launches of comparing are forgotten."""
-    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    FastLayers(binding).stack_layers(
+        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
+    )
     ReferenceStack.launches.clear()
     hidden_step(binding, [1])
     return bool(ReferenceStack.launches)
@@ -45,7 +48,7 @@ def test_a_closed_binding_keeps_neither_way_to_call_its_layers():
     binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
     assert stacked(binding)
     binding.close()
-    assert not binding._compiled_calls and binding.stacked is None
+    assert not binding.calls and binding.stacked is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
@@ -79,7 +82,7 @@ class InItsPlace(nn.Module):
 def test_layers_whose_attention_modules_are_replaced_in_steps_run_as_one_too():
     binding = binding_of(tiny_model("qwen3", dtype=torch.bfloat16))
     layers = binding.model.model.layers
-    binding._rotary = [(layer._modules, "self_attn", InItsPlace(layer.self_attn)) for layer in layers]
+    binding.rotary_changes = [(layer._modules, "self_attn", InItsPlace(layer.self_attn)) for layer in layers]
     hidden_step(binding, [3])
     assert type(layers[0].self_attn) is InItsPlace
     assert stacked(binding)
@@ -156,8 +159,8 @@ class ScaledInput(nn.Module):
 
 def test_a_factor_before_fused_attention_keeps_the_modules():
     binding = binding_of(tiny_llama(), rotary=True)
-    assert binding._rotary
-    binding._rotary = [(children, name, ScaledInput(fused)) for children, name, fused in binding._rotary]
+    assert binding.rotary_changes
+    binding.rotary_changes = [(children, name, ScaledInput(fused)) for children, name, fused in binding.rotary_changes]
     assert not stacked(binding)
 
 
@@ -194,7 +197,7 @@ def test_scaled_residuals_keep_the_modules(multiplier, caplog):
 def test_layers_of_llamas_kind_run_as_one_whatever_their_weights(family, rotary):
     for seed in range(2):
         binding = binding_of(tiny_model(family, seed=seed, num_layers=8, dtype=torch.bfloat16), rotary=rotary)
-        assert bool(binding._rotary) == rotary
+        assert bool(binding.rotary_changes) == rotary
         assert stacked(binding)
 
 
@@ -202,13 +205,13 @@ def test_what_computes_something_between_two_layers_is_found_out():
     binding = binding_of(tiny_llama())
     second = binding.model.model.layers[1]
     stack = StackedLayers(binding.layer_modules, binding.layers, binding.caches.of_layers, {}, BLOCK_SIZE)
-    binding._compiled_calls = stack.comparing_calls()
-    binding._install(RECORDING_NAME)
+    binding.calls = stack.comparing_calls()
+    binding.install(RECORDING_NAME)
     with stack.equations.watching():
         hidden_step(binding, [0, 17])
-        first = binding._compiled_calls[binding.model.model.layers[0]]
-        binding._compiled_calls[binding.model.model.layers[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 1.0
-        binding._install(RECORDING_NAME)
+        first = binding.calls[binding.model.model.layers[0]]
+        binding.calls[binding.model.model.layers[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 1.0
+        binding.install(RECORDING_NAME)
         with pytest.raises(NotFusedError, match="between the layers"):
             hidden_step(binding, [0, 17])
     assert isinstance(second, nn.Module)

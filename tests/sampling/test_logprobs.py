@@ -152,14 +152,14 @@ def test_the_logits_of_a_long_prompt_are_made_in_pieces(monkeypatch):
     prompt = random_prompts(1, low=400, high=400)[0]
     with open_llm(max_num_batched_tokens=512) as llm:
         binding, sizes = llm._engine.model_runner.binding, []
-        logits_of_rows = binding._passes.logits
+        logits_of_rows = binding.passes.logits
 
         def noting(*args: Any, **kwargs: Any) -> Tensor:
             logits = logits_of_rows(*args, **kwargs)
             sizes.append(len(logits))
             return logits
 
-        monkeypatch.setattr(binding._passes, "logits", noting)
+        monkeypatch.setattr(binding.passes, "logits", noting)
         generate(llm, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert sum(sizes) == 400  # 399 tokens of the prompt are told of, and one is drawn
     assert max(sizes) <= ROWS_AT_ONCE

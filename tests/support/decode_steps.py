@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.attention.flex_gpu import GpuFlexPlan
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.step_tables import StepTables
+from nanovllm.fast.layers import FastLayers
 from nanovllm.model.binding import ModelBinding
 from tests.support.dense_rotary import dense_rotate
 from tests.support.reference_stack import DenseDecodes
@@ -22,11 +23,11 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 8
 
 def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
     binding = ModelBinding(model, is_live=False)
-    binding.merge_linears()
+    FastLayers(binding).merge_linears()
     if rotary:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: dense_rotate)
-            binding.fuse_rotary()
+            patch.setattr("nanovllm.fast.layers.find_kernel", lambda file, name: dense_rotate)
+            FastLayers(binding).fuse_rotary()
     binding.caches.allocate(NUM_BLOCKS * BLOCK_SIZE)
     torch.manual_seed(1)
     for cache in binding.caches.of_layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,15 +23,6 @@ FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
 # Compiled versions: one per kind of layer, more where layers share K and V (Gemma 3n). PyTorch allows 8 by default.
 MOST_VERSIONS = 64
-
-
-def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
-    """The ModuleList item that contains each attention module: the unit of compilation."""
-    layer_of: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # nested lists come later, so the innermost wins
-        if isinstance(module, nn.ModuleList):
-            layer_of |= {part: layer for layer in module for part in modules_of(layer)}
-    return [layer_of[module] for module in attention if module in layer_of]
 
 
 def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
