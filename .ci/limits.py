@@ -36,7 +36,12 @@ from walk import walks
 
 COMPOSITION_ROOT = "nanovllm.build"
 # The engine's front door, and what the composition root puts behind it.
-ENTRIES = tuple(f"nanovllm.{name}" for name in ("llm", "engine", "scheduler", "block_manager", "model_runner"))
+ENTRIES = tuple(
+    f"nanovllm.{name}"
+    for name in (
+        "llm", "engine", "scheduler", "block_manager", "model_runner", "attention.sdpa", "attention.flex_cpu",
+    )
+)  # fmt: skip
 MAX_FUNCTION_TOKENS = 300
 PYTHON = files(PACKAGE, {".py"})
 

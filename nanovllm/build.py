@@ -23,11 +23,8 @@ from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.core.step_budget import StepBudget
 from nanovllm.engine import Engine
-from nanovllm.execution.capturable import why_not_captured
-from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
-from nanovllm.fast.layers import FastLayers
-from nanovllm.fast.paths import choose_paths
+from nanovllm.fast.choice import choose_paths
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
@@ -299,15 +296,10 @@ def resolve_options(
     )
     choose = AttentionChoice.beside_mixers if binding.mixers else AttentionChoice.for_model
     choice = choose(layers, device, config)
-    obstacle = why_not_captured(binding, config.block_size) if choice.uses_graphs else None
+    paths = choose_paths(choice, binding)
+    obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
-    may_fuse = choice.uses_graphs and not binding.is_live and not binding.mixers
-    if may_fuse:
-        FastLayers(binding).merge_linears()
-    if choice.uses_graphs:
-        compile_ahead(binding, config)
-    if may_fuse:
-        FastLayers(binding).fuse_rotary()
+    paths.prepare_layers(binding, config)
     memory = memory_for_cache(binding, config, choice)
     block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
     record_bytes = binding.mixers.num_bytes if binding.mixers else 0
@@ -324,7 +316,7 @@ def resolve_options(
             "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
-    return resolved, choice, pools, choose_paths(choice, has_mixers=bool(binding.mixers))
+    return resolved, choice, pools, paths
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
@@ -30,6 +29,7 @@ from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
+    from nanovllm.attention.backends import AttentionChoice
     from nanovllm.execution.workers import WorkerProcesses
     from nanovllm.kernels.cpp_sampling import RowKernels
 
@@ -60,6 +60,13 @@ class StepPaths:
     def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
         """Kernels for the sampler's rows."""
         return None
+
+    def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
+        """The part of the model that CUDA graphs cannot capture, in words; None if there is none."""
+        return None
+
+    def prepare_layers(self, binding: ModelBinding, config: EngineConfig) -> None:
+        """Prepare the layers, before memory is measured; limits and block size are resolved."""
 
     def build_executor(self, runner: ModelRunner) -> Executor:
         return build_direct(runner.binding, runner.config, runner.choice, runner.pools, runner.sampler)

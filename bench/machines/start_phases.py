@@ -34,7 +34,7 @@ PHASES = (
     ("nanovllm.build", "ModelBinding.__init__"),
     ("nanovllm.build", "resolve_options"),
     ("nanovllm.fast.layers", "FastLayers.merge_linears"),
-    ("nanovllm.build", "compile_ahead"),
+    ("nanovllm.fast.graph_paths", "compile_ahead"),
     ("nanovllm.fast.layers", "FastLayers.fuse_rotary"),
     ("nanovllm.build", "memory_for_cache"),
     ("nanovllm.build", "ModelRunner.__init__"),

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash, supports_traits
-from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, NoAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
@@ -53,6 +50,8 @@ class AttentionChoice:
             else:
                 wanted = "cpp"
         if wanted == "flash":
+            from nanovllm.attention.flash import import_failure
+
             missing = _missing_for_flash(layers, device, config) or import_failure()
             if missing is not None:
                 raise ValueError(f"attention_backend='flash' is unavailable: {missing}. Use 'auto' or 'flex'.")
@@ -69,6 +68,8 @@ class AttentionChoice:
                 logger.warning("attention_backend is 'sdpa': the C++ kernels are unavailable: %s", error)
                 wanted = "sdpa"
         if wanted == "flex" and device.type == "cuda":
+            from nanovllm.attention.flex_gpu import GpuFlexAttention
+
             refused = unserved_layer(layers, GpuFlexAttention.supports)
             if refused is not None:
                 if config.attention_backend == "flex":
@@ -125,6 +126,8 @@ class AttentionChoice:
             return NoAttention()
         kinds = kinds_of(layer.traits for layer in layers)
         if self.backend == "flex" and not uncompiled:
+            from nanovllm.attention.flex_cpu import FlexAttention
+
             return FlexAttention(
                 num_blocks=config.num_kv_blocks,
                 block_size=config.block_size,
@@ -177,7 +180,11 @@ def _missing_compiler(device: torch.device) -> str | None:
 
 def _auto_takes_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> bool:
     """Whether the measured version is installed and serves this model and these options."""
-    if config.enforce_eager or not has_tried_version() or _missing_for_flash(layers, device, config) is not None:
+    if config.enforce_eager or device.type != "cuda":
+        return False
+    from nanovllm.attention.flash import has_tried_version, import_failure
+
+    if not has_tried_version() or _missing_for_flash(layers, device, config) is not None:
         return False
     failure = import_failure()
     if failure is not None:
@@ -186,6 +193,8 @@ def _auto_takes_flash(layers: Sequence[AttentionLayer], device: torch.device, co
 
 
 def _missing_for_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> str | None:
+    from nanovllm.attention.flash import missing_for_flash, supports_traits
+
     missing = unserved_layer(layers, supports_traits) or missing_for_flash(
         device, layers[0].dtype, layers[0].traits.head_dim
     )

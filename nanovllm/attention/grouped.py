@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, AttentionPlan
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.cache.kinds import kinds_of
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanovllm.attention.backends import AttentionChoice
 
 
 class GroupedAttention:

@@ -28,11 +28,12 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.step_inputs import StepFeature
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
+from nanovllm.execution.direct import with_sampled
 from nanovllm.execution.forward_graphs import ForwardGraphs, HeadGraphs
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps, reads_own_rows
-from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
+from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel, own_code, to_device
 from nanovllm.sampling.draw import DrawInputs

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.grouped import GroupedAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionPlan, AttentionStep
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from nanovllm.attention.backends import AttentionChoice
 
 
 def build_direct(
     binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, sampler: Sampler
 ) -> DirectExecutor:
     """The executor of a fully resolved config, with an attention backend for each cache group."""
-    if binding.mixers and binding.device.type == "cpu" and not config.enforce_eager:
-        from nanovllm.model.state_kernels import add_kernels
-
-        with binding.installed():
-            add_kernels(binding.mixers)
     if len(pools.paged.groups) == 1:
         backend = choice.build(binding.layers, binding.device, config)
         return DirectExecutor(binding, backend, config.block_size, sampler)
@@ -115,3 +112,12 @@ class DirectExecutor:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
+
+    A request with non-finite logits continues with token 0 until the step is read, and then ends.
+    """
+    indices = (-1 - token_ids).clamp_(0, len(sampled) - 1)
+    return torch.where(token_ids < 0, sampled[indices].clamp_(min=0), token_ids)

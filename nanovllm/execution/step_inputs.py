@@ -123,12 +123,3 @@ class StateInputs(StepFeature):
         states, real = step.layout.others[-1], step.layout.num_decodes
         assert states.state_reads is not None and states.state_writes is not None
         to.state_reads[:real], to.state_writes[:real] = states.state_reads[:real], states.state_writes[:real]
-
-
-def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
-
-    A request with non-finite logits continues with token 0 until the step is read, and then ends.
-    """
-    indices = (-1 - token_ids).clamp_(0, len(sampled) - 1)
-    return torch.where(token_ids < 0, sampled[indices].clamp_(min=0), token_ids)

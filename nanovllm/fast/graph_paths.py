@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import runs_as_decodes
+from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
+from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.rehearsal import rehearse_at_start
 from nanovllm.fast.layers import FastLayers
 from nanovllm.fast.paths import FastPaths
+from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import Executor, ModelRunner
 
 
@@ -22,6 +26,18 @@ class GraphPaths(FastPaths):
         self._lays_runs_apart = not has_mixers  # a recurrent layer has rows one by one
         super().__init__()
         self._executor: GraphExecutor
+
+    def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
+        return why_not_captured(binding, config.block_size)
+
+    def prepare_layers(self, binding: ModelBinding, config: EngineConfig) -> None:
+        layers = FastLayers(binding)
+        may_fuse = not binding.is_live and not binding.mixers
+        if may_fuse:
+            layers.merge_linears()
+        compile_ahead(binding, config)
+        if may_fuse:
+            layers.fuse_rotary()
 
     def build_executor(self, runner: ModelRunner) -> Executor:
         arguments = runner.binding, runner.config, runner.sampler, runner.pools

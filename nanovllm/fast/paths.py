@@ -1,7 +1,4 @@
-"""Chooses how an engine's steps are computed fast: graphs, kernels, compiled, packed and stacked layers, rehearsals.
-
-For the composition root; without it steps run one by one, as the model is.
-"""
+"""Prepares compiled or packed layers and kernels for rows, and rehearses options."""
 
 from __future__ import annotations
 
@@ -13,20 +10,12 @@ from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.execution.rehearsal import rehearse
 from nanovllm.fast.layers import FastLayers
-from nanovllm.model_runner import ModelRunner, StepPaths
+from nanovllm.model.state_kernels import add_kernels
+from nanovllm.model_runner import Executor, ModelRunner, StepPaths
 from nanovllm.sampling.row_kernels import load_row_kernels
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels
-
-
-def choose_paths(choice: AttentionChoice, *, has_mixers: bool) -> StepPaths:
-    """The paths for a model and its backend."""
-    if choice.uses_graphs:
-        from nanovllm.fast.graph_paths import GraphPaths
-
-        return GraphPaths(has_mixers=has_mixers)
-    return FastPaths()
 
 
 class FastPaths(StepPaths):
@@ -37,6 +26,13 @@ class FastPaths(StepPaths):
 
     def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
         return load_row_kernels() if choice.kernels else None
+
+    def build_executor(self, runner: ModelRunner) -> Executor:
+        binding = runner.binding
+        if binding.mixers and binding.device.type == "cpu" and not runner.config.enforce_eager:
+            with binding.installed():
+                add_kernels(binding.mixers)
+        return super().build_executor(runner)
 
     def prepare(self, runner: ModelRunner) -> None:
         binding, config, choice = runner.binding, runner.config, runner.choice

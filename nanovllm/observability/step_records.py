@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cache.cache_groups import group_stats
-from nanovllm.cache.tiers.costs import Decision
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.outputs import CacheGroupStats, EngineStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.requests.output_processor import TokenTimes
-from nanovllm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.cache.tiers.costs import Decision
+    from nanovllm.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm import LLM, SamplingParams, build
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -23,6 +23,7 @@ from nanovllm.execution import cuda_graphs, forward_graphs, head_extras, mask_bu
 from nanovllm.execution.buckets import HeadShape
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
 from nanovllm.requests.grammar import mask_threads
 from nanovllm.sampling import draw as draws
@@ -147,7 +148,7 @@ def kernels(monkeypatch) -> Kernels:
     monkeypatch.setattr(flex_gpu_options, "find_kernel", lambda *_: None)
     choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
     monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
-    monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
     for name in ("merge_linears", "fuse_rotary", "compile_layers", "stack_layers", "use_kernel_layers"):
         monkeypatch.setattr(FastLayers, name, lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", CheckedPool)

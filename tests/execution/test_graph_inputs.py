@@ -19,8 +19,8 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.cost_model import StepWork as StepCosts
+from nanovllm.execution.direct import with_sampled
 from nanovllm.execution.forward_graphs import MAX_GRAPHS, STEPS_TO_CAPTURE, ForwardGraphs
-from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from tests.support.gpu_steps import packing_of

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, build
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution import cuda_graphs
 from nanovllm.execution.state_graphs import StateGraphExecutor
+from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
 from nanovllm.model import state_kernels
 from tests.support.class_cases import own_answers
@@ -52,7 +53,7 @@ def on_a_cpu(monkeypatch):
         monkeypatch.setattr(module, "find_kernel", lambda *_: None)
     choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
     monkeypatch.setattr(AttentionChoice, "beside_mixers", classmethod(lambda *_: choice))
-    monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(FastLayers, "compile_layers", lambda _: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", CalledAgain)
     monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, build
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.execution import cuda_graphs
+from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.layer_kinds import expected, model, prompts
@@ -32,7 +33,7 @@ def on_a_cpu(monkeypatch):
     choice = AttentionChoice("flex", compiles=False, uses_graphs=True, kernels=())
     monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
     monkeypatch.setattr(AttentionChoice, "captures", lambda *_: False)
-    monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
     for name in ("merge_linears", "fuse_rotary"):
         monkeypatch.setattr(FastLayers, name, lambda _: None)
     monkeypatch.setattr(cuda_graphs, "GraphPool", lambda _: None)

@@ -15,7 +15,7 @@ from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
 from nanovllm.core.batch import NON_FINITE, Copy
 from nanovllm.core.batch_layout import build_layout
-from nanovllm.execution.step_inputs import with_sampled
+from nanovllm.execution.direct import with_sampled
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.process.device import find_kernel

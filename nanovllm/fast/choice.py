@@ -1,0 +1,20 @@
+"""Chooses how an engine's steps are computed, for the composition root, and imports no more than that."""
+
+from __future__ import annotations
+
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model_runner import StepPaths
+
+
+def choose_paths(choice: AttentionChoice, binding: ModelBinding) -> StepPaths:
+    """The paths of a model and its backend; one by one, as the model is, where no other would differ."""
+    if choice.uses_graphs:
+        from nanovllm.fast.graph_paths import GraphPaths
+
+        return GraphPaths(has_mixers=bool(binding.mixers))
+    if binding.is_live and not (choice.compiles or choice.kernels or binding.mixers):
+        return StepPaths()
+    from nanovllm.fast.paths import FastPaths
+
+    return FastPaths()
