@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.attention.backends import AttentionChoice, preferred_block_size
+from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
@@ -288,8 +288,7 @@ def resolve_options(
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     if binding.mixers:
         config = binding.mixers.fitted(config, device.type)
-    block_size = None if binding.mixers else preferred_block_size(layers, device, config)
-    config = config.resolve_limits(device.type, num_positions, block_size=block_size)
+    config = config.resolve_limits(device.type, num_positions)
     binding.pin_rope(config.max_model_len)
     check_row_counted_scales(
         binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len

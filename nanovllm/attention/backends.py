@@ -17,7 +17,7 @@ import torch
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, NoAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
-from nanovllm.core.config import FLASH_BLOCK_SIZE, EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import KernelBuildError, ProcessorClassError
 from nanovllm.process.device import cpp_compiler, find_kernel
 
@@ -31,9 +31,9 @@ logger = logging.getLogger("nanovllm")
 class AttentionChoice:
     """The chosen backend and its abilities."""
 
-    backend: str  # "flex", "flash", "sdpa" or "cpp"
+    backend: str  # "flex", "sdpa" or "cpp"
     compiles: bool  # whether layers may be compiled
-    uses_graphs: bool  # whether steps are laid out for CUDA graphs (on a GPU, "flex" and "flash")
+    uses_graphs: bool  # whether steps are laid out for CUDA graphs (on a GPU, "flex")
     kernels: tuple[Kernels, ...]  # of "cpp", for each kind of layers
 
     @classmethod
@@ -46,15 +46,9 @@ class AttentionChoice:
             if not compiles:
                 wanted = "sdpa"
             elif device.type == "cuda":
-                wanted = "flash" if _auto_takes_flash(layers, device, config) else "flex"
+                wanted = "flex"
             else:
                 wanted = "cpp"
-        if wanted == "flash":
-            from nanovllm.attention.flash import import_failure
-
-            missing = _missing_for_flash(layers, device, config) or import_failure()
-            if missing is not None:
-                raise ValueError(f"attention_backend='flash' is unavailable: {missing}. Use 'auto' or 'flex'.")
         if wanted == "cpp":
             try:
                 kernels = _load_kernels(layers, device, config.exact_activations)
@@ -80,7 +74,7 @@ class AttentionChoice:
                     "attention_backend is 'sdpa', since 'flex' does not serve the model on a GPU: %s", refused
                 )
                 wanted = "sdpa"
-        return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
+        return cls(wanted, compiles, wanted == "flex" and device.type == "cuda", kernels)
 
     @classmethod
     def beside_mixers(
@@ -107,7 +101,7 @@ class AttentionChoice:
         """
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
-                "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', but this "
+                "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex', but this "
                 f"engine has {self.backend!r} on {device}. Leave it out."
             )
         if obstacle is not None and self.uses_graphs:
@@ -144,16 +138,6 @@ class AttentionChoice:
         return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
 
 
-def preferred_block_size(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> int | None:
-    """The block size that the wanted backend needs, where the user set none; None for the device's default."""
-    if config.block_size is not None:
-        return None
-    takes_flash = config.attention_backend == "flash"  # if it is unavailable, `AttentionChoice` raises
-    if config.attention_backend == "auto":
-        takes_flash = _auto_takes_flash(layers, device, replace(config, block_size=FLASH_BLOCK_SIZE))
-    return FLASH_BLOCK_SIZE if takes_flash else None
-
-
 def _may_compile(config: EngineConfig, device: torch.device) -> bool:
     if config.enforce_eager:
         logger.warning("enforce_eager: nothing is compiled; layers run eagerly, attention is 'sdpa'")
@@ -161,7 +145,7 @@ def _may_compile(config: EngineConfig, device: torch.device) -> bool:
     missing = _missing_compiler(device)
     if missing is None:
         return True
-    if config.attention_backend in ("flex", "flash", "cpp"):
+    if config.attention_backend in ("flex", "cpp"):
         raise ValueError(
             f"attention_backend={config.attention_backend!r} needs {missing}, and none was found. Install g++ or "
             "clang++ (or name one in the environment variables CC and CXX), or use attention_backend='sdpa'."
@@ -176,31 +160,6 @@ def _missing_compiler(device: torch.device) -> str | None:
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
         return None if any(shutil.which(name) for name in names) else "a C compiler"
     return None if shutil.which(cpp_compiler()) else "a C++ compiler"
-
-
-def _auto_takes_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> bool:
-    """Whether the measured version is installed and serves this model and these options."""
-    if config.enforce_eager or device.type != "cuda":
-        return False
-    from nanovllm.attention.flash import has_tried_version, import_failure
-
-    if not has_tried_version() or _missing_for_flash(layers, device, config) is not None:
-        return False
-    failure = import_failure()
-    if failure is not None:
-        logger.warning("attention is 'flex': %s", failure)
-    return failure is None
-
-
-def _missing_for_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> str | None:
-    from nanovllm.attention.flash import missing_for_flash, supports_traits
-
-    missing = unserved_layer(layers, supports_traits) or missing_for_flash(
-        device, layers[0].dtype, layers[0].traits.head_dim
-    )
-    if missing is None and config.block_size != FLASH_BLOCK_SIZE:
-        return f"it works on blocks of {FLASH_BLOCK_SIZE} tokens, and block_size is {config.block_size}"
-    return missing
 
 
 def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTraits], str | None]) -> str | None:

@@ -31,7 +31,6 @@ class FlexChunks:
         max_tiles: bound of a step.
         max_blocks: bound of a sequence's blocks.
         num_blocks: blocks of the cache.
-        uses_flash: compute by the FLASH backend; see `flash.py`.
     """
 
     def __init__(
@@ -41,16 +40,13 @@ class FlexChunks:
         max_tiles: int,
         max_blocks: int,
         num_blocks: int,
-        uses_flash: bool,
         device: torch.device,
     ) -> None:
-        self._options, self._max_blocks, self._uses_flash = options, max_blocks, uses_flash
+        self._options, self._max_blocks = options, max_blocks
         width = most_listed(options.sight, options.block_size, max_blocks) + 1  # a kernel may read one past the last
         with torch.inference_mode(False):
-            self._tables = chunk_tables(
-                options.sight, max_tiles, num_blocks if uses_flash else width, num_blocks, device
-            )
-        self._calls: dict[int, ChunkCall] = {}
+            self._tables = chunk_tables(options.sight, max_tiles, width, num_blocks, device)
+        self._call = ChunkCall(options)
         fill = fill_tiles if options.sight.is_full else fill_tiles_in_sight
         self._fill = torch.compile(own_code(fill), fullgraph=True, dynamic=True)
 
@@ -68,11 +64,7 @@ class FlexChunks:
         Args:
             keys, values: [1, num_kv_heads, num_slots, head_dim or value_dim].
         """
-        fixed_rows = len(query) if self._uses_flash else 0
-        call = self._calls.get(fixed_rows)
-        if call is None:
-            call = self._calls[fixed_rows] = ChunkCall(self._options, fixed_rows=fixed_rows > 0)
-        return call(query, keys, values, self._tables, scaling, sinks)
+        return self._call(query, keys, values, self._tables, scaling, sinks)
 
 
 def most_listed(sight: StateKind, block_size: int, max_blocks: int) -> int:
@@ -140,17 +132,16 @@ def fill_tiles_in_sight(
 
 
 class ChunkCall(nn.Module):
-    """FlexAttention for any number of tiles of `block_size` rows, or for a fixed one.
+    """FlexAttention for any number of tiles of `block_size` rows.
 
     Sizes are attributes of a module because there alone the compiler takes whole numbers as constants.
     """
 
-    def __init__(self, options: KernelOptions, *, fixed_rows: bool) -> None:
+    def __init__(self, options: KernelOptions) -> None:
         super().__init__()
         self.block_size, self.softcap = options.block_size, options.softcap
         self.window, self.chunk = options.sight.spans
-        self.options: dict[str, Any] = {"BACKEND": "FLASH"} if fixed_rows else options.for_chunks()
-        self.fixed_rows = fixed_rows
+        self.options: dict[str, Any] = options.for_chunks()
         # Nothing but the number of rows may become a symbol; see `flex_tiles.py`.
         self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
@@ -164,8 +155,7 @@ class ChunkCall(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         query = query.transpose(0, 1)[None]  # [1, num_heads, num_tiles * block_size, head_dim], a view
-        if not self.fixed_rows:
-            torch._dynamo.mark_dynamic(query, 2)
+        torch._dynamo.mark_dynamic(query, 2)
         detached = None if sinks is None else sinks.detach()
         with torch._C._AutoDispatchBelowADInplaceOrView():  # as of `flex_decodes.py`
             return self._compiled(self, query, keys, values, tables, scaling, detached)[0].transpose(0, 1)

@@ -34,7 +34,7 @@ from nanovllm.core.config import EngineConfig
 
 
 class GpuFlexAttention:
-    """The `flex` and `flash` backends on a GPU, with tables and calls for each kind of layers.
+    """The `flex` backend on a GPU, with tables and calls for each kind of layers.
 
     Args:
         options: of the kernels, for each kind and the GPU.
@@ -42,7 +42,6 @@ class GpuFlexAttention:
         num_blocks: of each group's cache.
         max_decodes, max_tiles: bounds of a step.
         max_blocks: bound of a sequence's blocks.
-        uses_flash: compute chunks by the FLASH backend; see `flash.py`.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class GpuFlexAttention:
         max_decodes: int,
         max_tiles: int,
         max_blocks: int,
-        uses_flash: bool,
         device: torch.device,
     ) -> None:
         self.block_size = options[0].block_size
@@ -62,7 +60,7 @@ class GpuFlexAttention:
         self.kinds = [
             KindCalls(
                 each, max_decodes=max_decodes, max_tiles=max_tiles, max_blocks=max_blocks,
-                num_blocks=num_blocks[group or 0], uses_flash=uses_flash, device=device,
+                num_blocks=num_blocks[group or 0], device=device,
             )
             for each, group in zip(options, self._groups, strict=True)
         ]  # fmt: skip
@@ -128,7 +126,6 @@ class KindCalls:
         max_tiles: int,
         max_blocks: int,
         num_blocks: int,
-        uses_flash: bool,
         device: torch.device,
     ) -> None:
         self._block_size = options.block_size
@@ -140,14 +137,14 @@ class KindCalls:
         self.decodes: Any = kernel
         if kernel is None:
             self.decodes = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)
-        self.prompts: Any = None if uses_flash or options.build_prompts is None else options.build_prompts()
+        self.prompts: Any = None if options.build_prompts is None else options.build_prompts()
         self.chunks: FlexChunks | None = None
         if self.prompts is None:
             self.chunks = FlexChunks(
-                options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks, uses_flash=uses_flash,
+                options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks,
                 device=device,
             )  # fmt: skip
-        self.compiles_each_size = uses_flash or kernel is None  # of the tiles, or of the decodes
+        self.compiles_each_size = kernel is None  # of the decodes
 
     def shared_prefixes(self, layout: BatchLayout) -> SharedPrefixes | None:
         """The decodes of a step that read blocks together; None if none do."""
@@ -242,6 +239,5 @@ def build_gpu_attention(
         max_decodes=max_decodes,
         max_tiles=max_tiles,
         max_blocks=-(-config.max_model_len // config.block_size),
-        uses_flash=config.attention_backend == "flash",
         device=device,
     )

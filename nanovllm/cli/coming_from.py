@@ -17,7 +17,7 @@ VLLM = """\
 | `--max-model-len` | `--max-model-len` | not set, it yields to the KV cache instead of failing |
 | `--gpu-memory-utilization`, `--kv-cache-memory-bytes` | `--gpu-memory-utilization`, `--kv-cache-memory-bytes` | |
 | `--num-gpu-blocks-override` | `--num-kv-blocks` | |
-| `--block-size` | `--block-size` | 64, or 128 with `flash` |
+| `--block-size` | `--block-size` | 64 |
 | `--swap-space`, `--kv-offloading-size` | `--prefix-cache-host-bytes` | keeps prefixes in host memory |
 | `--kv-cache-dtype`, `--calculate-kv-scales` | `--kv-cache-memory-bytes` | the model's type |
 | `--max-num-seqs`, `--max-num-batched-tokens` | `--max-num-seqs`, `--max-num-batched-tokens` | 1,024 and 8,192 on a GPU, 64 and 1,024 on a CPU |
@@ -30,7 +30,7 @@ VLLM = """\
 | `--data-parallel-size`, `-dp` | `--data-parallel-size` | the same |
 | `--pipeline-parallel-size`, `-pp`, `--distributed-executor-backend`, `--nnodes` | `--tensor-parallel-size` | a model is on one host |
 | `--seed` | `--engine-seed` | |
-| `--attention-backend` | `--attention-backend` | `flex`, `flash`, `sdpa`, `cpp` |
+| `--attention-backend` | `--attention-backend` | `flex`, `sdpa`, `cpp` |
 | `--scheduling-policy priority` | `--priority-ageing-s`, `--min-priority` | always by priority, then arrival |
 | `--kv-events-config` | `--kv-events`, `--kv-events-replay`, `--kv-events-topic` | |
 | `--generation-config vllm` | `--generation-config none` | both take the model's own by default |

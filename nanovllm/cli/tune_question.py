@@ -22,7 +22,6 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import check_one_process
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.tune.flash_default import auto_takes_flash
 from nanovllm.tools.tune.goals import Goal, goals_from_flags, itl_goals_to_try
 from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
 from nanovllm.tools.workloads.workloads import Workload
@@ -88,14 +87,12 @@ def build_question(options: argparse.Namespace) -> Question:
     named: Values = {name: values for name in SWEPT if (values := getattr(options, f"try_{name}")) is not None}
     if options.only_named and not named:
         raise ValueError("--only-named sweeps what is named, and nothing is; give values, such as --block-size 32,64.")
-    backend = calibration.attention_backend if calibration else fixed.get("attention_backend", "auto")
     values = values_to_try(
-        device, named, backend=backend, wide=calibration is not None, most_at_once=len(workload.requests),
+        device, named, wide=calibration is not None, most_at_once=len(workload.requests),
         longest_prompt=max(len(request.prompt_token_ids) for request in workload.requests),
         only_named=options.only_named,
     )  # fmt: skip
-    takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
-    resolver = Resolver(device, fixed, takes_flash=takes_flash)
+    resolver = Resolver(device, fixed)
     itl_goals = [] if options.only_named or "itl_goal" in fixed else itl_goals_to_try(goals)
     candidates = resolver.candidates(values, named, itl_goals)
     # Report contradictions among named values only.

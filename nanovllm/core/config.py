@@ -7,6 +7,7 @@ were set can contradict each other.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,13 +21,19 @@ from nanovllm.core.sampling_params import MODEL_OPTIONS
 from nanovllm.core.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
 from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string, weights
 
-FLASH_BLOCK_SIZE = 128
-ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
+logger = logging.getLogger("nanovllm")
+
+ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
+RETIRED_BACKEND = "flash"  # runs as "flex" until 0.4
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
+
+
+def _attention_backend(name: str, value: Any) -> Any:
+    return value if value == RETIRED_BACKEND else one_of(name, value, ATTENTION_BACKENDS)
 
 
 def _block_size(name: str, value: Any) -> Any:
@@ -120,7 +127,7 @@ class EngineConfig:
     )
     block_size: int = option(
         NOT_SET,
-        'tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".',
+        "tokens per KV block: 16, 32, 64, 128 or 256. Default: 64.",
         check=_block_size,
     )
     num_kv_blocks: int = option(
@@ -176,15 +183,15 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        '"flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only) or "auto".',
-        check=partial(one_of, choices=ATTENTION_BACKENDS),
+        '"flex", "sdpa", "cpp" (CPU only) or "auto".',
+        check=_attention_backend,
     )
     enforce_eager: bool = option(False, "disable compilation.")
     overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
     cuda_graphs: bool = option(
         NOT_SET,
-        'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex" or '
-        '"flash". Default: wherever it is supported.',
+        'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex". '
+        "Default: wherever it is supported.",
     )
     skip_tokenizer_init: bool = option(
         False,
@@ -281,6 +288,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, {"str": string})
+        if self.attention_backend == RETIRED_BACKEND:
+            logger.warning("attention_backend='flash' is retired and runs as 'flex'; leave it out")
+            object.__setattr__(self, "attention_backend", "flex")
         for mode in (REPLICAS, TENSOR_PARALLEL):
             if getattr(self, mode) != 1:
                 check_options(self, mode)
@@ -291,12 +301,7 @@ class EngineConfig:
 
     def _check_together(self) -> None:
         """Raise ValueError for options that contradict each other on every model and device."""
-        if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
-            raise ValueError(
-                f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
-                " tokens. Leave block_size out, or use attention_backend='flex'."
-            )
-        if self.enforce_eager and self.attention_backend in ("flex", "flash", "cpp"):
+        if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
             raise ValueError(
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."

@@ -41,7 +41,7 @@ class RowSizes:
 
         A device that is still "auto" counts as one that rounds nothing up.
         """
-        if config.device.partition(":")[0] != "cuda" or config.attention_backend not in ("flex", "flash"):
+        if config.device.partition(":")[0] != "cuda" or config.attention_backend != "flex":
             return None
         return cls(config.max_num_seqs, config.max_num_batched_tokens)
 

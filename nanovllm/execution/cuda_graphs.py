@@ -45,7 +45,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class GraphExecutor:
-    """Runs the `flex` and `flash` backends on a GPU.
+    """Runs the `flex` backend on a GPU.
 
     Args:
         binding: with compiled layers and its caches allocated.

@@ -37,7 +37,7 @@ def build_direct(
 
 
 class DirectExecutor:
-    """Serves every backend but a GPU's `flex` and `flash`, with compiled layers or not."""
+    """Serves every backend but a GPU's `flex`, with compiled layers or not."""
 
     def __init__(
         self,

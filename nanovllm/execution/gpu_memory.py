@@ -95,8 +95,6 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     for options in of_kinds:
         kv_tiles = most_kv_tiles(options.sight, config.block_size, max_blocks)
         width = most_listed(options.sight, config.block_size, max_blocks) + 1
-        if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
-            width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
         tables += 4 * (buckets.max_decodes * (kv_tiles + 4) + buckets.max_tiles * 2 * (width + 1))
     graphs = 0
     if config.cuda_graphs:

@@ -1,6 +1,6 @@
 """Engine options: defaults yield to what is set, contradictions are refused, every refusal names the remedy."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_count_that_is_no_whole_number_is_refused(name: str, value: object):
         (
             {"attention_backend": "paged"},
             ValueError,
-            "attention_backend is 'paged'; it must be one of auto, flex, flash, sdpa",
+            "attention_backend is 'paged'; it must be one of auto, flex, sdpa",
         ),
         ({"device": "tpu"}, ValueError, "device is 'tpu'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ({"device": "cuda:one"}, ValueError, "device is 'cuda:one'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
@@ -114,15 +114,16 @@ def test_a_bad_value_is_refused(options: dict[str, object], error: type[Exceptio
 def test_compiled_attention_contradicts_eager_mode():
     with pytest.raises(ValueError, match=r"attention_backend='flex' needs compilation.*attention_backend='sdpa'"):
         EngineConfig(attention_backend="flex", enforce_eager=True)
-    with pytest.raises(ValueError, match=r"attention_backend='flash' needs compilation"):
-        EngineConfig(attention_backend="flash", enforce_eager=True)
 
 
-def test_the_flash_backend_has_blocks_of_its_own_size():
-    with pytest.raises(ValueError, match=r"block_size is 64, but attention_backend='flash' works on blocks of 128"):
-        EngineConfig(attention_backend="flash", block_size=64)
-    config = EngineConfig(attention_backend="flash")
-    assert config.resolve_limits("cuda", 4096, block_size=128).block_size == 128
+def test_the_retired_backend_runs_as_flex_and_says_so_once(caplog):
+    config = EngineConfig(attention_backend="flash", block_size=64)
+    assert config == replace(config) == EngineConfig(attention_backend="flex", block_size=64)
+    assert caplog.text.count("attention_backend='flash' is retired and runs as 'flex'") == 1
+
+
+def test_a_preferred_block_size_yields_to_options_that_were_set():
+    assert EngineConfig().resolve_limits("cuda", 4096, block_size=128).block_size == 128
     assert EngineConfig(block_size=32).resolve_limits("cuda", 4096, block_size=128).block_size == 32
     # a preference yields to a limit that was set
     assert EngineConfig(max_num_batched_tokens=80).resolve_limits("cuda", 4096, block_size=128).block_size == 64

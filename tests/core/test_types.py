@@ -14,7 +14,10 @@ from nanovllm.core.outputs import FinishReason
 
 ROOT = Path(__file__).parents[2]
 # Read with their types; all other modules are skipped, so that a check takes a second.
-READ = ["__init__.py", "llm.py", "async_llm.py", "core/engine_options.py", "core/outputs.py", "core/sampling_params.py"]
+READ = [
+    "__init__.py", "features/llm.py", "async_llm.py", "core/engine_options.py", "core/outputs.py",
+    "core/sampling_params.py",
+]  # fmt: skip
 SNIPPET = """\
 from nanovllm import LLM, AsyncLLM, CompletionOutput
 

@@ -15,7 +15,6 @@ from nanovllm import EngineConfig
 from nanovllm.attention import sdpa
 from nanovllm.cli import tune
 from nanovllm.core.block_hashes import HASH_BYTES
-from nanovllm.core.config import FLASH_BLOCK_SIZE
 from nanovllm.core.device_limits import DEVICE_DEFAULTS
 from nanovllm.core.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
 from nanovllm.core.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
@@ -77,7 +76,7 @@ def flag_default(command: str, flag: str) -> Any:
 ROUTER, REQUEST = constants("ray/router.py"), constants("replicas/pool_request.py")
 APPLICATION, BATCHES = constants("ray/application.py"), constants("ray/batches.py")
 LM_EVAL = constants("tools/evaluation/lm_eval_model.py")
-SWEPT = settings.values_to_try("cpu", {}, backend="cpp", longest_prompt=10**6, most_at_once=10**6, wide=False)
+SWEPT = settings.values_to_try("cpu", {}, longest_prompt=10**6, most_at_once=10**6, wide=False)
 D = [f"D/{1 / factor:g}" if factor < 1 else f"{factor:g} D" for factor in settings.WIDE]
 
 MODELS = re.search(r"Of (\d+) classes (\d+) are served", TEXTS["docs/guide/models.md"])
@@ -131,7 +130,7 @@ QUOTED = {
         f"the first {worker.TIMED_WARM_UP}, slow engines play {WORDS[other_engines.SLOW_WARM_UP_REQUESTS]}",
     ],
     "docs/guide/coming_from.md": [
-        f"| {CPU.block_size}, or {FLASH_BLOCK_SIZE} with `flash` |",
+        f"| `--block-size` | {CPU.block_size} |",
         f"{GPU.max_num_seqs:,} and {GPU.max_num_batched_tokens:,} on a GPU, "
         f"{CPU.max_num_seqs} and {CPU.max_num_batched_tokens:,} on a CPU",
         f"| {CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs:,} on a GPU |",
@@ -235,7 +234,7 @@ QUOTED = {
     ],
     "docs/guide/tuning.md": [
         f"a server (default {ENGINE_DEFAULTS['max_queue']:,}) refuses early",
-        f"| {GPU.block_size}; {FLASH_BLOCK_SIZE} with `flash` |",
+        f"| {CPU.block_size} | {GPU.block_size} |",
         f"at most {memory.MAX_DEFAULT_CPU_CACHE_BYTES // GIB} GiB",
         f"`--candidates` ({tune.CANDIDATES}) of the combinations",
         f"measures `--candidates` ({tune.FORECAST_CANDIDATES}) of them",

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
@@ -61,18 +60,6 @@ def test_every_head_size_block_size_and_dtype_is_right(head_dim, block_size, dty
     spans = [(33, 1), (0, block_size + 3), (2 * block_size, 21), (block_size - 1, 1), (block_size, 1)]
     case = PagedCase(spans, head_dim=head_dim, block_size=block_size, dtype=dtype, groups=2)
     case.check(run(case))
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_chunks_by_the_flash_backend_equal_dense_attention(dtype, groups):
-    missing = missing_for_flash(torch.device("cuda"), dtype, 128)
-    if missing is not None:
-        pytest.skip(missing)
-    keep_compiled_kernels()
-    for spans in ([(0, 1), (0, 300)], [(128, 77), (200, 1), (0, 128), (256, 129)], [(384, 100)] * 3):
-        case = PagedCase(spans, head_dim=128, block_size=128, dtype=dtype, groups=groups)
-        case.check(run(case, uses_flash=True))
 
 
 def test_decodes_are_put_in_order_of_their_contexts_and_come_back_in_place():

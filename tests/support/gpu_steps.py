@@ -67,11 +67,9 @@ class GpuStep:
 _backends: dict[Any, tuple[GpuFlexAttention, Buckets]] = {}
 
 
-def backend_of(
-    case: PagedCase, device: str, *, uses_flash: bool = False, by_kernel: bool = False
-) -> tuple[GpuFlexAttention, Buckets]:
+def backend_of(case: PagedCase, device: str, *, by_kernel: bool = False) -> tuple[GpuFlexAttention, Buckets]:
     """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
-    key = case.block_size, case.traits, case.dtype, device, uses_flash, by_kernel
+    key = case.block_size, case.traits, case.dtype, device, by_kernel
     if key not in _backends:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         traits, gpu = case.traits, SMALL_GPU if device == "cpu" else Gpu.from_device(torch.device(device))
@@ -88,16 +86,15 @@ def backend_of(
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
             max_blocks=NUM_BLOCKS - 1,
-            uses_flash=uses_flash,
             device=torch.device(device),
         )
         _backends[key] = backend, buckets
     return _backends[key]
 
 
-def run(case: PagedCase, device: str = "cuda", *, uses_flash: bool = False, by_kernel: bool = False) -> Tensor:
+def run(case: PagedCase, device: str = "cuda", *, by_kernel: bool = False) -> Tensor:
     """[num_tokens, num_heads, value_dim] in the layout's order, computed as an engine's step is, padding included."""
-    backend, buckets = backend_of(case, device, uses_flash=uses_flash, by_kernel=by_kernel)
+    backend, buckets = backend_of(case, device, by_kernel=by_kernel)
     step = GpuStep(case, device, buckets)
     step.write()
     with torch.no_grad():

@@ -184,9 +184,7 @@ def test_the_picture_has_a_curve_for_each_setting_and_marks_the_chosen_point(tmp
 
 def test_the_best_by_forecast_is_the_best_of_all_simulations():
     workload = poisson(random_requests(requests=24, prompt=(20, 300), output=(5, 40)), 12.0)
-    values = values_to_try("cpu", {}, backend="auto", longest_prompt=300, most_at_once=24, wide=True) | {
-        "block_size": [16, 64]
-    }
+    values = values_to_try("cpu", {}, longest_prompt=300, most_at_once=24, wide=True) | {"block_size": [16, 64]}
     settings = Resolver("cpu", {}).candidates(values).settings[:40]
     made = forecast(CALIBRATION, settings, {12.0: workload}, {}, model="m")
     assert len(made.runs) == 40 and not made.refused
@@ -202,7 +200,7 @@ def test_the_best_by_forecast_is_the_best_of_all_simulations():
 
 def test_of_settings_with_one_forecast_only_one_is_measured():
     workload = random_requests(requests=2, prompt=8, output=4)  # no setting makes a difference to it
-    values = values_to_try("cpu", {}, backend="auto", longest_prompt=8, most_at_once=2, wide=True)
+    values = values_to_try("cpu", {}, longest_prompt=8, most_at_once=2, wide=True)
     settings = Resolver("cpu", {}).candidates(values).settings
     made = forecast(CALIBRATION, settings, {None: workload}, {}, model="m")
     assert len(settings) > 10 and made.best(5, [], settings[0]) == [settings[0]]

@@ -18,7 +18,7 @@ from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_req
 
 
 def test_the_first_setting_is_the_engines_defaults():
-    values = values_to_try("cpu", {}, backend="auto", longest_prompt=10, most_at_once=10, wide=False)
+    values = values_to_try("cpu", {}, longest_prompt=10, most_at_once=10, wide=False)
     assert values["max_num_seqs"] == [16]  # chosen, not set by the user
     first = Resolver("cpu", {}).candidates(values).settings[0]
     assert first.options == {
@@ -43,9 +43,7 @@ def test_equivalent_combinations_are_one_setting_and_contradictions_are_reported
 
 def test_values_that_cannot_differ_are_not_tried():
     def tried(**about) -> dict:
-        return values_to_try(
-            "cpu", {}, backend="auto", **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about)
-        )
+        return values_to_try("cpu", {}, **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about))
 
     assert tried()["max_num_seqs"] == [16, 32, 64, 128]
     assert tried(most_at_once=20)["max_num_seqs"] == [16, 32]  # 64 can never run
@@ -58,7 +56,7 @@ def test_values_that_cannot_differ_are_not_tried():
 def test_limits_of_partial_prefills_are_tried_by_the_budgets_that_are_named():
     def partial(*budgets: int) -> tuple:
         named = {"max_num_batched_tokens": budgets}
-        values = values_to_try("cpu", named, backend="auto", longest_prompt=200, most_at_once=9, wide=False)
+        values = values_to_try("cpu", named, longest_prompt=200, most_at_once=9, wide=False)
         return values["max_num_partial_prefills"]
 
     assert partial(4096, 8192) == (None,)  # 200 tokens are no long prompt there
@@ -81,7 +79,7 @@ def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, 
 
 
 def test_a_sample_holds_the_first_and_every_value_about_equally_often():
-    values = values_to_try("cpu", {}, backend="auto", longest_prompt=5000, most_at_once=1000, wide=True)
+    values = values_to_try("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
     settings = Resolver("cpu", {}).candidates(values).settings
     taken = sample(settings, 36)
     assert taken[0] == settings[0] and len(set(taken)) == 36 and set(taken) <= set(settings)
@@ -109,7 +107,7 @@ def test_a_goal_stands_for_every_budget_and_meets_the_other_values():
 
 
 def test_a_quarter_of_a_sample_has_a_goal():
-    values = values_to_try("cpu", {}, backend="auto", longest_prompt=5000, most_at_once=1000, wide=True)
+    values = values_to_try("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
     settings = Resolver("cpu", {}).candidates(values, itl_goals=[0.036]).settings
     for count, num_goals in ((16, 4), (8, 2), (2, 1), (1, 0)):
         taken = sample(settings, count)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.core.config import FLASH_BLOCK_SIZE, EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.device_limits import DEVICE_DEFAULTS
 
 # Engine options under tuning, in table order; the last three limit partial prefills.
@@ -60,19 +60,15 @@ class Resolver:
     Args:
         device: "cpu" or "cuda".
         fixed: engine options common to all settings.
-        takes_flash: whether the attention backend is "flash", which sets the default block size.
     """
 
-    def __init__(self, device: str, fixed: dict[str, Any], *, takes_flash: bool = False) -> None:
+    def __init__(self, device: str, fixed: dict[str, Any]) -> None:
         self._device = device
         self._fixed = fixed
-        self._block_size = FLASH_BLOCK_SIZE if takes_flash else None
 
     def resolve(self, options: dict[str, Any]) -> Setting:
         """Resolve options to a setting; raises ValueError for contradictory ones."""
-        config = EngineConfig(**(self._fixed | options)).resolve_limits(
-            self._device, UNLIMITED, block_size=self._block_size
-        )
+        config = EngineConfig(**(self._fixed | options)).resolve_limits(self._device, UNLIMITED)
         return Setting(tuple(getattr(config, name) for name in SWEPT), options.get("itl_goal"))
 
     def explicit(self, setting: Setting) -> dict[str, Any]:
@@ -128,7 +124,6 @@ def values_to_try(
     device: str,
     named: Values,
     *,
-    backend: str,
     longest_prompt: int,
     most_at_once: int,
     wide: bool,
@@ -137,7 +132,6 @@ def values_to_try(
     """Return the values to try for each option: named ones, else values around the device's defaults.
 
     Args:
-        backend: attention backend, "auto" if not set.
         longest_prompt: length in tokens; above half a step's budget, limits of partial prefills are tried too.
         most_at_once: maximum number of concurrent requests; bounds `max_num_seqs`.
         wide: more values, for the simulator.
@@ -149,13 +143,12 @@ def values_to_try(
     budgets = [int(factor * defaults.max_num_batched_tokens) for factor in factors]
     num_seqs = [int(factor * defaults.max_num_seqs) for factor in factors]
     enough = min((number for number in num_seqs if number >= most_at_once), default=num_seqs[-1])
-    block_sizes = (FLASH_BLOCK_SIZE,) if backend == "flash" else (32, 64, 128)
     least_budget = min(budget for budget in named.get("max_num_batched_tokens", budgets) if budget is not None)
     are_long = longest_prompt > least_budget // 2
     values: Values = {
         "max_num_batched_tokens": budgets,
         "max_num_seqs": [number for number in num_seqs if number <= enough],
-        "block_size": block_sizes,
+        "block_size": (32, 64, 128),
         "max_num_partial_prefills": (None, 16) if are_long else (None,),
         "max_long_partial_prefills": (None, 4) if are_long else (None,),
         "long_prefill_token_threshold": (None,),
