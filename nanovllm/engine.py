@@ -52,7 +52,7 @@ class LaunchedStep:
     clock: Callable[[], float]
     _pending: PendingTokens | None = None  # until it is drawn
     _draw: Callable[[], PendingTokens] | None = None
-    report: StepLogprobs | None = None  # what was asked for besides tokens, once these are there
+    report: StepLogprobs | None = None  # log-probabilities, embeddings and errors, once tokens are there
 
     @classmethod
     def launch(

@@ -49,7 +49,7 @@ class Executor(Protocol):
         """Compute a step with the masks of `backend`; returns its draw: of tokens [num_samples] int64."""
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Drop what was derived from weights; `in_place` if they have kept their addresses."""
+        """Drop copies and graphs of weights; `in_place` if they have kept their addresses."""
 
     def close(self) -> None: ...
 

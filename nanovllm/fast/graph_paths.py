@@ -20,7 +20,7 @@ from nanovllm.model_runner import Executor, ModelRunner
 
 
 class GraphPaths(FastPaths):
-    """Steps of a GPU whose decodes and chunks have shapes that graphs capture."""
+    """Steps of a GPU in shapes that graphs capture."""
 
     def __init__(self, *, has_mixers: bool) -> None:
         self._lays_runs_apart = not has_mixers  # a recurrent layer has rows one by one

@@ -66,7 +66,7 @@ class InputProcessor:
         tokenizer: None if prompts are token ids only.
         config: EngineConfig with every option resolved.
         clock: the engine's, in seconds; never goes back.
-        make_chat, make_grammars: builders of what chats and structured outputs need, called at the first of each;
+        make_chat, make_grammars: builders of chat templates and grammar compilers, called at the first use of each;
             None refuses them.
     """
 
