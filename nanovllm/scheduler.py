@@ -3,7 +3,8 @@
 Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight and waits
 for no files, `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for
 their blocks, and the pool holds one sequence of max_model_len. Its client loses the last slot only to one that was
-served less by more than both cost again, so each turn brings tokens, and it always finishes.
+served less by more than both cost again, and blocks only beyond `share_bound`, so each turn brings tokens, and it
+always finishes.
 """
 
 from __future__ import annotations
@@ -84,8 +85,7 @@ class Scheduler:
         self._step_id += 1
         for begin in self.block_manager.at_steps:
             begin()
-        due = self.waiting.is_shared  # a slot may be, to another client
-        victim = self.admission.slot_victim(self.waiting, self.running, self.share_bound) if due else None
+        victim = self._make_way() if self.waiting.is_shared else None
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         running = self.running if self.budget is None else self.budget.in_step(self.running)
@@ -234,6 +234,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ preemption
 
+    def _make_way(self) -> Sequence | None:
+        """Preempt for blocks of clients that were served less; returns the sequence that yields its slot, if any."""
+        for victim in self.admission.block_victims(self.waiting, self.running, self.share_bound):
+            self.preempt(victim)
+        return self.admission.slot_victim(self.waiting, self.running, self.share_bound)
+
     def _preempt_for(self, sequence: Sequence, num_blocks: int) -> bool:
         """Preempt younger sequences of the same or lower priority until `num_blocks` are free, youngest first.
 
@@ -258,7 +264,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.block_manager.release(sequence)
         sequence.num_computed_tokens, sequence.is_running = 0, False
-        self.waiting.add(sequence)
+        self.waiting.rejoin(sequence, self.share_bound)
         self.block_manager.want(sequence)
 
     def preempt_all(self) -> None:

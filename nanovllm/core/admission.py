@@ -170,6 +170,25 @@ class Admission:
             return None
         return None if any(s.num_known_tokens - s.num_computed_tokens > few for s in running) else victim
 
+    def block_victims(
+        self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
+    ) -> Iterator[Sequence]:
+        """Yield running sequences that give up blocks for clients served less by more than `share_bound`, a cost.
+
+        The caller preempts each before the next. Blocks stay free for the next tokens of all running sequences, and for
+        the first waiting request of the client that was served less.
+        """
+        for first, victims in waiting.lagging(running, share_bound):
+            hits = self.blocks.lookup(first) if first else []
+            if first and not self.chunk_size(first, len(hits) * self.blocks.block_size, first.num_known_tokens):
+                first = None  # waits for files or a state
+            for victim in victims:
+                lacking = sum(map(self.blocks_lacking, running), self.blocks_lacking(first, hits) if first else 0)
+                num_growing = sum(s.num_computed_tokens == len(s.block_table) * self.blocks.block_size for s in running)
+                if self.blocks.has_free(lacking + num_growing):
+                    break
+                yield victim
+
     def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
         """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""
         if victim.account.num_running == 1 or victim.priority != successor.priority:

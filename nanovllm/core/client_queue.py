@@ -8,7 +8,8 @@ Within a level the least-served client's oldest request starts first::
     counter of C                   |>                  asks again: begins at the least counter of waiting clients
 
 Bound: the counters of two clients that both wait all the time differ by at most 2 * max(cost of the longest prompt,
-cost of generating as many tokens as running sequences may have), over the smaller weight.
+cost of generating as many tokens as running sequences may have), over the smaller weight. From half of it on no request
+of the client that was served more starts, and its running sequences give up the blocks that the other one lacks.
 """
 
 from __future__ import annotations
@@ -120,8 +121,20 @@ class ClientQueue:
             }
         self.is_shared = len(self._num_accounts) > 1 or bool(self._idle)
 
+    def rejoin(self, sequence: Sequence, bound: float) -> None:
+        """Queue a preempted sequence again; a client that had none waiting lacks at most `bound`, a cost.
+
+        A client saves up no service while it asks for no more than it gets.
+        """
+        account = sequence.account
+        if self.is_shared and not account.num_waiting:
+            level = self._levels[sequence.priority].values()
+            most = max((other.served for other in level if other.num_waiting), default=0.0)
+            account.served = max(account.served, most - bound / account.weight)
+        self.add(sequence)
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence again that was preempted."""
+        """Queue a sequence."""
         account = sequence.account
         self._waiting.add(sequence)
         account.waiting.add(sequence)
@@ -216,6 +229,20 @@ class ClientQueue:
     def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
         return sorted(running, key=_precedence, reverse=True)
+
+    def lagging(self, running: Iterable[Sequence], bound: float) -> Iterator[tuple[Sequence | None, list[Sequence]]]:
+        """Yield the least-served client of each priority in which others run that were served more by over `bound`.
+
+        The client by its first waiting sequence, None without one or while its token is in flight; with the running
+        sequences of the others, in the order of preemption.
+        """
+        for priority, level in self._levels.items():
+            least = min(level.values(), key=SERVED)
+            limit = least.served + bound / least.weight
+            if any(account.num_running and account.served > limit for account in level.values()):
+                ahead = [s for s in running if s.priority == priority and s.account.served > limit]
+                first = least.first
+                yield None if first and first.num_in_flight_tokens else first, self.preemption_order(ahead)
 
     def slot_victim(self, running: SequenceABC[Sequence], bound: float) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.

@@ -535,6 +535,20 @@ def test_so_they_do_with_every_kind_of_cache_and_limit(kinds: list[StateKind], l
     assert 0 < max(run_backlogged(seed, 300, kinds, **limits) for seed in range(5, 13)) <= 1.0
 
 
+def test_a_client_whose_only_sequence_ran_undisturbed_has_saved_up_no_service_once_it_is_preempted():
+    loop = make_loop(max_num_seqs=2, max_model_len=40, num_kv_blocks=41, enable_prefix_caching=False)
+    loop.add(prompt(4), client="b", max_tokens=36)
+    for number in range(60):
+        loop.add(prompt(36, number % 7), client="a", max_tokens=1)
+    for _ in range(35):
+        loop.step()
+    assert served(loop)["a"] - served(loop)["b"] > 2 * loop.scheduler.share_bound
+    loop.scheduler.preempt_all()
+    assert loop.scheduler.waiting.gap == loop.scheduler.share_bound
+    loop.drain()
+    loop.check_outputs()
+
+
 def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bound():
     """One long prompt runs: short ones pass another, but not for as long as it takes."""
     loop = make_loop(

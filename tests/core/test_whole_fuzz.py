@@ -36,3 +36,9 @@ def test_the_walks_meet_each_feature(walks: list[Loop]):
     for situation in ("forked", "samples", "preemptions", "failed steps", "slots taken", "bounds checked", "stores"):
         assert met[situation] > 4, situation
     assert min(met["goals"], met["tiers"], met["drafts"], met["idle beside queued copies"]) > 4
+
+
+@pytest.mark.parametrize("seed", [2000297, 5000901, 8000603])
+def test_a_prompt_in_progress_is_not_starved_by_another_client_whose_requests_are_older(seed: int):
+    """Walks in which it lacked a slot for its state, or lost its blocks, while the other's requests started anew."""
+    assert walk(seed).seen["blocks taken"] > 0

@@ -28,6 +28,7 @@ class LoopChecks:
     lost_slot: Sequence | None
     _successor: Sequence | None
     _lost_blocks: set[Sequence]
+    _gave_way: set[Sequence]
 
     def check(self) -> None:
         """Check every invariant that holds between calls."""
@@ -98,6 +99,8 @@ class LoopChecks:
             preempted.remove(self.lost_slot)
             check(self._successor in self.scheduler.running, f"{self.lost_slot} gave up its slot, and nobody took it")
             self.seen["slots taken"] += 1
+        preempted = [sequence for sequence in preempted if sequence not in self._gave_way]
+        self.seen["blocks taken"] += bool(self._gave_way)
         if not preempted:
             return
         placed = {entry.sequence.request_id for entry in batch.entries}

@@ -392,8 +392,11 @@ class Loop(LoopChecks):
         self.lost_slot: Sequence | None = None  # to another client, in the last step
         self._successor: Sequence | None = None  # for whom it is
         self._lost_blocks: set[Sequence] = set()  # preempted for the blocks of older ones, in the last step
+        self._gave_way: set[Sequence] = set()  # to clients that are behind, in the last step
         self._slot_victim, self._preempt_for = scheduler.waiting.slot_victim, scheduler._preempt_for
         scheduler.waiting.slot_victim, scheduler._preempt_for = self._note_slot, self._note_preempted
+        self._block_victims = scheduler.admission.block_victims
+        scheduler.admission.block_victims = self._note_way
 
     def _note_slot(self, running: Collection[Sequence], bound: float) -> Sequence | None:
         self.lost_slot = self._slot_victim(running, bound)
@@ -410,6 +413,15 @@ class Loop(LoopChecks):
         has_blocks = self._preempt_for(sequence, num_blocks)
         self._lost_blocks |= before.difference(self.scheduler.running)
         return has_blocks
+
+    def _note_way(self, waiting: Collection[Sequence], running: Collection[Sequence], bound: float):
+        """Yield the victims; each must be of a client that was served more by over the bound than one of its level."""
+        for victim in self._block_victims(waiting, running, bound):
+            others = [s for s in self.unfinished if s.priority == victim.priority]
+            leads = [(victim.account.served - s.account.served) * s.account.weight for s in others]
+            check(max(leads) > bound, f"{victim} gave up its blocks, and its client is not ahead")
+            self._gave_way.add(victim)
+            yield victim
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -447,6 +459,7 @@ class Loop(LoopChecks):
         was_running = list(self.scheduler.running)
         self.lost_slot = None
         self._lost_blocks.clear()
+        self._gave_way.clear()
         batch = self.scheduler.schedule()
         if batch is None:
             self.check()
