@@ -72,8 +72,9 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
             model, tokenizer, on_step, cast(Any, options), trace=trace, engine_process=engine_process, **how
         )
         self.config, self.tokenizer = engine.config, engine.tokenizer
-        self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
-        self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled
+        self.limits = engine.input_processor.limits  # the model's, for requests
+        self.vocab_size = self.limits.vocab_size  # prompts' token ids lie below it
+        self.num_logits = self.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
         self.default_sampling_params = engine.input_processor.default_params  # of requests without any
@@ -178,6 +179,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         **options: Any,
     ) -> OutputStream:
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
+        self.limits.check_head()
 
         def prepare(**given: Any) -> list[NewRequest]:
             limit = self._input_processor.limit_of(sampling_params)

@@ -190,7 +190,9 @@ def _build_input_processor(
 ) -> InputProcessor:
     limits = _limits(loaded, model_runner)
     input_processor = build_input_processor(loaded.tokenizer, config, limits, clock)
-    if loaded.tokenizer is not None:
+    if not limits.has_head:
+        logger.warning("%s", limits.without_head)
+    elif loaded.tokenizer is not None:
         log_ends(loaded.tokenizer, limits.eos_token_ids, input_processor.chat.end_token_ids)
     return input_processor
 
@@ -200,8 +202,9 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
     return RequestLimits(
         vocab_size=loaded.vocab_size,
         num_logits=binding.vocab_size,
-        model_name=type(loaded.model).__name__,
+        model_name=loaded.name,
         has_base_model=binding.has_base_model,
+        has_head=loaded.has_head,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
         sampling_defaults=loaded.sampling_defaults if model_runner.config.generation_config == "auto" else {},
     )

@@ -246,6 +246,11 @@ class LLM:
         """The sampling options that the model's generation config sets, by name; empty if they are left out."""
         return dict(self._open_engine().input_processor.limits.sampling_defaults)
 
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model has a language model head; without one it embeds alone."""
+        return self._open_engine().input_processor.limits.has_head
+
     def stats(self) -> EngineStats:
         with InterruptsHeld(), self._turn() as engine:
             return engine.stats()

@@ -56,7 +56,7 @@ VLLM = """\
 | `--enable-lora`, `--lora-modules`, `--max-loras`, `--max-lora-rank`, `--limit-mm-per-prompt`, `--mm-processor-kwargs`, `--cpu-offload-gb`, `--hf-overrides`, `--rope-scaling` | | not there |
 | `--enable-chunked-prefill`, `--enable-prompt-tokens-details`, `--enable-force-include-usage`, `--enable-server-load-tracking`, `--use-v2-block-manager` | not needed | always on |
 | `--guided-decoding-backend`, `--structured-outputs-config` | not needed | there is one backend |
-| `--task`, `--runner`, `--convert` | not needed | every model generates and embeds |
+| `--task`, `--runner`, `--convert` | not needed | every model embeds, and generates if it has a head |
 | `--load-format`, `--tokenizer-mode`, `--config-format`, `--model-impl` | not needed | read from the folder |
 | `--disable-log-requests`, `--disable-log-stats`, `--max-log-len` | not needed | prompts are not logged; figures are at `/metrics` |
 | `--uvicorn-log-level` | `--log-level` | |

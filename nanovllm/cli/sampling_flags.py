@@ -99,4 +99,10 @@ def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> L
     with collector_paused():
         from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
 
-    return LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)
+    llm = LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)
+    if not llm.can_generate:
+        llm.close()
+        raise ValueError(
+            f"{options.model} has no language model head, so it generates nothing. It embeds: nanovllm serve."
+        )
+    return llm

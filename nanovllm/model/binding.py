@@ -24,9 +24,11 @@ from nanovllm.attention.operator import (
     attention_function,
     step_in_force,
 )
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.fast import packed_linears
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
+from nanovllm.model.headless import is_headless
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.pinned_rope import PinnedRope
@@ -80,7 +82,7 @@ class ModelBinding:
         self.min_rows, self.handle = 1, next(_handles)
         with torch.inference_mode(False):
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
-        self._lock = _module_locks.setdefault(model, threading.RLock())
+        self._lock = _module_locks.setdefault(model.base_model, threading.RLock())
         self.calls: dict[nn.Module, Callable[..., Any]] = {}
         self.stacked: StackedLayers | None = None  # the layers in one launch
         self.fused_layers: list[FusedLayer] = []
@@ -98,6 +100,9 @@ class ModelBinding:
         self.passes = ForwardPasses(model, self._patches, self.vocab_size)
         with self.probing(StateProbe()):
             self.has_base_model = self.passes.has_base_model(self.device)
+        if is_headless(model) and not self.has_base_model:
+            name = type(model.base_model).__name__
+            raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
         if ranks is not None and head is not None:
             self._split_logits(ranks, head)
         self.dtype = self.layers[0].dtype if self.layers else model.dtype

@@ -25,6 +25,7 @@ from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.config_fields import positions_of
 from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.fast.packed_linears import memory_for_packing
+from nanovllm.model.headless import is_headless, load_headless, with_stand_in
 from nanovllm.model.limits import check_limits, check_stored_limits
 from nanovllm.model.mistakes import name_mistake, name_tensors
 from nanovllm.model.probe import attending_layers
@@ -59,6 +60,15 @@ class LoadedModel:
     def vocab_size(self) -> int:
         vocab_size: int = self.model.get_input_embeddings().num_embeddings
         return vocab_size
+
+    @property
+    def has_head(self) -> bool:
+        return not is_headless(self.model)
+
+    @property
+    def name(self) -> str:
+        """The class of the model, or of the base that is all of it."""
+        return type(self.model if self.has_head else self.model.base_model).__name__
 
     def num_positions(self, max_model_len: int | None) -> int:
         """The number of positions, or max_model_len, of a model without attention, which may have no limit."""
@@ -202,7 +212,8 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        module, info = model_class.from_pretrained(source, dtype=dtype, **options)
+        found = load_headless(model_config, source, dtype=dtype, **options)
+        module, info = found or model_class.from_pretrained(source, dtype=dtype, **options)
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
     if config.quantization is not None:
@@ -264,6 +275,8 @@ def load_errors(what: str, source: str = "") -> Iterator[None]:
     """Convert errors of the libraries that read a model to ModelLoadError, or name the mistake that `source` is."""
     try:
         yield
+    except UnsupportedModelError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         name_mistake(Path(source or os.devnull))
         raise ModelLoadError(f"{what} could not be loaded: {error}") from error
@@ -312,7 +325,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         loaded = None if tokenizer is None else _load_tokenizer(tokenizer, config)
     if config.chat_template is not None:
         loaded = with_chat_template(loaded, config.chat_template)
-    return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
+    return LoadedModel(with_stand_in(model) or model, loaded, is_live=True, identity=f"module-{id(model)}")
 
 
 def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:

@@ -39,6 +39,7 @@ class Chatting:
             add_generation_prompt: begin an answer at the end of the conversation.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
         """
+        self._open_engine().input_processor.limits.check_head()
         prompts = self.apply_chat_template(
             messages,
             tools=tools,

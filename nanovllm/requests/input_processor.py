@@ -47,6 +47,7 @@ class RequestLimits:
     num_logits: number of tokens that can be sampled, with rows in embedding and head.
     model_name: for errors.
     has_base_model: whether the head is a separate module, which prompt_logprobs requires.
+    has_head: False for a model that embeds alone.
     eos_token_ids: those of the model that can be sampled: its config may name others.
     sampling_defaults: fields of `SamplingParams` for requests that leave them out.
     """
@@ -55,8 +56,22 @@ class RequestLimits:
     num_logits: int
     model_name: str
     has_base_model: bool = True
+    has_head: bool = True
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def without_head(self) -> str:
+        """Use of a model without a head, for the log and errors."""
+        return (
+            f"{self.model_name} has no language model head, so it generates nothing: it embeds (LLM.embed, "
+            "/v1/embeddings, /api/embed), and scores by embeddings (method 'cosine', /v1/rerank, /v1/score)."
+        )
+
+    def check_head(self) -> None:
+        """Raise ValueError for a model that generates nothing."""
+        if not self.has_head:
+            raise ValueError(self.without_head)
 
 
 class InputProcessor:
@@ -112,6 +127,7 @@ class InputProcessor:
             return
         with form_turn():
             with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
+                self.limits.check_head()
                 self.grammars.prepare(is_tried=is_tried)
             if not is_tried:
                 self._pieces.prepare()
@@ -293,6 +309,8 @@ def check_prompt(
     prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits, max_model_len: int
 ) -> None:
     """Raise ValueError for an (already truncated) prompt that cannot be served with these parameters."""
+    if not params.embeds:
+        limits.check_head()
     vocab_size = limits.vocab_size
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")

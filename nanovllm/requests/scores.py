@@ -4,7 +4,7 @@ yes_no: the model is asked whether the document is relevant to the query. With t
 score = exp(z_yes) / (exp(z_yes) + exp(z_no)), the probability of "yes" among the two answers (Nogueira et al. 2020,
 monoT5; Zhang et al. 2025, Qwen3-Reranker, trained for it). It works with any instructed model.
 
-auto: yes_no where the tokenizer has one token each for yes and no, else cosine.
+auto: yes_no where the model has a head and the tokenizer one token each for yes and no, else cosine.
 
 cosine: score = e_query · e_document of normalised embeddings, each the last token's hidden state after the final norm
 (Wang et al. 2024, E5-Mistral; Zhang et al. 2025, Qwen3-Embedding). It is meaningful for models trained to embed; hidden
@@ -23,8 +23,8 @@ import numpy as np
 from nanovllm.core.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.core.validation import text
-from nanovllm.requests.chat import ChatTemplate, Message
-from nanovllm.requests.input_processor import Prompt
+from nanovllm.requests.chat import Message
+from nanovllm.requests.input_processor import InputProcessor, Prompt
 
 METHODS = ("yes_no", "cosine", "auto")
 INSTRUCTION = "Decide whether the document is relevant to the query. Reply with one word only: yes or no."
@@ -116,8 +116,7 @@ class ScoringPlan:
 
 
 def plan_scores(
-    chat: ChatTemplate,
-    tokenizer: Any,
+    processor: InputProcessor,
     query: Any,
     documents: Any,
     *,
@@ -131,7 +130,11 @@ def plan_scores(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}.")
     asks = instruction is not None or template is not None
-    answers = None if method == "cosine" else _answer_ids(tokenizer, raises=method == "yes_no" or asks)
+    raises = method == "yes_no" or asks
+    if raises:
+        processor.limits.check_head()
+    asks_model = method != "cosine" and processor.limits.has_head
+    answers = _answer_ids(processor.tokenizer, raises=raises) if asks_model else None
     if answers is None:
         if asks:
             raise ValueError(
@@ -144,7 +147,7 @@ def plan_scores(
         return ScoringPlan(list(prompts), [params] * len(prompts), pairs)
     options: dict[str, Any] = {} if template is None else {"chat_template": text("template", template)}
     prompts_of_pairs: list[Prompt] = [
-        chat.apply_to(_question(*pair, instruction, is_own=template is None), **options)
+        processor.chat.apply_to(_question(*pair, instruction, is_own=template is None), **options)
         for pair in zip(queries, texts, strict=True)
     ]
     return ScoringPlan(

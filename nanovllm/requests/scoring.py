@@ -73,8 +73,7 @@ class Scoring:
         """
         engine = self._open_engine()
         plan = plan_scores(
-            engine.input_processor.chat,
-            self.tokenizer,
+            engine.input_processor,
             query,
             documents,
             method=method,
@@ -129,7 +128,7 @@ class AsyncScoring:
         self: Any, query: str | SequenceABC[str], documents: str | SequenceABC[str], **options: Any
     ) -> ScoringPlan:
         """The requests of `score`, for the caller to submit; **options: those of `score`, without `generate`'s."""
-        work = partial(plan_scores, self._input_processor.chat, self.tokenizer, query, documents, **options)
+        work = partial(plan_scores, self._input_processor, query, documents, **options)
         plan: ScoringPlan = await self.prepare(work, (query, documents))
         return plan
 

@@ -58,6 +58,17 @@ class ServerState:
         """Names of the model in requests, the one in answers first."""
         return self.settings.served_model_name or (self.model_name,)
 
+    @property
+    def capabilities(self) -> list[str]:
+        """Abilities of the model, in Ollama's words; without a head it embeds alone."""
+        given = {
+            "completion": True,
+            "tools": self.answer_format.tools is not None,
+            "thinking": self.answer_format.reasoning is not None,
+            "insert": self.infill is not None,
+        }
+        return [name for name, has_it in given.items() if has_it and self.engine.limits.has_head] + ["embedding"]
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless `name` is one of the served model or None, or every name is."""
         if name is None or self.settings.any_model_name or name in self.model_names:

@@ -10,6 +10,7 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.headless import is_headless
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
@@ -52,6 +53,11 @@ def add_drafts(
         return target.execute(batch).result()
 
     try:
+        if not limits.has_head:
+            raise ValueError(
+                f"speculation is {config.speculation!r}, but {limits.model_name} has no language model head, so it "
+                "generates nothing. Leave speculation out."
+            )
         drafter = draft_model(config, input_processor)
         learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
     except BaseException:
@@ -83,6 +89,8 @@ def check_draft_model(
         tokenizers: its own, and the engine's; None without one.
     """
     name = f"draft_model is {config.draft_model!r}, but "
+    if is_headless(binding.model):
+        raise ValueError(f"{name}it has no language model head, so it drafts nothing. Name a model that generates.")
     if binding.mixers or any(not layer.traits.within(config.max_model_len).sight.is_full for layer in binding.layers):
         raise ValueError(
             f"{name}{type(binding.model).__name__} has layers that forget earlier tokens; rejected drafts must be "

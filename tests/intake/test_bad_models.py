@@ -120,10 +120,6 @@ def test_a_mask_that_the_model_computes_itself_is_refused():
     assert_names(refused_model(small("Doge")), "Doge", "mask")
 
 
-def test_a_base_model_without_a_head_is_refused():
-    assert_names(refused_model(tiny_model().model), "LlamaModel")
-
-
 def test_a_classifier_is_refused():
     model = small("Llama", model_class="LlamaForSequenceClassification", pad_token_id=0)
     assert_names(refused_model(model), "LlamaForSequenceClassification")

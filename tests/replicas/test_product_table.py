@@ -298,6 +298,7 @@ def run_generation_config(llm: LLM, steps: list[Any]) -> None:
     """Without parameters the model's generation config holds, else `SamplingParams`."""
     assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
+    assert llm.can_generate
     prompt = [7] * 236  # leaves 20 tokens of max_model_len
     expected = one().generate(prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3), use_tqdm=False)
     assert completions(llm.generate(prompt, use_tqdm=False)) == completions(expected)
@@ -362,7 +363,13 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},
-    run_generation_config: {"generation_config", "as_completed", "default_sampling_params", "sampling_defaults"},
+    run_generation_config: {
+        "generation_config",
+        "as_completed",
+        "default_sampling_params",
+        "sampling_defaults",
+        "can_generate",
+    },
     run_options: {*LIMITS, "stats", "replicas", "routing", "config"},
 }
 

@@ -10,7 +10,7 @@ import pytest
 from nanovllm import LLM
 from nanovllm.cli.conversation import TURNS
 from tests.support.command_line import SHORT, assert_refused, generated
-from tests.support.tiny_models import save_tiny, tiny_tokenizer
+from tests.support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 
 def recorded_conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
@@ -193,3 +193,13 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers(run, folder, tmp
     template.write_bytes(b"\xff")
     assert_refused(run("chat", "--chat-template", str(template)), "chat_template", "is not UTF-8 text")
     assert_refused(run("chat", "--chat-template", "/nowhere"), "chat_template is '/nowhere', which cannot be read")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_model_without_a_head_is_refused_before_the_first_question(run, tmp_path, command):
+    tiny_model(num_layers=1).base_model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    result = run(command, *(["hello"] if command == "generate" else []), stdin="hello\n", model=str(tmp_path))
+    assert_refused(
+        result, f"{tmp_path} has no language model head, so it generates nothing. It embeds: nanovllm serve."
+    )

@@ -135,17 +135,6 @@ def _entry(request: Request, name: str) -> dict[str, Any]:
     }
 
 
-def _capabilities(state: ServerState) -> list[str]:
-    given = {
-        "completion": True,
-        "tools": state.answer_format.tools is not None,
-        "thinking": state.answer_format.reasoning is not None,
-        "insert": state.infill is not None,
-        "embedding": True,
-    }
-    return [name for name, has_it in given.items() if has_it]
-
-
 @open_router.api_route("/", methods=["GET", "HEAD"])  # Ollama's clients look for a server by HEAD
 async def root(request: Request) -> Response:
     if request.method == "GET":
@@ -186,7 +175,7 @@ async def show(body: ShowBody, request: Request) -> dict[str, Any]:
             f"{family}.context_length": state.engine.config.max_model_len,
             f"{family}.vocab_size": state.engine.vocab_size,
         },
-        "capabilities": _capabilities(state),
+        "capabilities": state.capabilities,
         "modified_at": request.app.state.ollama_begun,
     }
 

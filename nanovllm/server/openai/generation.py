@@ -213,6 +213,7 @@ async def respond(
     """Answer a request; raises ApiError if it fails before the response starts."""
     limits: BodyLimits = request.app.state.body_limits
     try:
+        state.engine.limits.check_head()
         job = await limits.off_loop(request, partial(make_job, state, request, body))
     except (TypeError, ValueError) as error:
         raise errors.from_engine(error, body.names()) from error

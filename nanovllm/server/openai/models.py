@@ -47,6 +47,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "created": _STARTED,
         "owned_by": "nanovllm",
         "max_model_len": state.engine.config.max_model_len,
+        "capabilities": state.capabilities,
     }
 
 
