@@ -180,8 +180,15 @@ def texts(name: str, value: Any) -> None:
             texts(f"{name}[{number}]", item)
 
 
+def is_pointer(data: bytes) -> bool:
+    """Whether a file is a git-lfs pointer, which git has in place of a large file."""
+    return data.startswith(b"version https://git-lfs.github.com/spec/") and b"\noid " in data[:1024]
+
+
 def utf8(name: str, data: bytes) -> str:
     """The text of bytes, with "\\n" for each line end, without a BOM; raises ValueError that names the byte."""
+    if is_pointer(data):
+        raise ValueError(f"{name} is a git-lfs pointer, not the file itself. Run git lfs pull in its folder.")
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

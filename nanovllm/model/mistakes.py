@@ -1,6 +1,6 @@
 """Names folders without a readable model: git-lfs pointers, an adapter, tensors of another shape.
 
-Called where loading has failed, so that a start reads nothing for it.
+Texts are looked at before a load, since a library takes a pointer for a template; weights where a load has failed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.core.errors import ModelLoadError
+from nanovllm.core.validation import is_pointer
 
 ADAPTER = "adapter_config.json"
-_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that git has in place of a large one
 
 
-def name_mistake(folder: Path) -> None:
-    """Raise ModelLoadError for a folder of a known kind that is no model; return for any other."""
-    if folder.is_file():
-        _refuse_pointers([folder])
-    if folder.is_dir():
-        _refuse_pointers([folder / "config.json", *_read_weights(folder), *_read_tokenizer_files(folder)])
-        _refuse_adapter(folder)
+def name_mistake(path: Path) -> None:
+    """Raise ModelLoadError for a file or a folder of a known kind that is no model; return for any other."""
+    refuse_pointers([path])
+    if path.is_dir():
+        refuse_pointers([*model_texts(path), *_read_weights(path), *tokenizer_texts(path)])
+        _refuse_adapter(path)
 
 
 def name_tensors(source: str, info: Mapping[str, Any]) -> None:
@@ -42,10 +41,10 @@ def name_tensors(source: str, info: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_pointers(files: Iterable[Path]) -> None:
+def refuse_pointers(files: Iterable[Path]) -> None:
     """Raise ModelLoadError for a git-lfs pointer."""
     for file in files:
-        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_POINTER):
+        if file.is_file() and file.stat().st_size < 1024 and is_pointer(file.read_bytes()):
             raise ModelLoadError(
                 f"{file} is a git-lfs pointer, not the file itself. Run git lfs pull in its folder, or fetch the model "
                 "with nanovllm pull."
@@ -76,7 +75,16 @@ def _read_weights(folder: Path) -> list[Path]:
     return next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
 
 
-def _read_tokenizer_files(folder: Path) -> list[Path]:
-    """Files of the tokenizer that the library reads: the others only without the first."""
+def model_texts(folder: Path) -> list[Path]:
+    """Texts that the library reads with a model's weights."""
+    return [folder / "config.json", folder / "generation_config.json", *folder.glob("*.index.json")]
+
+
+def tokenizer_texts(folder: Path) -> list[Path]:
+    """Files of the tokenizer that the library reads: vocabularies only without tokenizer.json."""
     first = folder / "tokenizer.json"
-    return [first, folder / "tokenizer_config.json"] if first.is_file() else [folder / "tokenizer.model"]
+    vocabularies = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+    files = [first] if first.is_file() else [folder / name for name in vocabularies]
+    others = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"
+    templates = (*folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*.jinja"))
+    return [*files, *(folder / name for name in others), *templates]

@@ -8,7 +8,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.model import hub, hub_files
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model.mistakes import name_mistake
+from nanovllm.model.mistakes import model_texts, name_mistake, refuse_pointers, tokenizer_texts
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -73,6 +73,7 @@ def find_tokenizer(name: str) -> str:
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
     path = Path(name).expanduser()
+    refuse_pointers([path, *tokenizer_texts(path)])
     has_one = is_gguf(path) and _has_tokenizer(path)
     if has_one or any((path / file).is_file() for file in TOKENIZER_FILES):
         return str(path)
@@ -105,6 +106,7 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
                 f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..., or "
                 "skip_tokenizer_init=True to prompt it with token ids."
             )
+        refuse_pointers([*model_texts(folder), *(tokenizer_texts(folder) if needs_tokenizer else ())])
         return folder
     if is_gguf(folder):
         if needs_tokenizer and not _has_tokenizer(folder):
@@ -114,6 +116,7 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
             )
         return folder
     if folder.exists():
+        refuse_pointers([folder])
         raise ModelLoadError(
             f"{folder} is a file, but no GGUF file; a model is one, or a folder with config.json, weights and a "
             "tokenizer."

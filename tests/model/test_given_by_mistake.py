@@ -13,6 +13,7 @@ from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.core.validation import utf8
 from nanovllm.model.gguf.config import read_config
 from nanovllm.model.gguf.file import GGUFFile
+from nanovllm.model.source import find_tokenizer
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -25,11 +26,55 @@ def folder(tmp_path) -> Path:
     return Path(save_tiny(tmp_path / "tiny"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", FILES + TEXTS)
 def test_a_git_lfs_pointer_is_named(folder, name):
     (folder / name).write_bytes(POINTER)
-    with pytest.raises(ModelLoadError, match=rf"{name} is a git-lfs pointer, not the file itself. Run git lfs pull"):
+    with pytest.raises(ModelLoadError, match=_pointer(name)):
         LLM(str(folder), **SMALL)
+
+
+def _pointer(name: str) -> str:
+    return rf"{name} is a git-lfs pointer, not the file itself. Run git lfs pull"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_pointers_of_a_slow_tokenizer_are_named(folder, name):
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_bytes(POINTER)
+    with pytest.raises(ModelLoadError, match=_pointer(name)):
+        LLM(str(folder), **SMALL)
+    with pytest.raises(ModelLoadError, match=_pointer(name)):
+        find_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model"])
+def test_a_file_that_is_a_git_lfs_pointer_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ModelLoadError, match=_pointer(name)):
+        LLM(str(tmp_path / name), **SMALL)
+    with pytest.raises(ModelLoadError, match=_pointer(name)):
+        find_tokenizer(str(tmp_path / name))
+
+
+def test_pointers_that_nothing_reads_are_left_alone(folder):
+    for name in ("pytorch_model.bin", "tokenizer.model", "picture.png", "README.md"):
+        (folder / name).write_bytes(POINTER)
+    with LLM(str(folder), **SMALL) as llm:
+        assert llm.embed([1, 2, 3], use_tqdm=False)[0].embedding is not None
+    for name in TEXTS:
+        (folder / name).write_bytes(POINTER)
+    with LLM(str(folder), skip_tokenizer_init=True, **SMALL) as llm:
+        assert llm.embed([1, 2, 3], use_tqdm=False)[0].embedding is not None
+
+
+def test_a_chat_template_given_as_a_pointer_is_named(folder, tmp_path):
+    (tmp_path / "own.jinja").write_bytes(POINTER)
+    with pytest.raises(ValueError, match=_pointer("own.jinja',")):
+        LLM(str(folder), chat_template=str(tmp_path / "own.jinja"), **SMALL)
 
 
 @pytest.mark.parametrize("has_config", [False, True])

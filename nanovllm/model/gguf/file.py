@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.errors import ModelLoadError
+from nanovllm.model.mistakes import refuse_pointers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,6 +145,7 @@ class _Header:
             with path.open("rb") as file:
                 start = file.read(len(MAGIC))
                 if start != MAGIC:
+                    refuse_pointers([path])
                     raise ModelLoadError(
                         f"{path} is no GGUF file: it begins with {start!r} instead of {MAGIC!r}. A model is a GGUF "
                         "file, or a folder with config.json, weights and a tokenizer."
