@@ -22,7 +22,7 @@ TOOL_FORMATS = (
     "cohere", "gemma4", "qwen_xml", "seed", "glm", "minimax_m2", "harmony", "none",
 )  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
-REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
+REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "gemma4", "harmony", "none")
 
 
 def with_defaults(engine_options: dict[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def test_several_calls_unless_they_are_not_wanted(name):
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("reasoning", ["think", "kimi"])
+@pytest.mark.parametrize("reasoning", ["think", "kimi", "gemma4"])
 def test_thought_is_free_and_what_follows_it_is_not(reasoning, as_tokens):
     setting = setting_of("hermes", reasoning, as_tokens=as_tokens)
     form = REASONING_FORMATS[reasoning]
@@ -177,7 +177,7 @@ def test_thought_is_free_and_what_follows_it_is_not(reasoning, as_tokens):
         (AnswerConstraints(tools=TOOLS, must_call=True), HERMES),
     ):
         assert setting.accepts(constraints, thought + answer, is_open=True)
-        assert setting.accepts(constraints, form.open + "\n" + thought + answer)
+        assert setting.accepts(constraints, form.opening + "\n" + thought + answer)
         assert setting.accepts(constraints, answer)
         assert not setting.accepts(constraints, thought + "no", is_open=True)
         assert not setting.accepts(constraints, "So <b>", is_open=False)
@@ -197,10 +197,10 @@ def test_thought_of_harmony_is_free_and_what_follows_it_is_not():
         assert not setting.accepts(AnswerConstraints(tools=TOOLS, must_call=True), begin + final)
 
 
-@pytest.mark.parametrize("reasoning", ["think", "harmony"])
+@pytest.mark.parametrize("reasoning", ["think", "gemma4", "harmony"])
 def test_a_budget_of_thought_forces_its_end(reasoning):
     setting = setting_of("none" if reasoning != "harmony" else "harmony", reasoning)
-    begin = "<|channel|>analysis<|message|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].open
+    begin = "<|channel|>analysis<|message|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].opening
     close = "<|end|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].close
     close_id = setting.tokenizer.convert_tokens_to_ids(close)
     matcher = setting.matcher(AnswerConstraints(budget=3), is_open=False)

@@ -19,7 +19,7 @@ from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.translated import translated
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
-from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 ASK = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -39,6 +39,13 @@ ANSWERS = [
     ("seed", False, "<seed:think>So.</seed:think>Four.", "So.", "Four.", []),
     ("kimi", True, "So.◁/think▷Four.", "So.", "Four.", []),
     ("cohere", False, "<|START_THINKING|>So.<|END_THINKING|>Four.<|eot|>", "So.", "Four.", []),
+    ("gemma4", False, "<|channel>thought\nSo it is.\n<channel|>Four.<|eot|>", "So it is.", "Four.", []),
+    ("gemma4", True, "\nSo it is.<channel|>\nFour.", "So it is.", "Four.", []),
+    ("gemma4", False, "<|channel>thought\n<channel|>Four.", "", "Four.", []),
+    ("gemma4", False, "<|channel>So.<channel|>Four.", "So.", "Four.", []),
+    ("gemma4", False, "<|channel>though", "though", "", []),
+    ("gemma4", False, "<|channel>thought\nI call " + CALL + "<channel|>" + CALL, "I call " + CALL, "", ["weather"]),
+    ("gemma4", False, "Four. <|channel>thought<channel|>", "", "Four. <|channel>thought<channel|>", []),
     ("harmony", False, "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Four."
                        "<|return|>", "So.", "Four.", []),
     ("harmony", False, "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary "
@@ -53,8 +60,8 @@ ANSWERS = [
 
 
 def split(name: str, is_open: bool, parts: list[str]) -> tuple[str, str, list[str]]:
-    special = frozenset(["<|eot|>", "[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>"])
-    form = AnswerFormat(REASONING_FORMATS[name], FORMATS["hermes"], special)
+    special = {"<|eot|>", "[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>", "<|channel>", "<channel|>"}
+    form = AnswerFormat(REASONING_FORMATS[name], FORMATS["hermes"], frozenset(special))
     stream = form.stream({"weather": {}}, is_open=is_open)
     thought, content, names = "", "", []
     for number, part in enumerate(parts):
@@ -90,6 +97,7 @@ def test_thought_is_shown_as_it_comes():
         ("<seed:think>", "seed"),
         ("◁think▷", "kimi"),
         ("<|START_THINKING|>", "cohere"),
+        ("{{ '<|channel>thought\\n' + text + '<channel|>' }}", "gemma4"),
         ("<|channel|>analysis<|message|>", "harmony"),
         (CHAT_TEMPLATE, None),
         (None, None),
@@ -117,6 +125,30 @@ def test_a_whole_answer_has_its_thought_apart(running, monkeypatch):
     num_thought = len(tokenizer("Two and two\n</think>")["input_ids"])
     # The marker is several tokens here, and the last of them also holds the line break.
     assert 2 * num_thought <= answer.usage.completion_tokens_details.reasoning_tokens <= 2 * num_thought + 2
+
+
+GEMMA_TEMPLATE = (
+    "{% for m in messages %}{% if m.reasoning %}{{ '<|channel>thought\\n' + m.reasoning + '\\n<channel|>' }}{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<|channel>thought\n<channel|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_thought_in_a_channel_by_special_tokens_is_apart(monkeypatch, is_streamed):
+    tokenizer = thinking_tokenizer(GEMMA_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    model = tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.convert_tokens_to_ids("<|end|>"))
+    with serving(model=model, tokenizer=tokenizer) as running, running.client() as client:
+        for text, thought in (("<|channel>thought\nTwo and two\n<channel|>Four", "Two and two"), ("Four", "")):
+            says(running, monkeypatch, text)
+            thinks = {"chat_template_kwargs": {"enable_thinking": bool(thought)}}
+            answer = client.chat.completions.create(
+                model=MODEL, messages=ASK, temperature=0, stream=is_streamed, extra_body=thinks
+            )
+            parts = [chunk.choices[0].delta for chunk in answer] if is_streamed else [answer.choices[0].message]
+            assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == thought
+            assert "".join(part.content or "" for part in parts) == "Four"
 
 
 def test_a_streamed_answer_has_its_thought_apart(running, monkeypatch):
@@ -260,7 +292,8 @@ def test_templates_with_tags_of_their_own_are_read():
 def test_thought_is_counted_by_the_tokens_of_its_markers():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|return|>"]})
+    special = ["<|channel|>", "<|message|>", "<|return|>", "<|channel>", "<channel|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
 
     def count(name: str, text: str, is_open: bool = False) -> tuple[int, Any]:
         form, ids = REASONING_FORMATS[name], tokenizer(text)["input_ids"]
@@ -270,6 +303,8 @@ def test_thought_is_counted_by_the_tokens_of_its_markers():
         number, ids = count("think", text, is_open)
         assert tokenizer.decode(ids[:number]) == text.removesuffix("Four")
     assert count("think", "Four</think>")[0] == 0
+    number, ids = count("gemma4", "<|channel>thought\nTwo and two<channel|>Four")
+    assert tokenizer.decode(ids[:number]) == "<|channel>thought\nTwo and two<channel|>"
     number, ids = count("harmony", "<|channel|>analysis<|message|>Two and two<|end|>"
                         "<|channel|>final<|message|>Four<|return|>")  # fmt: skip
     assert number == len(tokenizer("Two and two<|end|>")["input_ids"])

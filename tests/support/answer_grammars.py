@@ -32,6 +32,7 @@ class Setting:
                      "<minimax:tool_call>", "</minimax:tool_call>"]  # fmt: skip
             special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
                        "<|return|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>", "<tool_call|>", '<|"|>',
+                       "<|channel>", "<channel|>",
                        "｜DSML｜", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
                        "<|tool_call_begin|>",
                        "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>",

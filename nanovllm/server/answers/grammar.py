@@ -86,7 +86,8 @@ def _thought(rules: Rules, constraints: AnswerConstraints, form: AnswerFormat, *
     if is_open:
         return thought
     before = rules.add(r"/[ \n]{0,2}/")  # GLM-4.6 begins with a line break
-    return f"({before} {rules.marker(opening)} {thought})?"
+    label = rules.literal(form.reasoning.label) if form.reasoning.label else ""
+    return f"({before} {rules.marker(opening)} {label} {thought})?"
 
 
 def _is_constrained(constraints: AnswerConstraints) -> bool:

@@ -5,6 +5,7 @@
     seed       <seed:think> ... </seed:think>                Seed-OSS
     kimi       ◁think▷ ... ◁/think▷                          Kimi-VL
     cohere     <|START_THINKING|> ... <|END_THINKING|>       Command A
+    gemma4     <|channel>thought ... <channel|>              Gemma 4
     harmony    <|channel|>analysis<|message|> ...            gpt-oss, see `harmony`
 
 Thought begins at the start of an answer, or before it: many templates end the prompt with the opening marker.
@@ -24,11 +25,17 @@ class ReasoningFormat:
     """Markers around the thought of one model family.
 
     open, close: empty for harmony, which `harmony` parses.
+    label: name of the channel, in plain text next to the opening marker; models may leave it out.
     """
 
     name: str
     open: str = ""
     close: str = ""
+    label: str = ""
+
+    @property
+    def opening(self) -> str:
+        return self.open + self.label
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,6 +49,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
     "seed": ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
     "kimi": ReasoningFormat("kimi", "◁think▷", "◁/think▷"),
     "cohere": ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ReasoningFormat("gemma4", "<|channel>", "<channel|>", "thought"),
     "harmony": HARMONY,
     "none": None,
 }
@@ -62,12 +70,12 @@ def ends_in_thought(form: ReasoningFormat, tokenizer: Any, prompt_token_ids: Seq
     if not form.open:
         return False
     tail = tokenizer.decode(list(prompt_token_ids[-PROMPT_TAIL:]), skip_special_tokens=False)
-    return bool(tail.rstrip().endswith(form.open))
+    return bool(tail.rstrip().endswith(form.opening))
 
 
 def is_left_open(form: ReasoningFormat, text: str) -> bool:
     """Whether the partial answer, which the model will continue, ends within thought."""
-    return bool(form.open) and text.rfind(form.open) > text.rfind(form.close)
+    return bool(form.open) and text.rfind(form.opening) > text.rfind(form.close)
 
 
 class ReasoningStream:
@@ -99,10 +107,11 @@ class ReasoningStream:
 
     def _look_for_opening(self, *, is_last: bool) -> None:
         begin = self._text.lstrip()
-        if begin.startswith(self._form.open):
-            self._text = begin[len(self._form.open) :]
+        opening, is_whole = self._form.opening, is_last or not self._form.opening.startswith(begin)
+        if begin.startswith(opening) or (is_whole and begin.startswith(self._form.open)):
+            self._text = begin.removeprefix(self._form.open).removeprefix(self._form.label)
             self.is_open, self._may_open = True, False
-        elif is_last or not self._form.open.startswith(begin):
+        elif is_whole:
             self._may_open = False
 
     def _take_thought(self, *, is_last: bool) -> str:
