@@ -64,6 +64,8 @@ class Scheduler:
             # priority - (now - arrival time) / ageing, less the term in `now`: all age alike, so the order is fixed.
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
             sequence.key = (aged, sequence.arrival)
+        if self.budget is not None:
+            self.budget.see(sequence.client)
         self.waiting.join(sequence)
         self.block_manager.want(sequence)
 
@@ -75,6 +77,8 @@ class Scheduler:
             self.block_manager.wanted.remove(sequence)
         sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
+        if self.budget is not None:
+            self.budget.see(sequence.client)
 
     # -------------------------------------------------------------------------------------------------- schedule
 

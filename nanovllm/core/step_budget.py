@@ -25,6 +25,7 @@ URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
 # Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
 MAX_LATENESS = 0.5
 
+LATELY_S = 60.0  # after which a client without requests is expected no more
 MASK_SHARE = 0.25  # share of the goal for the masks of a step
 PLACED_IN_STEP = attrgetter("placed_in_step")  # field of a Sequence
 
@@ -58,7 +59,8 @@ class StepBudget:
     """Chooses the token budget of each step.
 
     A request that still lacks its first token relaxes the goal of ITL of its client's streams: from half of its
-    `ttft_goal` on, linearly, up to 4 `itl_goal` once that has passed.
+    `ttft_goal` on, linearly, up to 4 `itl_goal` once that has passed. A step without streams keeps the goal as well
+    while other clients than its first prompt's had requests lately: their next one waits for its end.
 
     itl_goal, ttft_goal: Goals in force, seconds; with itl_goal="auto" they follow the costs.
 
@@ -73,17 +75,26 @@ class StepBudget:
         self.itl_goal: float = config.itl_goal
         self.ttft_goal = config.ttft_goal
         self._last = config.max_num_batched_tokens
+        self._seen: dict[str, float] = {}  # clients with requests -> when one came or ended; the latest two
         self._mask_seconds, self._spent = math.inf, dict[str, float]()  # of a client in a step: at most, so far
+
+    def see(self, client: str) -> None:
+        """Note that a request of the client comes or ends now."""
+        self._seen.pop(client, None)
+        self._seen[client] = self._clock()
+        if len(self._seen) > 2:
+            del self._seen[next(iter(self._seen))]
 
     def num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
         """The step's budget: at least the decodes and one block, at most `max_num_batched_tokens`.
 
         Args:
-            decodes: placed already. Without any nobody waits for the step, and the budget is whole.
+            decodes: placed already. Without any, and without other clients lately, the budget is whole.
             prompts: sequences that wait for chunks, in their order; the first one's chunk is predicted.
         """
         budget = self._config.max_num_batched_tokens
-        if decodes and (first := next(iter(prompts), None)) is not None:
+        first = next(iter(prompts), None)
+        if first is not None and (decodes or self._has_others(first.client)):
             start = first.num_computed_tokens + len(lookup(first)) * self._config.block_size
             sizes = self._costs.sizes(len(decodes), budget - len(decodes))
             count = bisect_right(sizes, self._seconds(decodes, first), key=self._costs.forecast(decodes, start))
@@ -116,7 +127,9 @@ class StepBudget:
         return fits
 
     def _seconds(self, decodes: SequenceABC[ScheduledSequence], first: Sequence) -> float:
-        """The longest step that all streams can wait for."""
+        """The longest step that all streams can wait for; without any, that a request which comes meanwhile can."""
+        if not decodes:
+            return self.itl_goal
         now, config = self._clock(), self._config
         relaxation = self._relaxation(first, now)
         goal, longest = math.inf, math.inf
@@ -126,6 +139,11 @@ class StepBudget:
             longest = min(longest, own * relaxation if sequence.client == first.client else own)
         # With overlap the step before still runs, and the next token is due one goal after its end.
         return longest - (0.0 if config.overlap else min(max(0.0, now - self._costs.last_time), MAX_LATENESS * goal))
+
+    def _has_others(self, client: str) -> bool:
+        """Whether another client had a request lately."""
+        since = self._clock() - LATELY_S
+        return any(other != client and seen > since for other, seen in self._seen.items())
 
     def _relaxation(self, first: Sequence, now: float) -> float:
         """Goals that a gap of the prompt's own client may take, 1 to `MAX_RELAXATION`."""

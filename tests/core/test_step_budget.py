@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.step_budget import MAX_RELAXATION, StepBudget
+from nanovllm.core.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
 from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
 from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
@@ -39,6 +39,27 @@ def test_a_step_takes_as_many_tokens_as_are_predicted_to_keep_the_goal():
 def test_nobody_who_decodes_or_no_prompt_leaves_the_budget_whole():
     assert num_tokens(make_budget(0.05), [], prompt()) == MOST
     assert num_tokens(make_budget(0.05), decodes(3)) == MOST
+
+
+def test_a_step_without_decodes_keeps_the_goal_while_another_client_had_requests_lately():
+    now = [0.0]
+    budget = make_budget(0.05, clock=lambda: now[0])
+    budget.see("flood")
+    assert num_tokens(budget, [], prompt(client="flood")) == MOST
+    budget.see("other")
+    budget.see("flood")
+    assert num_tokens(budget, [], prompt(client="flood")) == 49  # 1 + 49 milliseconds
+    now[0] = LATELY_S + 1.0
+    budget.see("flood")
+    assert num_tokens(budget, [], prompt(client="flood")) == MOST
+
+
+def test_the_two_clients_seen_last_are_remembered():
+    budget = make_budget(0.05)
+    for number in range(9):
+        budget.see(str(number))
+    assert num_tokens(budget, [], prompt(client="8")) == 49 == num_tokens(budget, [], prompt(client="0"))
+    assert len(budget._seen) == 2
 
 
 def test_a_chunk_deep_in_a_prompt_or_after_hits_is_smaller():
@@ -151,6 +172,22 @@ def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
     loop.add([2] * 40, max_tokens=1)
     sizes = [loop.step().num_tokens for _ in range(4)]
     assert sizes == [1 + 12, 1 + 12, 1 + 12, 1 + 4]  # 14 fit, a chunk ends with a block; 13, 13 for deeper ones
+
+
+def test_a_flood_of_prompts_without_streams_takes_short_steps_once_another_client_asked():
+    scheduler = make_scheduler(max_num_batched_tokens=MOST)
+    scheduler.budget = make_budget(0.016)
+    loop = Loop(scheduler)
+    for number in range(4):
+        loop.add([2 + number] * 40, max_tokens=1, client="flood")
+    assert loop.step().num_tokens == 160  # of a client alone
+    loop.add([1] * 4, max_tokens=1, client="other")
+    loop.step()
+    for number in range(4):
+        loop.add([6 + number] * 40, max_tokens=1, client="flood")
+    assert loop.step().num_tokens == 12
+    loop.add([9] * 4, max_tokens=1, client="other")
+    assert "other" in {entry.sequence.client for _ in range(2) for entry in loop.step().prefills}
 
 
 def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():

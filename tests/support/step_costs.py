@@ -40,7 +40,9 @@ class RandomCosts(Costs):
         return lambda size: scale * size
 
 
-def make_budget(goal: float, costs: Any = None, *, now: float = 0.0, **options: Any) -> StepBudget:
+def make_budget(
+    goal: float, costs: Any = None, *, now: float = 0.0, clock: Callable[[], float] | None = None, **options: Any
+) -> StepBudget:
     defaults = {"itl_goal": goal, "ttft_goal": None, "max_num_batched_tokens": MOST, "block_size": BLOCK}
     config: Any = SimpleNamespace(**(defaults | {"overlap": False} | options))
-    return StepBudget(config, costs or Costs(), lambda: now)
+    return StepBudget(config, costs or Costs(), clock or (lambda: now))
