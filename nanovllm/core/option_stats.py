@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Goals(Protocol):
+    """Latency goals in seconds; None without one."""
+
+    @property
+    def itl_goal(self) -> Any: ...
+
+    @property
+    def ttft_goal(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetStats:
     """Token budget that keeps an `itl_goal`, and how well its steps are predicted.
 
-    itl_goal: Goal in force, seconds; "auto" follows the costs.
+    itl_goal, ttft_goal: Goals in force, seconds; "auto" follows the costs.
     num_tokens: budget of the last step.
     error: median over the last 100 steps of the predictions' errors, relative to the time measured; None before any.
     num_misses: steps since construction that took twice or half of their prediction.
     """
 
     itl_goal: float
+    ttft_goal: float | None
     num_tokens: int
     error: float | None
     num_misses: int

@@ -134,7 +134,7 @@ class StepBudget:
         relaxation = self._relaxation(first, now)
         goal, longest = math.inf, math.inf
         for sequence, *_ in decodes:
-            own = self.itl_goal if sequence.params.itl_goal is None else sequence.params.itl_goal
+            own = max(self.itl_goal, sequence.params.itl_goal or 0.0)  # the engine's may have become longer
             goal = min(goal, own)
             longest = min(longest, own * relaxation if sequence.client == first.client else own)
         # With overlap the step before still runs, and the next token is due one goal after its end.
@@ -147,12 +147,12 @@ class StepBudget:
 
     def _relaxation(self, first: Sequence, now: float) -> float:
         """Goals that a gap of the prompt's own client may take, 1 to `MAX_RELAXATION`."""
-        ttft_goal = self.ttft_goal if first.params.ttft_goal is None else first.params.ttft_goal
         has_token = first.num_known_tokens > first.num_prompt_tokens  # one that was preempted
-        if ttft_goal is None or has_token:
+        if self.ttft_goal is None or has_token:
             return 1.0
+        ttft_goal = max(self.ttft_goal, first.params.ttft_goal or 0.0)
         urgency = ((now - first.arrival_time) / ttft_goal - URGENT_FROM) / (1.0 - URGENT_FROM)
         return 1.0 + (MAX_RELAXATION - 1.0) * min(max(urgency, 0.0), 1.0)
 
     def stats(self) -> BudgetStats:
-        return BudgetStats(self.itl_goal, self._last, self._costs.error, self._costs.num_misses)
+        return BudgetStats(self.itl_goal, self.ttft_goal, self._last, self._costs.error, self._costs.num_misses)

@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sortedcontainers import SortedList
@@ -35,7 +36,7 @@ from nanovllm.core.validation import text
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
-from nanovllm.replicas.pool_stats import PoolStats
+from nanovllm.replicas.pool_stats import PoolStats, goals_in_force
 from nanovllm.replicas.replica_queue import FleetInterface, ReplicaQueue
 from nanovllm.replicas.routing import Route
 from nanovllm.replicas.waiting import WaitingRequests, may_have_run
@@ -81,6 +82,7 @@ class ReplicaPool:
 
     def __init__(self, fleet: FleetInterface, parts: PoolParts, route: Route) -> None:
         self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
+        self.input_processor.goals = partial(goals_in_force, fleet.replicas, parts.config)
         self.clock = time.monotonic
         self.observers = StepObservers()
         self.outputs: deque[RequestOutput] = deque()

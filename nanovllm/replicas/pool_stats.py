@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
 
-from nanovllm.core.option_stats import BudgetStats, SpeculationStats, TierStats
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_stats import BudgetStats, Goals, SpeculationStats, TierStats
 from nanovllm.core.outputs import CacheGroupStats, EngineStats
+from nanovllm.replicas.replica_queue import ReplicaQueue
 
 # Statistics that only grow; sums include dead processes.
 COUNTERS = (
@@ -62,6 +64,12 @@ def _sum(groups: Sequence[CacheGroupStats]) -> CacheGroupStats:
     """Sum a cache group over replicas."""
     counts = ("num_blocks", "num_used_blocks", "num_findable_blocks", "num_evictions")
     return replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in counts})
+
+
+def goals_in_force(replicas: Iterable[ReplicaQueue], config: EngineConfig) -> Goals:
+    """Goals by the last report of a replica, or those of the start before any."""
+    reports = (replica.stats.budget for replica in replicas if replica.stats is not None)
+    return next((budget for budget in reports if budget is not None), config)
 
 
 def _budget(budgets: Sequence[BudgetStats]) -> BudgetStats | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import PromptTooLongError
+from nanovllm.core.option_stats import Goals
 from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
@@ -99,6 +100,7 @@ class InputProcessor:
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
+        self.goals: Callable[[], Goals] = lambda: config  # in force; those of an engine may follow its costs
         self._pieces = Pieces(tokenizer)
         self._make_chat = make_chat
         self._make_grammars = make_grammars
@@ -184,7 +186,7 @@ class InputProcessor:
                 token_ids = self._token_ids(prompt, params)
                 check_prompt(token_ids, params, self.limits, self.config.max_model_len)
                 if id(params) not in prepared:
-                    check_params(params, self.limits, self.config, has_tokenizer=self.tokenizer is not None)
+                    check_params(params, self.limits, self.goals, has_tokenizer=self.tokenizer is not None)
                     words, form = params.bad_words, params.structured_output
                     spellings = words and spellings_of(words, self.tokenizer)
                     prepared[id(params)] = {"bad_words": spellings, "matcher": form and self.grammars.matcher(form)}
@@ -335,7 +337,9 @@ def check_prompt(
         )
 
 
-def check_params(params: SamplingParams, limits: RequestLimits, config: EngineConfig, *, has_tokenizer: bool) -> None:
+def check_params(
+    params: SamplingParams, limits: RequestLimits, goals: Callable[[], Goals], *, has_tokenizer: bool
+) -> None:
     """Raise ValueError for parameters that this model, engine or tokenizer cannot serve."""
     vocab_size = limits.num_logits
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -356,7 +360,7 @@ def check_params(params: SamplingParams, limits: RequestLimits, config: EngineCo
             f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
         )
     if params.itl_goal is not None or params.ttft_goal is not None:
-        _check_goals(params, config)
+        _check_goals(params, goals())
     if has_tokenizer:
         return
     for name, is_used in (
@@ -371,10 +375,10 @@ def check_params(params: SamplingParams, limits: RequestLimits, config: EngineCo
             )
 
 
-def _check_goals(params: SamplingParams, config: EngineConfig) -> None:
+def _check_goals(params: SamplingParams, in_force: Goals) -> None:
     """Raise ValueError for a goal that is stricter than the engine's."""
     for name in ("itl_goal", "ttft_goal"):
-        goal, least = getattr(params, name), getattr(config, name)
+        goal, least = getattr(params, name), getattr(in_force, name)
         if goal is not None and (least is None or goal < least):
             has = "none" if least is None else f"{least:g} s"
             remedy = f"the engine option {name}" if least is None else f"at least {least:g} s"

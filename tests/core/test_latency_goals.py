@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
 from nanovllm.core.client_queue import DECODE_COST
+from nanovllm.core.option_stats import BudgetStats
 from nanovllm.execution import start_costs
 from nanovllm.execution.learned_costs import relative_decode_cost
 from nanovllm.execution.start_costs import learned_budget
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
+from nanovllm.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.sweeps import CALIBRATION
@@ -108,6 +111,26 @@ def test_a_request_may_wait_longer_and_not_less():
         pytest.raises(ValueError, match=r"is 50 s, and that of the engine is none; "),
     ):
         llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
+
+
+def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the_start():
+    with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
+        budget: Any = llm._engine.scheduler.budget
+        budget.itl_goal, budget.ttft_goal = 30.0, 45.0  # as "auto" has them once the machine is faster
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
+            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=29.0), use_tqdm=False)
+        budget.itl_goal = 90.0
+        with pytest.raises(ValueError, match=r"itl_goal of a request is 80 s, and that of the engine is 90 s; "):
+            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=80.0), use_tqdm=False)
+
+
+def test_the_front_of_replicas_compares_with_the_goals_that_they_reported():
+    report: Any = SimpleNamespace(stats=SimpleNamespace(budget=BudgetStats(0.1, 5.0, 8, None, 0)))
+    fresh: Any = SimpleNamespace(stats=None)
+    config = EngineConfig(itl_goal=0.4)
+    assert goals_in_force([fresh, report], config).itl_goal == 0.1
+    assert goals_in_force([fresh], config).itl_goal == 0.4
 
 
 @pytest.mark.parametrize("name", ["itl_goal", "ttft_goal"])

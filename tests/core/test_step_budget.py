@@ -102,6 +102,14 @@ def test_the_strictest_stream_decides():
     assert num_tokens(make_budget(0.05), [*patient, *decodes(1, itl_goal=0.08)], prompt()) == 79
 
 
+def test_a_goal_of_a_request_is_never_stricter_than_the_one_in_force():
+    budget = make_budget(0.05, ttft_goal=2.0, now=9, overlap=True)
+    patient, late = decodes(3, itl_goal=0.08), prompt(ttft_goal=4.0, client="other")
+    assert num_tokens(budget, patient, late) == 79
+    budget.itl_goal = 0.1
+    assert num_tokens(budget, patient, late) == 99
+
+
 def masked(number: int, seconds: float, **options: Any) -> Any:
     """A decode whose next mask takes so long, placed before those of higher numbers."""
     sequence = make_sequence([1, 2], arrival=number, **options)
