@@ -29,7 +29,7 @@ from nanovllm.requests.tokenization import AsyncTokenization
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.heartbeat import Heartbeat
-from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream, relay
+from nanovllm.streaming.streams import OutputRouter, OutputStream, Preparation, Stream, relay
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,7 +83,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._look_at_queue = engine.check_queue
-        self._preparing: dict[str, Stream] = {}  # of requests that are not queued yet
+        self._preparing: dict[str, Preparation] = {}  # of requests that are not queued yet
         self._intake = Intake(is_parallel=getattr(self.tokenizer, "is_fast", False))
         self._intake.submit(engine.input_processor.prepare, compiles=True)
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
@@ -205,24 +205,31 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         if output_kind not in list(OutputKind):
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(OutputKind)}.")
         stream = Stream(kind := OutputKind(output_kind))
+        count = num_samples(sampling_params, len(request_ids))
+        preparation = Preparation(stream, request_ids, count // len(request_ids), arrival_time)
 
         def add(requests: list[NewRequest], engine: EngineInterface) -> None:
             engine.add(*requests)
+            preparation.is_queued = True
             for request in requests:
                 self._router.open(request, stream)
-                if request.request_id in stream.aborted:
+                if request.request_id in preparation.aborted:
                     self._abort_in(engine, request.request_id)
 
         def prepare_and_queue() -> Future[None]:  # in the preparation thread, which waits for no busy event loop
             requests = prepare(request_ids=request_ids, output_kind=kind, arrival_time=arrival_time)
             return self._engine_thread.submit(lambda engine: None if stream.is_abandoned else add(requests, engine))
 
-        self._preparing |= dict.fromkeys(request_ids, stream)
-        try:
-            await self._check_queue(num_samples(sampling_params, len(request_ids)))
+        async def prepared() -> None:
+            await self._check_queue(count)
             compiles, words = self._input_processor.compiles(sampling_params), texts_of(sampling_params)
             work = self.prepare(prepare_and_queue, (texts, words), compiles=compiles, client=client)
             await asyncio.wrap_future(await work)
+
+        preparation.work = asyncio.ensure_future(prepared())
+        self._preparing |= dict.fromkeys(request_ids, preparation)
+        try:
+            await self._queued(preparation)
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
             raise
@@ -230,6 +237,16 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
             for request_id in request_ids:
                 del self._preparing[request_id]
         return OutputStream(stream, request_ids, self._abandon)
+
+    async def _queued(self, preparation: Preparation) -> None:
+        """Wait until requests are queued, or ended before since all of them were aborted."""
+        try:
+            await preparation.work
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not preparation.is_dropped or (task is not None and task.cancelling()):
+                raise
+            await self._run(lambda _: preparation.end(self._clock()))
 
     async def _check_queue(self, count: int) -> None:
         """Refuse samples without room before they are tokenised, between two steps: an abort may be on its way."""
@@ -272,15 +289,16 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
     # ---------------------------------------------------------------------------------------------------- requests
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now; its stream ends with finish_reason "abort" and the output so far. False if none runs."""
+        """End a request now; its stream ends with finish_reason "abort" and the output so far. False if none runs.
+
+        The preparation of one that is not queued yet is dropped at once; its output has no prompt tokens.
+        """
+        preparation = self._preparing.get(request_id)
+        if preparation is not None:
+            preparation.abort(request_id)
 
         def abort(engine: EngineInterface) -> bool:
-            if self._abort_in(engine, request_id):
-                return True
-            if (stream := self._preparing.get(request_id)) is None:
-                return False
-            stream.aborted.add(request_id)
-            return True
+            return self._abort_in(engine, request_id) or (preparation is not None and not preparation.is_queued)
 
         return await self._run(abort)
 

@@ -75,7 +75,7 @@ class StepBudget:
         self.itl_goal: float = config.itl_goal
         self.ttft_goal = config.ttft_goal
         self._last = config.max_num_batched_tokens
-        self._seen: dict[str, float] = {}  # clients with requests -> when one came or ended; the latest two
+        self._seen: dict[str, float] = {}  # The latest two clients with requests -> when one came or ended
         self._mask_seconds, self._spent = math.inf, dict[str, float]()  # of a client in a step: at most, so far
 
     def see(self, client: str) -> None:
@@ -134,7 +134,7 @@ class StepBudget:
         relaxation = self._relaxation(first, now)
         goal, longest = math.inf, math.inf
         for sequence, *_ in decodes:
-            own = max(self.itl_goal, sequence.params.itl_goal or 0.0)  # the engine's may have become longer
+            own = max(self.itl_goal, sequence.params.itl_goal or 0.0)  # The engine's may have become longer
             goal = min(goal, own)
             longest = min(longest, own * relaxation if sequence.client == first.client else own)
         # With overlap the step before still runs, and the next token is due one goal after its end.

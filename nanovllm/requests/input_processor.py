@@ -100,7 +100,7 @@ class InputProcessor:
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
-        self.goals: Callable[[], Goals] = lambda: config  # in force; those of an engine may follow its costs
+        self.goals: Callable[[], Goals] = lambda: config  # Goals in force, which may follow the costs
         self._pieces = Pieces(tokenizer)
         self._make_chat = make_chat
         self._make_grammars = make_grammars

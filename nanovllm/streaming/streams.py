@@ -11,9 +11,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
-from nanovllm.core.outputs import OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
@@ -26,13 +26,11 @@ class Stream:
     """Pending outputs of one or several requests, for one reader in the event loop that built it.
 
     is_abandoned: its reader has left, so its requests need not be queued any more.
-    aborted: ids of requests that end as soon as they are queued.
     """
 
     def __init__(self, kind: OutputKind) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_abandoned = False
-        self.aborted: set[str] = set()
         self.is_due = False  # the router is about to wake the reader
         self._kind = kind
         self._lock = threading.Lock()
@@ -76,6 +74,43 @@ class Stream:
         # An output put from here on wakes this reader: `wake` runs in this event loop, so not before the await.
         self._reader = self.loop.create_future()
         return self._reader
+
+
+class Preparation:
+    """Requests of one call until they are queued; its work is cancelled once all of them are aborted.
+
+    work: Task that prepares and queues them.
+    aborted: Ids of requests that end as soon as they are queued.
+    is_queued: Whether the engine has them; used in its thread.
+    """
+
+    def __init__(self, stream: Stream, request_ids: Iterable[str], num_samples: int, arrival_time: float) -> None:
+        self.work: asyncio.Future[None]
+        self.aborted: set[str] = set()
+        self.is_queued = False
+        self._stream, self._ids = stream, set(request_ids)
+        self._num_samples, self._arrival_time = num_samples, arrival_time  # Number of each request
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.aborted == self._ids
+
+    def abort(self, request_id: str) -> None:
+        """Abort one request before it is queued; called in any thread."""
+        self.aborted.add(request_id)
+        if self.is_dropped:
+            with suppress(RuntimeError):  # The event loop is closed, and the work with it
+                self._stream.loop.call_soon_threadsafe(self.work.cancel)
+
+    def end(self, now: float) -> None:
+        """Put the outputs of requests that will not be queued; called in the engine's thread."""
+        if self.is_queued:
+            return
+        self._stream.is_abandoned = True
+        for request_id in self._ids:
+            samples = [CompletionOutput(index, "", [], "abort", None) for index in range(self._num_samples)]
+            metrics = RequestMetrics(self._arrival_time, finished_time=now)
+            self._stream.put(RequestOutput(request_id, None, [], samples, True, 0, metrics))
 
 
 class OutputStream:

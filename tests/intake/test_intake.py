@@ -259,22 +259,50 @@ def test_a_trial_ends_when_nobody_waits_for_it():
 
 
 @bounded
-async def test_a_request_whose_reader_leaves_is_not_prepared(monkeypatch):
+@pytest.mark.parametrize("how", ["cancel", "abort"])
+async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
     async with AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
         await llm.prepare(lambda: None)
         held = Held(llm._intake)
         prepared: list[Any] = []
         monkeypatch.setattr(llm._input_processor, "process_each", lambda *_, **__: prepared.append(1))
-        waiting = asyncio.create_task(llm.submit(["the sea"], SamplingParams()))
+        waiting = asyncio.create_task(llm.submit(["the sea"], SamplingParams(n=2), request_ids=["left"]))
         while not [task for task in llm._intake.short.tasks() if not task.has_begun]:
             await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        if how == "cancel":
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        else:
+            assert await llm.abort("left")
+            (output,) = [output async for output in await waiting]
+            assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 2
         assert not [task for task in llm._intake.short.tasks() if not task.has_begun]
         held.end()
         await llm.prepare(lambda: None)
         assert not prepared
+
+
+@bounded
+async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_are(monkeypatch):
+    begun = threading.Event()
+
+    def endless(*_: Any, **__: Any) -> None:
+        begun.set()
+        while True:
+            checkpoint()
+
+    async with AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
+        monkeypatch.setattr(llm._input_processor, "process_each", endless)
+        running = asyncio.create_task(llm.submit(["the sea", "a bird"], request_ids=["first", "second"]))
+        await asyncio.to_thread(begun.wait, 30.0)
+        assert await llm.abort("first")
+        assert not running.done() and llm._intake.short.running
+        assert await llm.abort("second")
+        outputs = [output async for output in await running]
+        assert {output.request_id for output in outputs} == {"first", "second"}
+        await llm.prepare(lambda: None)  # the place is free
+        assert not await llm.abort("second")
 
 
 @bounded

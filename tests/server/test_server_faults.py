@@ -25,6 +25,7 @@ from nanovllm import SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
+from nanovllm.requests.intake import checkpoint
 from tests.support.async_llms import bounded, in_engine_steps, offline
 from tests.support.forked_processes import programs_are_forked
 from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
@@ -93,6 +94,26 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypat
         assert running.stats().num_running == 1
         first.close()
         comes_true(running.is_idle)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_prompt_of_a_client_that_leaves_is_prepared_no_further(monkeypatch, stream):
+    begun = threading.Event()
+
+    def endless(*_: Any, **__: Any) -> None:
+        begun.set()
+        while True:
+            checkpoint()
+
+    with serving() as running:
+        monkeypatch.setattr(running.engine._input_processor, "process_each", endless)
+        lane = running.engine._intake.short
+        connections = [raw_stream(running, {"prompt": "the sea", "stream": stream}) for _ in range(3)]
+        assert begun.wait(30.0)
+        comes_true(lambda: len(lane.tasks()) == 3)
+        for connection in connections:
+            connection.close()
+        comes_true(lambda: not lane.tasks())
 
 
 def test_a_client_that_stops_reading_delays_no_other_and_loses_nothing(monkeypatch):
