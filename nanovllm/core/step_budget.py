@@ -25,7 +25,7 @@ URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
 # Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
 MAX_LATENESS = 0.5
 
-LATELY_S = 60.0  # after which a client without requests is expected no more
+LATELY_S = 60.0  # A client without requests for so long is expected no more
 MASK_SHARE = 0.25  # share of the goal for the masks of a step
 PLACED_IN_STEP = attrgetter("placed_in_step")  # field of a Sequence
 
