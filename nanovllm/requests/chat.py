@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
@@ -14,10 +15,13 @@ from nanovllm.core.validation import texts
 from nanovllm.requests.control_tokens import ChatEncoder
 from nanovllm.requests.plain_messages import PlainMessage, plain_messages
 from nanovllm.requests.prompts import ChatPrompt
-from nanovllm.requests.template_folds import Conversation, Tools, folded
+from nanovllm.requests.template_folds import Conversation, Tools
+from nanovllm.requests.template_losses import complete_form, probes_of
 from nanovllm.requests.template_messages import TemplateMessages
 from nanovllm.requests.template_trials import TemplateTrials
 from nanovllm.requests.turn_end import added_ids, turn_end
+
+logger = logging.getLogger("nanovllm")
 
 Message = Mapping[str, Any]
 
@@ -28,6 +32,7 @@ NOT_FOR_TEMPLATES = {
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
     "answer_params",
 }  # fmt: skip
+LOSSY = "the chat template leaves text out of some conversations in every form, such as that of messages[%d] (role %r)"
 MAX_TEMPLATES = 16  # findings about templates that are kept, since a caller may bring one with each conversation
 
 
@@ -64,6 +69,7 @@ class ChatTemplate:
         self._eos_token_ids, self._num_logits = eos_token_ids, num_logits
         self._shapers: dict[str, TemplateMessages] = {}  # template's source -> shaper
         self._ends: dict[str, tuple[int, ...]] = {}  # likewise
+        self._lossy: set[str] = set()  # sources of templates that the log names as such
 
     def prepare(self) -> None:
         """Prepare the encoder ahead of the first message that spells a control token."""
@@ -112,21 +118,19 @@ class ChatTemplate:
         if options.get("chat_template") is None:
             options.pop("chat_template", None)
         shaper = self._shaper(source)
-        shaped = shaper.shaped(plain_messages(conversation), tools or None)
+        plain = plain_messages(conversation)
+        shaped = shaper.shaped(plain, tools or None)
 
         def render(messages: list[PlainMessage], tools: Tools) -> str:
             return self._render(shaper.finished(messages), tools, options)
 
-        try:
-            token_ids = self._encode(shaper.finished(shaped[0]), shaped[1], options, limit)
-        except Exception as error:  # any error of the template or of the tokenizer
-            words = _refusal(render, *shaped)
-            if words is None:  # not the template's
-                raise
-            taken = next((each for each in folded(*shaped) if _refusal(render, *each) is None), None)
-            if taken is None:
-                raise ValueError(_named(render, shaped, words)) from error
-            token_ids = self._encode(shaper.finished(taken[0]), taken[1], options, limit)
+        form, lost = complete_form(render, shaped, probes_of(plain))
+        if form is None:
+            raise ValueError(_named(render, shaped))
+        if lost is not None and source not in self._lossy:
+            self._lossy.add(source)
+            logger.warning(LOSSY, lost, plain[lost]["role"])
+        token_ids = self._encode(shaper.finished(form[0]), form[1], options, limit)
         return ChatPrompt(token_ids, self._ends_of(source))
 
     # ------------------------------------------------------------------------------------------------------- parts
@@ -146,6 +150,7 @@ class ChatTemplate:
             if len(self._shapers) >= MAX_TEMPLATES:
                 self._shapers.clear()
                 self._ends.clear()
+                self._lossy.clear()
             self._shapers[source] = TemplateMessages(trials, self._content_format)
         return self._shapers[source]
 
@@ -182,9 +187,10 @@ def _refusal(render: Callable[..., str], messages: list[PlainMessage], tools: To
     return None
 
 
-def _named(render: Callable[..., str], shaped: Conversation, words: str) -> str:
+def _named(render: Callable[..., str], shaped: Conversation) -> str:
     """The error for a conversation that the template refuses in every form, with the first message that it refuses."""
     messages, tools = shaped
+    words = _refusal(render, messages, tools)
     taken, refused = 0, len(messages)  # so many of the first messages
     while refused - taken > 1:
         middle = (taken + refused) // 2

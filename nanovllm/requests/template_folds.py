@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nanovllm.requests.plain_messages import THOUGHT, PlainMessage, as_parts, call_text, joined, text_of
+from nanovllm.requests.plain_messages import MAX_NESTING, THOUGHT, PlainMessage, as_parts, call_text, joined, text_of
 
 _DIGITS = string.ascii_letters + string.digits
 
@@ -18,15 +18,45 @@ Conversation = tuple[list[PlainMessage], Tools]
 
 def complete_tools(messages: list[PlainMessage], tools: Tools) -> Conversation:
     """Tools have a description and parameters with properties, empty where the client gave none."""
-    if tools is None:
-        return messages, None
     complete = []
-    for tool in tools:
+    for tool in tools or ():
         function = tool.get("function") or {}
         parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
         function = {"description": ""} | function | {"parameters": parameters}
         complete.append(tool | {"function": function})
     return messages, complete
+
+
+def simplify_schemas(messages: list[PlainMessage], tools: Tools) -> Conversation:
+    """Each schema of a parameter is an object with one type: the first that is not null, or a string."""
+    simple = []
+    for tool in tools or ():
+        function = tool.get("function") or {}
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties") or {}
+        shown = parameters | {"properties": {name: _simple(schema) for name, schema in properties.items()}}
+        simple.append(tool | {"function": function | {"parameters": shown}})
+    return messages, simple
+
+
+def _simple(schema: Any, depth: int = 0) -> dict[str, Any]:
+    """A schema for templates that write types out, in words or as a signature."""
+    made = dict(schema) if isinstance(schema, dict) else {}
+    options = [each for key in ("anyOf", "oneOf", "allOf") for each in made.pop(key, ()) if isinstance(each, dict)]
+    types = made.get("type", [each.get("type") for each in options])
+    named = [each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)]
+    made["type"] = next((each for each in named if each != "null"), "string")
+    if depth < MAX_NESTING and "items" in made:
+        made["items"] = _simple(made["items"], depth + 1)
+    if depth < MAX_NESTING and isinstance(made.get("properties"), dict):
+        made["properties"] = {name: _simple(each, depth + 1) for name, each in made["properties"].items()}
+    return made
+
+
+def leave_out_empty(messages: list[PlainMessage], tools: Tools) -> Conversation:
+    """Answers without text and calls are left out."""
+    made = [each for each in messages if each["role"] != "assistant" or each["content"] or "tool_calls" in each]
+    return made or messages, tools
 
 
 def shorten_ids(messages: list[PlainMessage], tools: Tools) -> Conversation:
@@ -190,8 +220,8 @@ def with_calls_as_text(message: PlainMessage) -> PlainMessage:
 
 # Folds that keep calls and results, from the one that changes least.
 FOLDS: tuple[Callable[[list[PlainMessage], Tools], Conversation], ...] = (
-    complete_tools, shorten_ids, split_calls, join_thought, fold_system, results_as_text, join_turns, begin_with_user,
-    move_system,
+    complete_tools, simplify_schemas, shorten_ids, leave_out_empty, split_calls, join_thought, split_text, fold_system,
+    results_as_text, join_turns, begin_with_user, move_system,
 )  # fmt: skip
 
 

@@ -38,11 +38,12 @@ class TemplateMessages:
 
     def shaped(self, messages: list[PlainMessage], tools: Tools) -> Conversation:
         """The conversation without parts that the template would leave out in silence."""
+        if tools:
+            messages, tools = self._tools_of_system(messages, tools)
         roles = [message["role"] for message in messages]
         if "system" in roles[1:] and self._trials.drops_late_system():
             messages = fold_system(messages, tools)[0]
-        is_lone = {*roles} == {"system"} and self._trials.drops_lone_system()
-        if is_lone or ("system" in roles[:1] and self._trials.drops_role("system")):
+        if "system" in roles[:1] and self._trials.drops_role("system"):
             messages = move_system(messages, tools)[0]
         if any("tool_calls" in message for message in messages):
             if self._trials.drops_calls():
@@ -54,6 +55,18 @@ class TemplateMessages:
         if "tool" in roles and self._trials.drops_role("tool"):
             messages = [as_user(message) if message["role"] == "tool" else message for message in messages]
         return messages, tools
+
+    def _tools_of_system(self, messages: list[PlainMessage], tools: Tools) -> Conversation:
+        """The tools as a field of the first system message, if the template reads them there."""
+        if self._trials.reads_tools_of_system("parts"):
+            shown: Any = tools
+        elif self._trials.reads_tools_of_system("string"):
+            shown = json.dumps(tools, ensure_ascii=False)
+        else:
+            return messages, tools
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": ""}, *messages]
+        return [messages[0] | {"tools": shown}, *messages[1:]], None
 
     def finished(self, messages: list[PlainMessage]) -> list[PlainMessage]:
         """Messages with content, arguments and ids in the forms that the template reads."""

@@ -66,9 +66,11 @@ class TemplateTrials:
 
         return self._kept("late", trial) is True
 
-    def drops_lone_system(self) -> bool:
-        """Whether a conversation of one system message is left out in silence."""
-        return self._kept("lone", lambda: self._shows([self._text("system", MARK)], MARK)) is False
+    def reads_tools_of_system(self, kind: ContentKind) -> bool:
+        """Whether tools are shown as a field of the system message, as a list ("parts") or as JSON."""
+        tools = [{"type": "function", "function": {"name": NAME, "description": "", "parameters": {}}}]
+        system = self._text("system") | {"tools": tools if kind == "parts" else json.dumps(tools)}
+        return self._kept(f"tools {kind}", lambda: self._shows([system, self._text("user")], NAME)) is True
 
     def drops_calls(self) -> bool:
         """Whether tool calls are left out in silence."""

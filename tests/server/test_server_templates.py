@@ -174,6 +174,34 @@ def test_no_turn_of_an_unusual_conversation_is_lost(running, monkeypatch, family
     assert not parts or shown.count("first") == len(turns)
 
 
+@pytest.mark.parametrize("family", ["hermes 2", "qwen", "phi 4 mini"])
+@pytest.mark.parametrize("schema", [
+    True, {}, {"type": ["null", "string"]}, {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+    {"type": "array", "items": True},
+    {"type": "object", "properties": {"inner": {"type": ["string", "null"]}}},
+])  # fmt: skip
+def test_any_schema_of_a_parameter_reaches_the_template(running, monkeypatch, family, schema):
+    function = {"name": "read", "parameters": {"type": "object", "properties": {"path": schema}}}
+    body = chat_body("text") | {"tools": [{"type": "function", "function": function}], "max_tokens": 1}
+    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", body)
+    assert all(text in shown for text in ("read", "path", "a rule", QUESTION)), shown
+
+
+def test_a_template_that_loses_text_in_every_form_is_named_once_in_the_log(running, monkeypatch, caplog):
+    template = "{{ messages[-1].content }} of a guard"
+    for _ in range(2):
+        shown = prompt(
+            running, monkeypatch, template, "/v1/chat/completions", chat_body("late system") | {"max_tokens": 1}
+        )
+        assert NEXT in shown and QUESTION not in shown
+    assert (
+        caplog.text.count(
+            "leaves text out of some conversations in every form, such as that of messages[0] (role 'user')"
+        )
+        == 1
+    )
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_template_that_refuses_names_the_message_and_its_own_words(running, monkeypatch, path):
     template = (

@@ -129,4 +129,30 @@ FAMILIES = {
         "{% if m.content is string %}" + _TURN + "{{ m.content }}{% elif m.role == 'user' %}" + _TURN + _PARTS
         + "{% else %}" + _TURN + "{{ m.content[0].text }}{% endif %}<|end|>"
     ),
+    "phi 4 mini": _each(
+        "{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'system' and 'tools' in m and m.tools is not none %}"
+        "{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}<|end|>"
+    ),
+    "hermes 2": (
+        "{% macro spelled(schema) %}{% if schema.type in ('string', 'array', 'object') %}str"
+        "{% elif schema.type is iterable %}{% for one in schema.type %}"
+        "{{ spelled({'type': one}) }}{% endfor %}{% endif %}{% endmacro %}"
+    )
+    + _each(
+        _TURN + "{% if m.tool_calls %}" + _CALLS + "{% else %}{{ m.content }}{% endif %}<|end|>",
+        first="{% for t in tools %}{{ t.function.name }}{% for name in t.function.parameters.properties %}"
+        "{{ name ~ spelled(t.function.parameters.properties[name]) }}{% endfor %}{% endfor %}",
+    ),
+    "mistral nemo": _each(
+        "{% if m.role == 'user' %}[INST]{{ messages[0].content if loop.last and messages[0].role == 'system' }}"
+        "{{ m.content }}[/INST]{% elif m.role != 'system' %}{{ m.content }}" + _CALLS + "{% endif %}",
+        first=_TOOLS,
+    ),
+    "command a": _each(
+        "{% if m.role == 'assistant' %}" + _TURN + "{{ '' if m.tool_calls else m.content[0] + m.content[1:] }}"
+        "{{ m.content if m.tool_calls }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+        "{% for r in messages if r.role == 'tool' and r.tool_call_id == c.id %}{{ r.content }}{% endfor %}{% endfor %}"
+        "{% elif m.role != 'tool' %}" + _TURN + "{{ m.content }}{% endif %}<|end|>",
+        first=_TOOLS,
+    ),
 }  # fmt: skip
