@@ -20,7 +20,7 @@ _END_OF_THOUGHT = re.compile(r"(?is).*(?:think(?:ing)?(?:\|?>|\]|▷)|channel\|>
 
 
 def probes_of(messages: list[PlainMessage]) -> Probes:
-    """Words of each text, name and argument of a conversation, in its order."""
+    """Words of each text and argument of a conversation, in its order; the name of a call without text."""
     return [(number, probe) for number, message in enumerate(messages) for probe in _probes(message)]
 
 
@@ -28,7 +28,7 @@ def _probes(message: PlainMessage) -> Iterator[str]:
     content = message["content"]
     texts = [part["text"] for part in (as_parts(content) if isinstance(content, str) else content)]
     for call in message.get("tool_calls", ()):
-        texts += [call["function"]["name"], *_strings(call["function"]["arguments"])]
+        texts += list(_strings(call["function"]["arguments"])) or [call["function"]["name"]]
     for text in texts:
         end = text[-PROBE_LENGTH:]
         if message["role"] == "assistant":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -282,6 +283,26 @@ STREAMED = [
     ("harmony", "<|channel|>commentary<|message|>So.<|end|><|start|>assistant" + HARMONY + '{"path":"/x"}<|call|>',
                 "So.", READ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, text, *_ in CALLS if form != "harmony"])
+def test_damaged_calls_are_read_the_same_however_they_are_cut(form, text):
+    draw = random.Random(text)
+    for _ in range(20):
+        pieces = re.findall(r"<[^<>]*>|\w+|\s+|.", text)
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(pieces))
+            pieces[place : place + draw.randrange(2)] = draw.choice(
+                ["", "}", '"', "<", "```", "a text ", pieces[place]]
+            )
+        damaged = "".join(pieces)
+        found = []
+        for parts in [[damaged], *cuts(damaged, draw)]:
+            stream = ToolStream(FORMATS[form], TOOLS)
+            read = [new for at, part in enumerate(parts) for new in stream.add(part, is_last=at == len(parts) - 1)]
+            content = "".join(new for new in read if isinstance(new, str))
+            found.append((content, [new["function"] for new in read if not isinstance(new, str)]))
+        assert all(each == found[0] for each in found), damaged
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), STREAMED)

@@ -124,7 +124,7 @@ class TaggedCall:
         self._tool = tool_name(found[1], self._tools)
         self._at = found.end()
         if self._tool is None:
-            self.failed = self._at
+            self.failed = self._start + 1  # as where its text is cut within the name
         return True
 
     def _read_tag(self, text: str) -> bool:

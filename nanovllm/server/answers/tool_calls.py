@@ -221,6 +221,10 @@ class ToolStream:
 
     def add(self, text: str, *, is_last: bool) -> list[Part]:
         """Add text; returns new content and new calls, in their order."""
+        parts = self._read(text, is_last=False)  # the last text is read as any other, so that cuts change no call
+        return [*parts, *self._read("", is_last=True)] if is_last else parts
+
+    def _read(self, text: str, *, is_last: bool) -> list[Part]:
         self._text += text
         parts: list[Part] = []
         while self._text:
