@@ -136,7 +136,7 @@ async def test_an_idle_engine_touches_no_head(folder, monkeypatch, caplog):
         engine: Any = llm._engine
         while engine.use_idle_time(captures=True):
             pass
-        assert engine.model_runner._num_rehearsed > 0
+        assert engine.model_runner.paths.num_rehearsed > 0
         assert_embeds(llm, AutoModel.from_pretrained(folder))
         assert_idle_and_whole(llm)
     async with async_llms.AsyncLLM(str(folder), prepares_when_idle=True, **SMALL) as served:
