@@ -50,14 +50,14 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of what a reader of the engine has to know."""
     reached = closure(ENTRIES, without=(COMPOSITION_ROOT,))
     yield "closure of the engine, functions' imports too: files", len(reached), 99
-    yield "closure of the engine: lines", num_lines(reached), 14_990
-    yield "closure of the engine: tokens", num_tokens(reached), 99_300
+    yield "closure of the engine: lines", num_lines(reached), 15_000
+    yield "closure of the engine: tokens", num_tokens(reached), 99_400
     plain_run = [sys.executable, str(Path(__file__).with_name("plain_run.py"))]
     yield "modules that the plainest run imports", int(subprocess.check_output(plain_run, cwd=ROOT, text=True)), 143
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_390
-    yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 335
+    yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 336
     for file, function, max_lines, max_tokens in (
-        ("scheduler.py", "schedule", 48, 599),
+        ("scheduler.py", "schedule", 50, 616),
         ("engine.py", "step", 40, 336),
         ("execution/cuda_graphs.py", "launch", 50, 574),
     ):
@@ -78,7 +78,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 480_760
+    yield "package: tokens", num_tokens(PYTHON), 480_850
     yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 611_500
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_507
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454

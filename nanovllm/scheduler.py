@@ -103,15 +103,17 @@ class Scheduler:
             if len(prefills) + len(self.waiting) > 1:  # else one long prompt takes all of a short step
                 threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
         step = OpenStep(budget - num_decodes, threshold, None if self.budget is None else self.budget.has_time_for_mask)
-        for sequence in self.admission.turns(budget, prefills, self.waiting, self._started_in_step):
+        by_share = victim is not None or budget < self.config.max_num_batched_tokens
+        for sequence in self.admission.turns(prefills, self.waiting, self._started_in_step, by_share=by_share):
             if sequence is not None:
                 self._schedule_next_chunk(step, sequence)
-            elif has_slot and self.stats.num_preemptions == num_preemptions:
-                self._admit(step, prefills, victim)
-        if victim is not None and victim.is_running and step.budget:  # its successor cannot start
-            self._schedule_decodes(entries, [victim])
-            step.budget -= len(entries) - num_decodes
-            num_decodes = len(entries)
+            elif has_slot:
+                if self.stats.num_preemptions == num_preemptions:
+                    self._admit(step, prefills, victim)
+                if victim is not None and victim.is_running and step.budget:  # its successor cannot start
+                    self._schedule_decodes(entries, [victim])
+                    step.budget -= len(entries) - num_decodes
+                    num_decodes = len(entries)
         self._spend_what_is_left(step, num_decodes)
         drafts = NO_DRAFTS if self.drafting is None else self.drafting.place(entries, step)
         if not entries and not step.chunks:

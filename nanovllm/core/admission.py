@@ -129,20 +129,22 @@ class Admission:
                 other.num_times_passed += 1
 
     def turns(
-        self, budget: int, prefills: list[Sequence], waiting: ClientQueue, started_in_step: int
+        self, prefills: list[Sequence], waiting: ClientQueue, started_in_step: int, *, by_share: bool
     ) -> list[Sequence | None]:
         """The order of a step's chunks: prompts in progress, and None for the waiting ones.
 
-        A step that a goal cuts short may hold one chunk. The least-served client comes first, and of its prompts the
-        least recent; waiting ones count as one prompt, placed in the step that last started some.
+        Args:
+            by_share: least-served client first, and of its prompts the least recent; waiting ones count as one prompt,
+                placed in the step that last started some. So a step that a goal cuts short, which may hold one chunk,
+                or in which a slot is exchanged.
         """
 
         def turn(sequence: Sequence | None) -> tuple[float, float, int]:
             one, step = (waiting.first, started_in_step) if sequence is None else (sequence, sequence.placed_in_step)
-            return one.key[0] // 1, waiting.is_shared and one.account.served, step
+            return *(_share_order(one) if waiting.is_shared else (one.key[0] // 1, 0.0)), step
 
         turns = [*prefills, *([None] if waiting else [])]
-        return sorted(turns, key=turn) if budget < self.config.max_num_batched_tokens else turns
+        return sorted(turns, key=turn) if by_share else turns
 
     def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
         """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
@@ -161,14 +163,15 @@ class Admission:
     def slot_victim(self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float) -> Sequence | None:
         """The running sequence, with all slots taken, that yields its slot if the first waiting one can start.
 
-        None while a prefill is in progress: it may take the budget that the successor needs.
+        None while a prefill is in progress that comes before it: it may take the budget that the successor needs.
         """
         is_full = len(running) == self.config.max_num_seqs
         victim = waiting.slot_victim(running, share_bound) if is_full and waiting else None
         few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
         if victim is None or victim.num_known_tokens - victim.num_computed_tokens > 1:
             return None
-        return None if any(s.num_known_tokens - s.num_computed_tokens > few for s in running) else victim
+        prefills = [s for s in running if s.num_known_tokens - s.num_computed_tokens > few]
+        return None if any(_share_order(s) <= _share_order(waiting.first) for s in prefills) else victim
 
     def block_victims(
         self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
@@ -203,3 +206,8 @@ class Admission:
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
             return False
         return len(partial) < config.max_num_partial_prefills
+
+
+def _share_order(sequence: Sequence) -> tuple[float, float]:
+    """Priority level, and the service of its client."""
+    return sequence.key[0] // 1, sequence.account.served

@@ -267,7 +267,8 @@ class ClientQueue:
         has_more = rival.num_running > num_slots + 1
         if behind <= (bound if num_slots and not has_more else 0.0):
             return None
-        victim = next(s for s in reversed(running) if s.account is rival)
+        own = [s for s in reversed(running) if s.account is rival]
+        victim = next((s for s in own if s.num_known_tokens - s.num_computed_tokens <= 1), own[0])  # not a prefill
         due = self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
         return victim if num_slots or has_more or behind > due else None
 

@@ -337,7 +337,8 @@ def victim_of(queue: ClientQueue, sequences: list[Sequence], bound: float) -> Se
     equal = [s for s in others if s.priority == first.priority]
     if first.num_in_flight_tokens or not (lower or equal):
         return None
-    victim = max(lower or equal, key=lambda s: (s.priority, s.account.served, s.key))
+    decodes = {s: not lower and s.num_known_tokens - s.num_computed_tokens <= 1 for s in running}
+    victim = max(lower or equal, key=lambda s: (s.priority, s.account.served, decodes[s], s.key))
     behind = (victim.account.served - first.account.served) * first.account.weight
     if lower or (behind > 0 and sum(s.account is victim.account for s in running) > num_slots + 1):
         return victim
@@ -420,15 +421,18 @@ def test_a_slot_is_taken_for_the_blocks_that_come_with_it():
     loop.check_outputs()
 
 
-def test_a_slot_is_not_taken_while_a_prefill_is_in_progress():
-    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
-    add_many(loop, "a", 1, max_tokens=100)
+def test_a_slot_is_taken_beside_a_prefill_in_progress_from_a_sequence_that_decodes():
+    """The least-served client's request goes before the next chunk, so that budget is left for it."""
+    loop = make_loop(max_num_seqs=3, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
+    add_many(loop, "a", 2, max_tokens=100)
     loop.add(prompt(100, 5), client="a", max_tokens=50)
-    loop.step()
-    add_many(loop, "b", 1, max_tokens=2)
-    while loop.sequences[1].num_computed_tokens < 100:
+    for _ in range(3):
         loop.step()
-        assert loop.scheduler.stats.num_preemptions == 0
+    add_many(loop, "b", 1, max_tokens=2)
+    for _ in range(3):
+        loop.step()
+    assert loop.sequences[3].is_finished and 0 < loop.sequences[2].num_computed_tokens < 100
+    assert [s.num_preemptions for s in loop.sequences] == [0, 1, 0, 0]
     loop.drain()
     loop.check_outputs()
     assert loop.seen["slots taken"] > 0
