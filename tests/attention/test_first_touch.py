@@ -191,7 +191,8 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
 def test_an_llm_told_to_leave_untouched_memory_alone_takes_what_its_steps_write():
     before = idle_threads()
     with open_llm(kv_cache_touch="none", **BLOCKS) as llm:
-        assert idle_threads() == before and not llm._engine.use_idle_time(captures=True)
+        assert {*idle_threads()} <= {*before}  # one of an earlier test may end meanwhile
+        assert not llm._engine.use_idle_time(captures=True)
         caches = llm._engine.model_runner.binding.caches.of_layers
         untouched = resident_bytes(caches)
         generate(llm, [[5, 6, 7], [8, 9]])
