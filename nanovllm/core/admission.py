@@ -170,8 +170,9 @@ class Admission:
         few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
         if victim is None or victim.num_known_tokens - victim.num_computed_tokens > 1:
             return None
-        prefills = [s for s in running if s.num_known_tokens - s.num_computed_tokens > few]
-        return None if any(_share_order(s) <= _share_order(waiting.first) for s in prefills) else victim
+        order = _share_order(waiting.first)
+        prefills = (s for s in running if s.num_known_tokens - s.num_computed_tokens > few)
+        return None if any(_share_order(s) <= order for s in prefills) else victim
 
     def block_victims(
         self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
