@@ -16,15 +16,13 @@ from torch import nn
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.cache.managers import build_block_manager
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.speculation_options import SUFFIX
-from nanovllm.core.step_budget import StepBudget
 from nanovllm.engine import Engine
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.fast.choice import choose_paths
+from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
@@ -39,6 +37,7 @@ from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.execution.workers import Start, WorkerProcesses
+    from nanovllm.features.goals.step_budget import StepBudget
     from nanovllm.model.ranks import Ranks
     from nanovllm.observability.kv_events import KvEventPublisher
     from nanovllm.observability.trace_writer import TraceWriter
@@ -88,8 +87,8 @@ def build_engine(
     block_manager = build_block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    input_processor = _build_input_processor(loaded, model_runner, config, clock)
-    scheduler = Scheduler(config, block_manager, budget, decode_cost=decode_cost)
+    input_processor = _build_input_processor(loaded, model_runner, budget, clock)
+    scheduler = Scheduler(config, block_manager, budget, ClientQueue(config, block_manager, decode_cost=decode_cost))
     if config.speculation is not None:
         from nanovllm.speculation.build import add_drafts
 
@@ -155,28 +154,12 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
 def _budget(
     model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]
 ) -> tuple[StepBudget | None, float]:
-    """The budget that keeps the `itl_goal`, which it settles, and the cost of a generated token in prompt tokens.
-
-    The budget's costs learn from every step; the other stays, since shares are bounded for fixed costs.
-    """
-    config = model_runner.config
-    if config.itl_goal is None and config.step_costs is None:
+    """The budget that keeps latency goals, if there are any, and the cost of a generated token in prompt tokens."""
+    if model_runner.config.itl_goal is None and model_runner.config.step_costs is None:
         return None, DECODE_COST
-    from nanovllm.execution.learned_costs import relative_decode_cost
-    from nanovllm.execution.start_costs import learned_budget, read_costs
+    from nanovllm.features.goals.building import open_budget
 
-    if config.itl_goal is None:
-        cost = read_costs(str(config.step_costs)).step_cost(overlap=config.overlap)
-        return None, relative_decode_cost(cost, config)
-
-    def execute(batch: ScheduledBatch) -> object:
-        return model_runner.execute(batch).result()
-
-    parts = learned_budget(config, model_runner.binding, model_runner.pools, execute, clock)
-    budget, costs, model_runner.config = parts
-    observers.append(costs)
-    observers.predict = costs.predicted
-    return budget, relative_decode_cost(costs.fit.cost, model_runner.config)
+    return open_budget(model_runner, observers, clock)
 
 
 def _free_threads(loaded: loader.LoadedModel) -> int | None:
@@ -186,10 +169,12 @@ def _free_threads(loaded: loader.LoadedModel) -> int | None:
 
 
 def _build_input_processor(
-    loaded: loader.LoadedModel, model_runner: ModelRunner, config: EngineConfig, clock: Callable[[], float]
+    loaded: loader.LoadedModel, model_runner: ModelRunner, budget: StepBudget | None, clock: Callable[[], float]
 ) -> InputProcessor:
     limits = _limits(loaded, model_runner)
-    input_processor = build_input_processor(loaded.tokenizer, config, limits, clock)
+    input_processor = build_input_processor(loaded.tokenizer, model_runner.config, limits, clock)
+    if budget is not None:
+        input_processor.goals = lambda: budget
     if not limits.has_head:
         logger.warning("%s", limits.without_head)
     elif loaded.tokenizer is not None:

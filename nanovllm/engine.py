@@ -119,8 +119,6 @@ class Engine:
         self.observers = observers
         self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
         self.scheduler = scheduler
-        if (budget := scheduler.budget) is not None:
-            input_processor.goals = lambda: budget
         self.when_failed = None if (workers := model_runner.workers) is None else workers.when_failed
         self.block_manager = scheduler.block_manager
         self.requests: dict[str, Request] = {}  # running or waiting, by id

@@ -2,15 +2,16 @@
 
 Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight and waits
 for no files, `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for
-their blocks, and the pool holds one sequence of max_model_len. Its client loses the last slot only to one that was
-served less by more than both cost again, and blocks only beyond `share_bound`, so each turn brings tokens, and it
-always finishes.
+their blocks, and the pool holds one sequence of max_model_len, so it always finishes: a queue that takes slots and
+blocks for others leaves each turn enough to bring tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceABC
+from typing import Protocol
 
 from sortedcontainers import SortedKeyList
 
@@ -18,11 +19,158 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.cache.forks import fork_samples
 from nanovllm.core.admission import Admission, Drafting, OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
-from nanovllm.core.client_queue import DECODE_COST, PREFILL_COST, ClientQueue
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.outputs import FinishReason, SchedulerStats
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
-from nanovllm.core.step_budget import StepBudget
+
+
+class Queue(Protocol):
+    """Waiting sequences in the order in which they start, and which running ones give way to them.
+
+    `WaitingQueue` is the plain one; `features/shares` has another, which keeps the shares of clients.
+
+    num_clients: Number of clients with requests; 0 where clients are not counted.
+    gap: Largest difference of service between clients that wait; 0 where it is not counted.
+    """
+
+    @property
+    def num_clients(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def first(self) -> Sequence: ...  # in the order; there must be one
+
+    def join(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+
+    def rejoin(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence again."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, which runs now or has ended."""
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended and is in no queue."""
+
+    def in_order(self) -> Iterable[Sequence]:
+        """Waiting sequences in the order of admission, which follows charges made while it is iterated."""
+
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        """Order of prompts in a step that holds few chunks: the least goes first."""
+
+    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
+        """Running sequences that may be preempted for the blocks of this one, in their order."""
+
+    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
+        """Preempt for blocks of waiting ones; returns the running sequence that yields its slot to `first`, if any."""
+
+    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
+        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
+
+    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
+        """Count one generated token of each advanced sequence, except these; all may have ended."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class WaitingQueue:
+    """Sequences by priority, then by arrival; running ones give way to no waiting one, and nothing is counted."""
+
+    num_clients = 0
+    gap = 0.0
+
+    def __init__(self) -> None:
+        self._waiting = SortedKeyList(key=SCHEDULING_KEY)
+        self.join = self.rejoin = self._waiting.add
+        self.remove = self._waiting.remove
+
+    @property
+    def first(self) -> Sequence:
+        first: Sequence = self._waiting[0]
+        return first
+
+    def leave(self, sequence: Sequence) -> None:
+        pass
+
+    def in_order(self) -> Iterable[Sequence]:
+        waiting: Iterable[Sequence] = self._waiting
+        return waiting
+
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        return (sequence.key[0] // 1,)
+
+    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
+        return list(running.irange_key(min_key=sequence.key, inclusive=(False, True), reverse=True))
+
+    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
+        return None
+
+    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
+        pass
+
+    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+
+class Budget(Protocol):
+    """Tokens of each step. `WholeBudget` is the plain one; `features/goals` has another, which keeps latency goals."""
+
+    def see(self, sequence: Sequence) -> None:
+        """Note that a sequence comes or ends now."""
+
+    def in_step(self, running: SequenceABC[Sequence]) -> SequenceABC[Sequence]:
+        """The running sequences, except the ones that sit out the step."""
+
+    def of_step(
+        self,
+        decodes: SequenceABC[ScheduledSequence],
+        prompts: Iterable[Sequence],
+        num_prompts: int,
+        lookup: Callable[[Sequence], SequenceABC[int]],
+    ) -> tuple[int, int]:
+        """The step's budget, at most `max_num_batched_tokens`, and most tokens of one prompt while others wait.
+
+        Args:
+            decodes: Decodes that are placed already.
+            prompts: Sequences that wait for chunks, in their order.
+            num_prompts: Number of all sequences that wait for chunks.
+            lookup: Blocks of a sequence in the prefix cache.
+        """
+
+    def has_time(self, sequence: Sequence) -> bool:
+        """Whether the step has time for the sequence's mask, which then counts."""
+
+    def stats(self) -> BudgetStats | None: ...
+
+
+class WholeBudget:
+    """`max_num_batched_tokens` for every step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._tokens = config.max_num_batched_tokens, config.long_prefill_token_threshold
+
+    def see(self, sequence: Sequence) -> None:
+        pass
+
+    def in_step(self, running: SequenceABC[Sequence]) -> SequenceABC[Sequence]:
+        return running
+
+    def of_step(self, *_: object) -> tuple[int, int]:
+        return self._tokens
+
+    def has_time(self, sequence: Sequence) -> bool:
+        return True
+
+    def stats(self) -> None:
+        return None
 
 
 class Scheduler:
@@ -32,31 +180,27 @@ class Scheduler:
     batches may be launched before the first is updated; updates come in launch order.
 
     Args:
-        budget: of each step, by a latency goal; without one every step has `max_num_batched_tokens`.
-        prefill_cost, decode_cost: of a computed and of a generated token, for clients' shares; in any unit of time.
+        budget: Budget of each step; by default `max_num_batched_tokens`.
+        queue: Queue of waiting sequences; by default in the order of priority and arrival.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         block_manager: BlockManager,
-        budget: StepBudget | None = None,
-        *,
-        prefill_cost: float = PREFILL_COST,
-        decode_cost: float = DECODE_COST,
+        budget: Budget | None = None,
+        queue: Queue | None = None,
     ) -> None:
-        self.config, self.budget = config, budget
+        self.config = config
+        self.waiting: Queue = WaitingQueue() if queue is None else queue
+        self.budget: Budget = WholeBudget(config) if budget is None else budget
         self.block_manager, self.block_size = block_manager, block_manager.block_size
         self.admission = Admission(config, block_manager)
         self.drafting: Drafting | None = None  # with speculation
         self.stats = SchedulerStats()
-        self.waiting = ClientQueue(config.client_weights, prefill_cost, decode_cost)
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
         self._step_id = self._started_in_step = 0
-        # The cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
-        most = min(block_manager.max_running_tokens, config.max_num_seqs * config.max_model_len)
-        self.share_bound = max(prefill_cost * config.max_model_len, decode_cost * most)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; with ageing it gains one priority level for every `priority_ageing_s` since its arrival."""
@@ -64,8 +208,7 @@ class Scheduler:
             # priority - (now - arrival time) / ageing, less the term in `now`: all age alike, so the order is fixed.
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
             sequence.key = (aged, sequence.arrival)
-        if self.budget is not None:
-            self.budget.see(sequence.client)
+        self.budget.see(sequence)
         self.waiting.join(sequence)
         self.block_manager.want(sequence)
 
@@ -77,8 +220,7 @@ class Scheduler:
             self.block_manager.wanted.remove(sequence)
         sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
-        if self.budget is not None:
-            self.budget.see(sequence.client)
+        self.budget.see(sequence)
 
     # -------------------------------------------------------------------------------------------------- schedule
 
@@ -89,20 +231,17 @@ class Scheduler:
         self._step_id += 1
         for begin in self.block_manager.at_steps:
             begin()
-        victim = self._make_way() if self.waiting.is_shared else None
+        victim = self.waiting.make_way(self.running, self.preempt)
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
-        running = self.running if self.budget is None else self.budget.in_step(self.running)
-        prefills = self._schedule_decodes(entries, [s for s in running if s is not victim])
+        running = [s for s in self.budget.in_step(self.running) if s is not victim]
+        prefills = self._schedule_decodes(entries, running)
         num_decodes = len(entries)
         has_slot = victim is not None or len(self.running) < self.config.max_num_seqs
-        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
-        if self.budget is not None:
-            may_start = self.waiting.in_order() if has_slot else ()
-            budget = self.budget.num_tokens(entries, prefills or may_start, self.block_manager.lookup)
-            if len(prefills) + len(self.waiting) > 1:  # else one long prompt takes all of a short step
-                threshold = max(self.block_size, threshold * budget // self.config.max_num_batched_tokens)
-        step = OpenStep(budget - num_decodes, threshold, None if self.budget is None else self.budget.has_time_for_mask)
+        prompts = prefills or (self.waiting.in_order() if has_slot else ())
+        num_prompts = len(prefills) + len(self.waiting)
+        budget, threshold = self.budget.of_step(entries, prompts, num_prompts, self.block_manager.lookup)
+        step = OpenStep(budget - num_decodes, max(self.block_size, threshold), self.budget.has_time)
         by_share = victim is not None or budget < self.config.max_num_batched_tokens
         for sequence in self.admission.turns(prefills, self.waiting, self._started_in_step, by_share=by_share):
             if sequence is not None:
@@ -172,11 +311,11 @@ class Scheduler:
     def _admit(self, step: OpenStep, prefills: list[Sequence], victim: Sequence | None) -> None:
         """Start waiting sequences while budget, slots and blocks that `prefills` leave last; one for a victim."""
         slots = self.config.max_num_seqs - len(self.running) + (victim is not None)
-        waiting = self.waiting.in_order(self.share_bound) if victim is None else [self.waiting.first]
+        waiting = self.waiting.in_order() if victim is None else [self.waiting.first]
         admitted: list[Sequence] = []
         for sequence, size, hits in self.admission.walk(waiting, step, prefills, slots, victim):
             if victim is not None:
-                self.waiting.charge(sequence, self.admission.num_lost_tokens(victim, sequence))
+                self.waiting.charge(sequence, 0, victim)
                 self.preempt(victim)
             if sequence.num_counted_tokens == 0:
                 self.stats.prefix_cache_queries += sequence.num_findable_tokens
@@ -240,23 +379,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ preemption
 
-    def _make_way(self) -> Sequence | None:
-        """Preempt for blocks of clients that were served less; returns the sequence that yields its slot, if any."""
-        for victim in self.admission.block_victims(self.waiting, self.running, self.share_bound):
-            self.preempt(victim)
-        return self.admission.slot_victim(self.waiting, self.running, self.share_bound)
-
     def _preempt_for(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Preempt younger sequences of the same or lower priority until `num_blocks` are free, youngest first.
-
-        Among several clients that which was served most loses its sequences first.
-        """
+        """Preempt younger sequences of the same or lower priority until `num_blocks` are free, in the queue's order."""
         self.block_manager.trim(sequence)
-        is_shared = self.waiting.is_shared
-        for victim in self.waiting.preemption_order(self.running) if is_shared else list(reversed(self.running)):
-            if self.block_manager.num_free_blocks >= num_blocks or (victim.key <= sequence.key and not is_shared):
+        for victim in self.waiting.victims(self.running, sequence):
+            if self.block_manager.num_free_blocks >= num_blocks:
                 break
-            if victim.key > sequence.key and victim.placed_in_step != self._step_id:
+            if victim.placed_in_step != self._step_id:
                 self.preempt(victim)
         return self.block_manager.num_free_blocks >= num_blocks
 
@@ -270,7 +399,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.block_manager.release(sequence)
         sequence.num_computed_tokens, sequence.is_running = 0, False
-        self.waiting.rejoin(sequence, self.share_bound)
+        self.waiting.rejoin(sequence)
         self.block_manager.want(sequence)
 
     def preempt_all(self) -> None:
@@ -295,7 +424,6 @@ class Scheduler:
         if batch.drafts and self.drafting is not None:
             entries, drawn = self.drafting.accept(batch, token_ids, self._requeue)
         manager.commit(batch.step_id, entries)
-        is_shared = self.waiting.is_shared
         advanced: list[Sequence] = []
         without_token: list[Sequence] = []
         for sequence, token_id in drawn:
@@ -322,8 +450,7 @@ class Scheduler:
                 index = len(known) // block_size - 1
                 manager.register(sequence, index, index + 1, (self.in_flight or [batch])[-1].step_id)
         self.stats.num_output_tokens += len(advanced) - len(without_token)
-        if is_shared:
-            self.waiting.charge_generated(advanced, without_token)
+        self.waiting.charge_generated(advanced, without_token)
         if batch.draws_runs:  # drop reports beyond the end of a run
             manager.commit(batch.step_id)  # blocks that runs filled
             for sequence in advanced:

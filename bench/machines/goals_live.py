@@ -25,7 +25,8 @@ from bench.machines.goals_by_rate import metrics_of
 from bench.machines.random_models import checkpoint, device
 from bench.machines.traffic_engines import OurStreaming, play
 from bench.machines.traffic_requests import params_of
-from nanovllm.core.step_budget import StepBudget
+from nanovllm.features.goals.step_budget import StepBudget
+from nanovllm.scheduler import WholeBudget
 from nanovllm.tools.simulate.simulator import figures
 from nanovllm.tools.tune.goals import RequestGoals, duration
 from nanovllm.tools.workloads.specs import build
@@ -54,7 +55,9 @@ class Live(OurStreaming):
         def apply(engine: Any) -> None:
             scheduler = engine.scheduler
             scheduler.config = scheduler.admission.config = config
-            scheduler.budget = None if goal is None else StepBudget(config, self._budget._costs, engine.clock)
+            scheduler.budget = (
+                WholeBudget(config) if goal is None else StepBudget(config, self._budget._costs, engine.clock)
+            )
 
         await asyncio.wrap_future(self._llm._engine_thread.submit(apply))
 

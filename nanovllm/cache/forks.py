@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.block_manager import BlockManager, BlockPool
+from nanovllm.core.admission import Waiting
 from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch, ScheduledSequence
-from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.sequence import GroupTables, Sequence
 
 
@@ -56,7 +56,7 @@ def fork_blocks(manager: BlockManager, source: Sequence, target: Sequence, num_t
 
 
 def fork_samples(
-    manager: BlockManager, source: Sequence, max_samples: int, waiting: ClientQueue, start: Callable[[Sequence], None]
+    manager: BlockManager, source: Sequence, max_samples: int, waiting: Waiting, start: Callable[[Sequence], None]
 ) -> list[ScheduledSequence]:
     """Fork waiting samples from the one that computes the last token of their prompt in the step being scheduled.
 

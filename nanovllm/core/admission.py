@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
-from nanovllm.core.client_queue import ClientQueue
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
@@ -22,16 +20,13 @@ MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 class OpenStep:
     """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far.
 
-    time_for_mask: True if a latency goal leaves time for a sequence's mask; None without one.
+    has_time: True if the step has time for a sequence's mask.
     """
 
     budget: int
     threshold: int
-    time_for_mask: Callable[[Sequence], bool] | None = None
+    has_time: Callable[[Sequence], bool]
     chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
-
-    def has_time(self, sequence: Sequence) -> bool:
-        return self.time_for_mask is None or self.time_for_mask(sequence)
 
 
 class Drafting(Protocol):
@@ -53,6 +48,15 @@ class Drafting(Protocol):
         """
 
     def stats(self) -> SpeculationStats: ...
+
+
+class Waiting(Protocol):
+    """A queue, as far as turns ask it; see `scheduler.Queue`."""
+
+    @property
+    def first(self) -> Sequence: ...
+    def rank(self, sequence: Sequence) -> tuple[float, ...]: ...
+    def __len__(self) -> int: ...
 
 
 class Blocks(Protocol):
@@ -129,19 +133,19 @@ class Admission:
                 other.num_times_passed += 1
 
     def turns(
-        self, prefills: list[Sequence], waiting: ClientQueue, started_in_step: int, *, by_share: bool
+        self, prefills: list[Sequence], waiting: Waiting, started_in_step: int, *, by_share: bool
     ) -> list[Sequence | None]:
         """The order of a step's chunks: prompts in progress, and None for the waiting ones.
 
         Args:
-            by_share: least-served client first, and of its prompts the least recent; waiting ones count as one prompt,
-                placed in the step that last started some. So a step that a goal cuts short, which may hold one chunk,
-                or in which a slot is exchanged.
+            by_share: Whether the queue's rank comes first, then the least recent prompt; waiting ones count as one,
+                placed in the step that last started some. So in a step cut short, which may hold one chunk, or in
+                which a slot is exchanged.
         """
 
-        def turn(sequence: Sequence | None) -> tuple[float, float, int]:
+        def turn(sequence: Sequence | None) -> tuple[float, ...]:
             one, step = (waiting.first, started_in_step) if sequence is None else (sequence, sequence.placed_in_step)
-            return *(_share_order(one) if waiting.is_shared else (one.key[0] // 1, 0.0)), step
+            return *waiting.rank(one), step
 
         turns = [*prefills, *([None] if waiting else [])]
         return sorted(turns, key=turn) if by_share else turns
@@ -160,46 +164,6 @@ class Admission:
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
         return self.blocks.num_blocks_lacking(sequence, tokens, hits)
 
-    def slot_victim(self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float) -> Sequence | None:
-        """The running sequence, with all slots taken, that yields its slot if the first waiting one can start.
-
-        None while a prefill is in progress that comes before it: it may take the budget that the successor needs.
-        """
-        is_full = len(running) == self.config.max_num_seqs
-        victim = waiting.slot_victim(running, share_bound) if is_full and waiting else None
-        few = 1 + (self.config.speculation is not None) * self.config.num_speculative_tokens  # drafts are repeated
-        if victim is None or victim.num_known_tokens - victim.num_computed_tokens > 1:
-            return None
-        order = _share_order(waiting.first)
-        prefills = (s for s in running if s.num_known_tokens - s.num_computed_tokens > few)
-        return None if any(_share_order(s) <= order for s in prefills) else victim
-
-    def block_victims(
-        self, waiting: ClientQueue, running: SequenceABC[Sequence], share_bound: float
-    ) -> Iterator[Sequence]:
-        """Yield running sequences that give up blocks for clients served less by more than `share_bound`, a cost.
-
-        The caller preempts each before the next. Blocks stay free for the next tokens of all running sequences, and for
-        the first waiting request of the client that was served less.
-        """
-        for first, victims in waiting.lagging(running, share_bound):
-            hits = self.blocks.lookup(first) if first else []
-            if first and not self.chunk_size(first, len(hits) * self.blocks.block_size, first.num_known_tokens):
-                first = None  # waits for files or a state
-            for victim in victims:
-                lacking = sum(map(self.blocks_lacking, running), self.blocks_lacking(first, hits) if first else 0)
-                num_growing = sum(s.num_computed_tokens == len(s.block_table) * self.blocks.block_size for s in running)
-                if self.blocks.has_free(lacking + num_growing):
-                    break
-                yield victim
-
-    def num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
-        """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""
-        if victim.account.num_running == 1 or victim.priority != successor.priority:
-            return 0
-        is_kept = self.config.enable_prefix_caching and self.blocks.has_free(self.blocks_lacking(successor))
-        return victim.num_known_tokens % self.blocks.block_size if is_kept else victim.num_known_tokens
-
     def _may_be_partial(self, lacking: int, partial: list[int], threshold: int) -> bool:
         """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
         config = self.config
@@ -207,8 +171,3 @@ class Admission:
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
             return False
         return len(partial) < config.max_num_partial_prefills
-
-
-def _share_order(sequence: Sequence) -> tuple[float, float]:
-    """Priority level, and the service of its client."""
-    return sequence.key[0] // 1, sequence.account.served

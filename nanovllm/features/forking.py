@@ -83,7 +83,7 @@ def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None
     starts = (entry.num_computed_before for entry in launched if entry.block_table is source.block_table)
     if (
         source.is_running
-        and (scheduler.waiting.first is target or not scheduler.waiting.is_shared)
+        and (scheduler.waiting.first is target or scheduler.waiting.num_clients <= 1)
         and 0 < num_tokens <= next(starts, source.num_computed_tokens)
         and source.token_ids[:num_tokens] == target.token_ids[:num_tokens]
         and source.cache_salt == target.cache_salt

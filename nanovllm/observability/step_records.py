@@ -214,7 +214,7 @@ class StepObservers:
             num_clients=scheduler.waiting.num_clients,
             client_gap=scheduler.waiting.gap,
             cache_groups=group_stats(manager),
-            budget=None if scheduler.budget is None else scheduler.budget.stats(),
+            budget=scheduler.budget.stats(),
             speculation=None if scheduler.drafting is None else scheduler.drafting.stats(),
             **asdict(scheduler.stats),
         )

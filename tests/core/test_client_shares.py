@@ -9,9 +9,9 @@ import pytest
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.kinds import FULL, StateKind
-from nanovllm.core import client_queue
-from nanovllm.core.client_queue import DECODE_COST, ClientQueue
 from nanovllm.core.sequence import Sequence
+from nanovllm.features.shares import client_queue
+from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_loops import make_loop, prompt, run_until_preemption, running
 from tests.support.scheduling import Loop, chunks, make_config, make_scheduler, make_sequence
@@ -171,7 +171,7 @@ def test_the_last_token_of_a_client_is_counted_too():
 
 
 def test_all_samples_of_a_request_are_its_clients():
-    queue = ClientQueue()
+    queue = make_scheduler().waiting
     for arrival in range(3):
         queue.join(make_sequence([1, 2], arrival=arrival, client="a"))
     queue.join(make_sequence([1, 2], arrival=3, client="b"))
@@ -179,14 +179,15 @@ def test_all_samples_of_a_request_are_its_clients():
 
 
 def test_the_costs_are_those_of_construction():
-    config = make_scheduler().config
-    scheduler = Scheduler(config, make_scheduler().block_manager, prefill_cost=0.25, decode_cost=2.0)
+    plain = make_scheduler()
+    queue = ClientQueue(plain.config, plain.block_manager, prefill_cost=0.25, decode_cost=2.0)
+    scheduler = Scheduler(plain.config, plain.block_manager, queue=queue)
     loop = Loop(scheduler)
     add_many(loop, "a", 1)
     add_many(loop, "b", 1, max_tokens=2)
     loop.step()
     assert served(loop)["b"] == 4 * 0.25 + 2.0
-    assert scheduler.share_bound == max(0.25 * 64, 2.0 * min(1024 * 4, 64 * 64))
+    assert scheduler.waiting.bound == max(0.25 * 64, 2.0 * min(1024 * 4, 64 * 64))
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -218,7 +219,7 @@ def test_memory_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_memory_of_clients_is_bounded_over_all_priority_levels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
-    queue = ClientQueue()
+    queue = make_scheduler().waiting
     for priority in range(10):
         queue.join(make_sequence([1], arrival=100 * priority, priority=priority, client="one"))
         for number in range(1, 4):
@@ -270,7 +271,7 @@ def test_a_client_takes_half_of_the_slots_at_once_and_more_only_beyond_the_bound
     loop.step()
     add_many(loop, "b", 4, max_tokens=300)
     scheduler = loop.scheduler
-    scheduler.share_bound = 100.0
+    scheduler.waiting.bound = 100.0
     for _ in range(6):
         loop.step()
     assert running(loop) == ["0", "1", "8", "9"]
@@ -327,7 +328,7 @@ def test_with_ageing_an_older_request_keeps_its_slot():
     assert running(loop) == ["0"] and loop.scheduler.stats.num_preemptions == 0
 
 
-def victim_of(queue: ClientQueue, sequences: list[Sequence], bound: float) -> Sequence | None:
+def victim_of(queue: ClientQueue, sequences: list[Sequence]) -> Sequence | None:
     """`slot_victim` by its rule alone."""
     running = [s for s in sequences if s.is_running]
     first = next(iter(queue.in_order()))
@@ -342,14 +343,14 @@ def victim_of(queue: ClientQueue, sequences: list[Sequence], bound: float) -> Se
     behind = (victim.account.served - first.account.served) * first.account.weight
     if lower or (behind > 0 and sum(s.account is victim.account for s in running) > num_slots + 1):
         return victim
-    due = bound if num_slots else queue.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
+    due = queue.bound if num_slots else queue.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
     return victim if behind > due else None
 
 
 def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
     rng, num_found = random.Random(1), 0
     for _ in range(400):
-        queue, sequences = ClientQueue({"a": 3.0, "b": 0.5}), []
+        queue, sequences = make_scheduler(client_weights={"a": 3.0, "b": 0.5}).waiting, []
         for arrival in range(rng.randint(2, 12)):
             tokens, priority = [1] * rng.randint(1, 30), rng.choice((0, 0, 0, 1))
             sequence = make_sequence(tokens, arrival=arrival, priority=priority, client=rng.choice("abcd"))
@@ -361,9 +362,9 @@ def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
             if sequence.is_running:
                 queue.remove(sequence)
         if queue:
-            running, bound = [s for s in sequences if s.is_running], rng.choice((10.0, 50.0))
-            victim = queue.slot_victim(running, bound)
-            assert victim is victim_of(queue, sequences, bound)
+            running, queue.bound = [s for s in sequences if s.is_running], rng.choice((10.0, 50.0))
+            victim = queue.slot_victim(running)
+            assert victim is victim_of(queue, sequences)
             num_found += victim is not None
     assert num_found > 80
 
@@ -498,7 +499,7 @@ def random_scheduler(rng: random.Random, kinds: list[StateKind], **limits: int) 
         manager = CacheGroups(kinds, counts, 4, max_model_len=config.max_model_len, max_chunk_tokens=8)
     costs = {"prefill_cost": rng.choice((0.01, 1.0)), "decode_cost": rng.choice((0.01, 3.0, 20.0))}
     budget = make_budget(0.01, RandomCosts(rng), max_num_batched_tokens=config.max_num_batched_tokens)
-    return Scheduler(config, manager, rng.choice((None, budget)), **costs)
+    return Scheduler(config, manager, rng.choice((None, budget)), ClientQueue(config, manager, **costs))
 
 
 def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: int) -> float:
@@ -525,7 +526,7 @@ def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: 
             assert not is_prefill or batch.step_id - sequence.placed_in_step < most_steps, "starvation"
         scheduler.update(batch, [1] * len(batch.sampling))
         largest = max(largest, scheduler.waiting.gap)
-    return largest / (2 * scheduler.share_bound / smallest)
+    return largest / (2 * scheduler.waiting.bound / smallest)
 
 
 @pytest.mark.parametrize("seed", [*range(12), 197])
@@ -546,9 +547,9 @@ def test_a_client_whose_only_sequence_ran_undisturbed_has_saved_up_no_service_on
         loop.add(prompt(36, number % 7), client="a", max_tokens=1)
     for _ in range(35):
         loop.step()
-    assert served(loop)["a"] - served(loop)["b"] > 2 * loop.scheduler.share_bound
+    assert served(loop)["a"] - served(loop)["b"] > 2 * loop.scheduler.waiting.bound
     loop.scheduler.preempt_all()
-    assert loop.scheduler.waiting.gap == loop.scheduler.share_bound
+    assert loop.scheduler.waiting.gap == loop.scheduler.waiting.bound
     loop.drain()
     loop.check_outputs()
 
@@ -562,7 +563,7 @@ def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bo
     loop.add(prompt(60), client="a", max_tokens=1)
     loop.add(prompt(60, 1), client="b", max_tokens=1)
     add_many(loop, "c", 40)
-    loop.scheduler.share_bound = 30.0
+    loop.scheduler.waiting.bound = 30.0
     gaps = []
     while not loop.sequences[1].is_running:
         loop.step()

@@ -34,7 +34,7 @@ Answer = Callable[[LLM, list[str]], Any]
 
 @pytest.fixture(autouse=True)
 def goals_that_no_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.execution.start_costs.resolve_goal", lambda config, seconds: config)
+    monkeypatch.setattr("nanovllm.features.goals.building.resolve_goal", lambda config, seconds: config)
 
 
 def generated(params: Any = GREEDY, **options: Any) -> Answer:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
-from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.option_stats import BudgetStats
-from nanovllm.execution import start_costs
 from nanovllm.execution.learned_costs import relative_decode_cost
-from nanovllm.execution.start_costs import learned_budget
+from nanovllm.features.goals import building
+from nanovllm.features.goals.building import learned_budget
+from nanovllm.features.shares.client_queue import DECODE_COST
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
@@ -48,7 +48,7 @@ def usual() -> list[list[list[int]]]:
 @pytest.mark.parametrize("goal", [60.0, "tight"])
 def test_tokens_do_not_depend_on_the_goal(usual, overlap, goal, monkeypatch):
     if goal == "tight":  # of which each step misses: a block a step
-        monkeypatch.setattr("nanovllm.execution.start_costs.resolve_goal", lambda config, seconds: config)
+        monkeypatch.setattr("nanovllm.features.goals.building.resolve_goal", lambda config, seconds: config)
         goal = 1e-3
     assert answers(itl_goal=goal, ttft_goal=30.0, overlap=overlap) == usual
 
@@ -151,9 +151,9 @@ def test_a_goal_of_ttft_needs_one_of_itl_which_may_be_automatic():
 
 def test_costs_know_the_device_that_is_chosen_at_load(monkeypatch):
     devices = []
-    make = start_costs.LearnedCosts
+    make = building.LearnedCosts
     monkeypatch.setattr(
-        start_costs, "LearnedCosts", lambda config, *rest: devices.append(config.device) or make(config, *rest)
+        building, "LearnedCosts", lambda config, *rest: devices.append(config.device) or make(config, *rest)
     )
     with open_llm(itl_goal="auto") as llm:
         assert (devices, llm._engine.config.device) == (["cpu"], "cpu")

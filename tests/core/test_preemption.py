@@ -134,4 +134,4 @@ def test_older_requests_do_not_take_the_blocks_of_a_client_beyond_the_bound_of_s
         batch = scheduler.schedule()
         scheduler.update(batch, [1] * len(batch.sampling))
         gaps.append(scheduler.waiting.gap)
-    assert scheduler.share_bound < max(gaps) < 1.5 * scheduler.share_bound
+    assert scheduler.waiting.bound < max(gaps) < 1.5 * scheduler.waiting.bound

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
+from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
 from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.scheduling import Loop, chunks, make_scheduler, make_sequence
 from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
@@ -29,7 +29,7 @@ def prompt(num_computed: int = 0, **options: Any) -> Any:
 
 
 def num_tokens(budget: StepBudget, running: list[ScheduledSequence], *waiting: Any, num_hits: int = 0) -> int:
-    return budget.num_tokens(running, waiting, lambda sequence: [7] * num_hits)
+    return budget.of_step(running, waiting, len(waiting), lambda sequence: [7] * num_hits)[0]
 
 
 def test_a_step_takes_as_many_tokens_as_are_predicted_to_keep_the_goal():
@@ -44,20 +44,20 @@ def test_nobody_who_decodes_or_no_prompt_leaves_the_budget_whole():
 def test_a_step_without_decodes_keeps_the_goal_while_another_client_had_requests_lately():
     now = [0.0]
     budget = make_budget(0.05, clock=lambda: now[0])
-    budget.see("flood")
+    budget.see(prompt(client="flood"))
     assert num_tokens(budget, [], prompt(client="flood")) == MOST
-    budget.see("other")
-    budget.see("flood")
+    budget.see(prompt(client="other"))
+    budget.see(prompt(client="flood"))
     assert num_tokens(budget, [], prompt(client="flood")) == 49  # 1 + 49 milliseconds
     now[0] = LATELY_S + 1.0
-    budget.see("flood")
+    budget.see(prompt(client="flood"))
     assert num_tokens(budget, [], prompt(client="flood")) == MOST
 
 
 def test_the_two_clients_seen_last_are_remembered():
     budget = make_budget(0.05)
     for number in range(9):
-        budget.see(str(number))
+        budget.see(prompt(client=str(number)))
     assert num_tokens(budget, [], prompt(client="8")) == 49 == num_tokens(budget, [], prompt(client="0"))
     assert len(budget._seen) == 2
 
@@ -130,9 +130,9 @@ def test_each_client_has_an_equal_part_of_the_time_for_masks_and_at_least_one_ma
     budget = make_budget(0.1)
     slow, quick = [masked(n, 0.9, client="a") for n in (1, 2)], [masked(n, 0.005, client="b") for n in (3, 4, 5)]
     assert budget.in_step([*slow, *quick]) == [slow[0], quick[0], quick[1]]
-    assert not budget.has_time_for_mask(masked(6, 0.005, client="b"))
-    assert budget.has_time_for_mask(masked(7, 0.9, client="c"))
-    assert budget.has_time_for_mask(make_sequence([1]))
+    assert not budget.has_time(masked(6, 0.005, client="b"))
+    assert budget.has_time(masked(7, 0.9, client="c"))
+    assert budget.has_time(make_sequence([1]))
 
 
 def test_a_prompt_near_its_deadline_relaxes_the_goal_of_no_other_client():
@@ -200,7 +200,7 @@ def test_a_flood_of_prompts_without_streams_takes_short_steps_once_another_clien
 
 def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
     scheduler = make_scheduler(max_num_batched_tokens=MOST, long_prefill_token_threshold=MOST // 2)
-    scheduler.budget = make_budget(0.016)
+    scheduler.budget = make_budget(0.016, long_prefill_token_threshold=MOST // 2)
     loop = Loop(scheduler)
     loop.add([1] * 20, max_tokens=20)
     loop.step()
@@ -301,7 +301,8 @@ def walk(seed: int, **budget: Any) -> Loop:
     if budget:
         scheduler.budget = make_budget(
             rng.choice((1e-3, 0.1, 10.0)), RandomCosts(random.Random(seed)), block_size=block_size,
-            max_num_batched_tokens=most, ttft_goal=rng.choice((None, 1.0)), **budget,
+            max_num_batched_tokens=most, ttft_goal=rng.choice((None, 1.0)),
+            long_prefill_token_threshold=scheduler.config.long_prefill_token_threshold, **budget,
         )  # fmt: skip
     return walk_at_random(loop, rng, 200)
 
@@ -318,7 +319,7 @@ def test_an_unlimited_goal_gives_every_batch_of_no_goal():
     def batches(goal: float | None) -> list[Any]:
         rng, scheduler = random.Random(3), make_scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=20)
         if goal is not None:
-            scheduler.budget = make_budget(goal, max_num_batched_tokens=40)
+            scheduler.budget = make_budget(goal, max_num_batched_tokens=40, long_prefill_token_threshold=20)
         loop, seen = Loop(scheduler), []
         for number in range(30):
             loop.add([number] * rng.randint(1, 50), max_tokens=rng.randint(1, 12))

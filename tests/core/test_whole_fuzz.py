@@ -30,7 +30,7 @@ def test_the_walks_meet_each_feature(walks: list[Loop]):
         met["preemptions"] += loop.scheduler.stats.num_preemptions
         met["failed steps"] += loop.scheduler.stats.num_failed_steps
         met["samples"] += loop.model.num_forked
-        met["goals"] += loop.scheduler.budget is not None
+        met["goals"] += loop.scheduler.budget.stats() is not None
         met["tiers"] += isinstance(loop, TieredLoop)
         met["drafts"] += 0 if loop.scheduler.drafting is None else sum(loop.scheduler.drafting.counts.accepted)
     for situation in ("forked", "samples", "preemptions", "failed steps", "slots taken", "bounds checked", "stores"):

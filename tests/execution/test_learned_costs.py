@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.step_budget import StepBudget
-from nanovllm.execution.auto_goal import follow_costs
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import DeviceCost, StepWork
 from nanovllm.execution.learned_costs import (
@@ -25,6 +23,8 @@ from nanovllm.execution.learned_costs import (
     relative_decode_cost,
     resolve_goal,
 )
+from nanovllm.features.goals.auto_goal import follow_costs
+from nanovllm.features.goals.step_budget import StepBudget
 from tests.support.scheduling import Loop, make_scheduler
 
 TRUE = DeviceCost(

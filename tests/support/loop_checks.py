@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -70,16 +71,20 @@ class LoopChecks:
 
     def _check_shares(self) -> None:
         """Check the bound between waiting clients, and that the queue knows each client of an unfinished request."""
-        scheduler, queue, config = self.scheduler, self.scheduler.waiting, self.scheduler.config
+        queue, config = self.scheduler.waiting, self.scheduler.config
+        if not self.has_shares:
+            return
         smallest = min([1.0, *(config.client_weights or {}).values()])
-        bound = 2 * scheduler.share_bound / smallest
+        bound = 2 * queue.bound / smallest
         check(queue.gap <= bound, f"counters of waiting clients are {queue.gap} apart, and may be {bound}")
         self.seen["bounds checked"] += queue.gap > 0
         clients = {sequence.client for sequence in self.unfinished}
         check(
             queue.num_clients == len(clients), f"{queue.num_clients} clients are counted, {len(clients)} have requests"
         )
-        check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
+        check(
+            sorted(queue.in_order(math.inf), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request"
+        )
         self.seen["clients beside each other"] += len(clients) > 1
 
     def _check_partial_prefills(self) -> None:
@@ -108,7 +113,8 @@ class LoopChecks:
         before = {sequence.request_id for sequence in was_running}
         check(placed <= before, "a step that preempted admitted a request")
         oldest = min(sequence.key for sequence in preempted)
-        for sequence in () if self.scheduler.waiting.is_shared else self.scheduler.running:
+        is_shared = self.has_shares and self.scheduler.waiting.is_shared
+        for sequence in () if is_shared else self.scheduler.running:
             spared = sequence.key < oldest or sequence.request_id in placed
             check(spared, f"{sequence} was spared, though younger than one that was preempted")
         check(self.scheduler.running[0].key < oldest, "a sequence was preempted for a younger one")

@@ -20,6 +20,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.features.forking import go_on_from
+from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler
 from tests.support.loop_checks import LoopChecks
 from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
@@ -76,7 +77,12 @@ def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, *
     """A scheduler; its blocks may be smaller than the engine allows, for more boundaries in fewer tokens."""
     config = make_config(**limits)
     manager = BlockManager(config.num_kv_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-    return Scheduler(config, manager)
+    return shared_scheduler(config, manager)
+
+
+def shared_scheduler(config: EngineConfig, manager: BlockManager) -> Scheduler:
+    """A scheduler whose queue keeps the shares of clients."""
+    return Scheduler(config, manager, queue=ClientQueue(config, manager))
 
 
 def make_group_scheduler(
@@ -92,7 +98,7 @@ def make_group_scheduler(
         max_chunk_tokens=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return Scheduler(config, manager)
+    return shared_scheduler(config, manager)
 
 
 def tables_of(sequence: Sequence) -> list[list[int]]:
@@ -393,13 +399,16 @@ class Loop(LoopChecks):
         self._successor: Sequence | None = None  # for whom it is
         self._lost_blocks: set[Sequence] = set()  # preempted for the blocks of older ones, in the last step
         self._gave_way: set[Sequence] = set()  # to clients that are behind, in the last step
-        self._slot_victim, self._preempt_for = scheduler.waiting.slot_victim, scheduler._preempt_for
-        scheduler.waiting.slot_victim, scheduler._preempt_for = self._note_slot, self._note_preempted
-        self._block_victims = scheduler.admission.block_victims
-        scheduler.admission.block_victims = self._note_way
+        self._preempt_for = scheduler._preempt_for
+        scheduler._preempt_for = self._note_preempted
+        queue = scheduler.waiting
+        self.has_shares = isinstance(queue, ClientQueue)
+        if self.has_shares:
+            self._slot_victim, self._block_victims = queue.slot_victim, queue.block_victims
+            queue.slot_victim, queue.block_victims = self._note_slot, self._note_way
 
-    def _note_slot(self, running: Collection[Sequence], bound: float) -> Sequence | None:
-        self.lost_slot = self._slot_victim(running, bound)
+    def _note_slot(self, running: Collection[Sequence]) -> Sequence | None:
+        self.lost_slot = self._slot_victim(running)
         if self.lost_slot is not None:
             first = next(iter(self.scheduler.waiting.in_order()))
             check(self.lost_slot.client != first.client, "a client took its own slot")
@@ -414,12 +423,14 @@ class Loop(LoopChecks):
         self._lost_blocks |= before.difference(self.scheduler.running)
         return has_blocks
 
-    def _note_way(self, waiting: Collection[Sequence], running: Collection[Sequence], bound: float):
+    def _note_way(self, running: Collection[Sequence]):
         """Yield the victims; each must be of a client that was served more by over the bound than one of its level."""
-        for victim in self._block_victims(waiting, running, bound):
+        for victim in self._block_victims(running):
             others = [s for s in self.unfinished if s.priority == victim.priority]
             leads = [(victim.account.served - s.account.served) * s.account.weight for s in others]
-            check(max(leads) > bound, f"{victim} gave up its blocks, and its client is not ahead")
+            check(
+                max(leads) > self.scheduler.waiting.bound, f"{victim} gave up its blocks, and its client is not ahead"
+            )
             self._gave_way.add(victim)
             yield victim
 

@@ -12,6 +12,7 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
+from tests.support.scheduling import shared_scheduler
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096
@@ -31,7 +32,7 @@ def make_scheduler(num_seqs: int, num_kv_blocks: int) -> Scheduler:
         max_long_partial_prefills=num_seqs,
         long_prefill_token_threshold=MAX_MODEL_LEN,
     )
-    return Scheduler(config, BlockManager(num_kv_blocks, BLOCK_SIZE))
+    return shared_scheduler(config, BlockManager(num_kv_blocks, BLOCK_SIZE))
 
 
 def decoding(num_running: int, num_waiting: int = 0) -> Scheduler:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.step_budget import StepBudget
+from nanovllm.features.goals.step_budget import StepBudget
 
 BLOCK, MOST = 4, 256
 
@@ -44,5 +44,6 @@ def make_budget(
     goal: float, costs: Any = None, *, now: float = 0.0, clock: Callable[[], float] | None = None, **options: Any
 ) -> StepBudget:
     defaults = {"itl_goal": goal, "ttft_goal": None, "max_num_batched_tokens": MOST, "block_size": BLOCK}
-    config: Any = SimpleNamespace(**(defaults | {"overlap": False} | options))
+    defaults |= {"long_prefill_token_threshold": MOST, "overlap": False}
+    config: Any = SimpleNamespace(**(defaults | options))
     return StepBudget(config, costs or Costs(), clock or (lambda: now))

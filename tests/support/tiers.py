@@ -22,7 +22,7 @@ from nanovllm.core.block_hashes import root_hash
 from nanovllm.execution.prefix_tiers import PrefixTiers
 from nanovllm.scheduler import Scheduler
 from tests.support.mock_states import UNWRITTEN, Poison, check, empty_prefix, extend_prefix
-from tests.support.scheduling import Loop, MockModel, make_config
+from tests.support.scheduling import Loop, MockModel, make_config, shared_scheduler
 
 Content = list[int | Poison | None]
 SALTS = ("", "salt")
@@ -282,10 +282,10 @@ def make_tiered_scheduler(
     """A scheduler whose block manager has no tiers attached yet; one kind is full attention alone."""
     config = make_config(num_kv_blocks=num_blocks[0], **limits)
     if kinds == [FULL]:
-        return Scheduler(config, TieredBlocks(num_blocks[0], block_size))
+        return shared_scheduler(config, TieredBlocks(num_blocks[0], block_size))
     manager = TieredGroups(
         kinds, num_blocks, block_size, max_model_len=config.max_model_len,
         max_chunk_tokens=config.long_prefill_token_threshold,
     )  # fmt: skip
     assert isinstance(manager, CacheGroups)
-    return Scheduler(config, manager)
+    return shared_scheduler(config, manager)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from nanovllm.cache.kinds import FULL, StateKind
-from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler import Scheduler, WaitingQueue
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.scheduler_fuzz import AGEING, WEIGHTS, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
@@ -38,8 +38,8 @@ KINDS: tuple[Callable[[int], list[StateKind]], ...] = (
 )
 
 
-def make_loop(rng: random.Random) -> Loop:
-    """A loop with pools hardly larger than one sequence needs, and any features."""
+def make_loop(rng: random.Random, *, has_shares: bool = True) -> Loop:
+    """A loop with pools hardly larger than one sequence needs, and any features; the plain queue without shares."""
     kinds = rng.choice(KINDS)(rng.randint(1, 12))
     block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
     max_long = rng.choice((1, 1, 2, 6))
@@ -65,7 +65,10 @@ def make_loop(rng: random.Random) -> Loop:
     if has_goal:
         costs, most = RandomCosts(rng), limits["max_num_batched_tokens"]
         options = {"block_size": block_size, "max_num_batched_tokens": most, "ttft_goal": rng.choice((None, 1.0))}
+        options["long_prefill_token_threshold"] = limits["long_prefill_token_threshold"]
         scheduler.budget = make_budget(rng.choice((1e-3, 0.1, 10.0)), costs, overlap=rng.random() < 0.5, **options)
+    if not has_shares:
+        scheduler.waiting = WaitingQueue()
     if has_drafts:
         drafter = GuessingDrafter(rng, share_right=rng.choice((0.0, 0.5, 0.9)), share_of_steps=rng.choice((0.5, 1.0)))
         scheduler = with_drafts(scheduler, drafter, max_drafts=rng.randint(1, 7))
@@ -76,7 +79,7 @@ def make_loop(rng: random.Random) -> Loop:
 
 def walk(seed: int) -> Loop:
     rng = random.Random(seed)
-    loop = make_loop(rng)
+    loop = make_loop(rng, has_shares=seed % 10 != 4)
     more = {loop.idle: 20} if isinstance(loop, TieredLoop) else {}
     return walk_at_random(loop, rng, NUM_CALLS, more=more, max_unfinished=rng.choice((2, 4, 12)))
 

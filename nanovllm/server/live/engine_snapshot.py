@@ -126,7 +126,7 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         _counters(stats, pool.num_evictions),
         time.perf_counter() - began,
         _machine(engine),
-        budget=None if scheduler.budget is None else _budget(scheduler.budget.stats()),
+        budget=None if (budget := scheduler.budget.stats()) is None else _budget(budget),
         drafts={} if scheduler.drafting is None else scheduler.drafting.stats().by_source,
         tiers=None if engine.tiers is None else engine.tiers.stats(),
     )

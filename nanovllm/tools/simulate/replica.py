@@ -20,15 +20,15 @@ from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
-from nanovllm.core.client_queue import DECODE_COST
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import EngineStats, RequestMetrics
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_budget import StepBudget
-from nanovllm.execution.auto_goal import follow_costs
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
+from nanovllm.features.goals.auto_goal import follow_costs
+from nanovllm.features.goals.step_budget import StepBudget
+from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.scheduler import Scheduler
 
@@ -108,7 +108,9 @@ class Replica:
             self.observers.append(costs)
             self.observers.predict = costs.predicted
         self.config = config
-        self.scheduler = Scheduler(config, build_block_manager(config, pools), budget, decode_cost=decode_cost)
+        block_manager = build_block_manager(config, pools)
+        queue = ClientQueue(config, block_manager, decode_cost=decode_cost)
+        self.scheduler = Scheduler(config, block_manager, budget, queue)
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token

@@ -7,23 +7,26 @@ Within a level the least-served client's oldest request starts first::
     counter of B    |=====>                            waits: its next request starts before all of A's
     counter of C                   |>                  asks again: begins at the least counter of waiting clients
 
-Bound: the counters of two clients that both wait all the time differ by at most 2 * max(cost of the longest prompt,
-cost of generating as many tokens as running sequences may have), over the smaller weight. From half of it on no request
-of the client that was served more starts, and its running sequences give up the blocks that the other one lacks.
+Bound: the counters of two clients that both wait all the time differ by at most twice `ClientQueue.bound`, over the
+smaller weight. From half of it on no request of the client that was served more starts, and its running sequences give
+up the blocks that the other one lacks. A client loses its last slot only to one that was served less by more than both
+cost again, so each turn brings tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
+from nanovllm.block_manager import BlockManager
+from nanovllm.core.admission import Admission
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate for engines that measured no costs
@@ -54,27 +57,36 @@ class Account:
 
 
 class ClientQueue:
-    """Waiting sequences by their keys, and in the order of shares; running ones count as unfinished.
+    """`Queue` of a scheduler: sequences by their keys, and in the order of shares; running ones count as unfinished.
+
+    bound: Cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
+    is_shared: Whether a client has others to keep up with; else its generated tokens need not be counted.
 
     Args:
-        weights: of clients; 1 for the others.
-        prefill_cost, decode_cost: of a computed and of a generated token, in any unit of time.
+        config: Resolved configuration; `client_weights` are 1 for clients that it does not name.
+        blocks: Block manager of the scheduler.
+        prefill_cost, decode_cost: Costs of a computed and of a generated token, in any unit of time.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, float] | None = None,
+        config: EngineConfig,
+        blocks: BlockManager,
+        *,
         prefill_cost: float = PREFILL_COST,
         decode_cost: float = DECODE_COST,
     ) -> None:
         self.prefill_cost, self.decode_cost = prefill_cost, decode_cost
-        self._weights = weights or {}
+        num_tokens = min(blocks.max_running_tokens, config.max_num_seqs * config.max_model_len)
+        self.bound = max(prefill_cost * config.max_model_len, decode_cost * num_tokens)
+        self.is_shared = False
+        self._config, self._blocks = config, blocks
+        self._admission = Admission(config, blocks)
+        self._weights = config.client_weights or {}
         self._waiting = SortedKeyList(key=SCHEDULING_KEY)
         self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client
         self._num_accounts: Counter[str] = Counter()  # of each client
         self._idle: dict[tuple[int, str], Account] = {}  # of clients without sequences, oldest first
-        # Whether a client has others to keep up with; else its generated tokens need not be counted.
-        self.is_shared = False
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -119,10 +131,9 @@ class ClientQueue:
                 for key, account in self._idle.items()
                 if key[0] != sequence.priority or account.served > least
             }
-        self.is_shared = len(self._num_accounts) > 1 or bool(self._idle)
 
-    def rejoin(self, sequence: Sequence, bound: float) -> None:
-        """Queue a preempted sequence again; a client that had none waiting lacks at most `bound`, a cost.
+    def rejoin(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence again; a client that had none waiting lacks at most `bound`.
 
         A client saves up no service while it asks for no more than it gets.
         """
@@ -130,7 +141,7 @@ class ClientQueue:
         if self.is_shared and not account.num_waiting:
             level = self._levels[sequence.priority].values()
             most = max((other.served for other in level if other.num_waiting), default=0.0)
-            account.served = max(account.served, most - bound / account.weight)
+            account.served = max(account.served, most - self.bound / account.weight)
         self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
@@ -157,16 +168,21 @@ class ClientQueue:
 
     # ------------------------------------------------------------------------------------------------- counters
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count prompt tokens placed; hits are free, and a negative number is a refund."""
+    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
+        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
+        if victim is not None:
+            num_tokens += self._num_lost_tokens(victim, sequence)
         account = sequence.account
         account.served += num_tokens * self.prefill_cost / account.weight
 
-    def charge_generated(self, advanced: Iterable[Sequence], without_token: Iterable[Sequence]) -> None:
+    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
         """Count one generated token of each advanced sequence, except these; all may have ended."""
+        if not self.is_shared:
+            return
         for sequences, cost in ((advanced, self.decode_cost), (without_token, -self.decode_cost)):
             for sequence in sequences:
                 sequence.account.served += cost / sequence.account.weight
+        self.is_shared = len(self._num_accounts) > 1 or bool(self._idle)  # The last tokens of a client count too
 
     @property
     def num_clients(self) -> int:
@@ -183,12 +199,13 @@ class ClientQueue:
 
     # ---------------------------------------------------------------------------------------------------- order
 
-    def in_order(self, bound: float = math.inf) -> Iterable[Sequence]:
+    def in_order(self, bound: float | None = None) -> Iterable[Sequence]:
         """Waiting sequences in the order of admission, which follows charges made while it is iterated.
 
-        One that did not start before the next is asked for is passed by clients served at most `bound` more.
+        One that did not start before the next is asked for is passed by clients served at most `bound` more; None
+        stands for `self.bound`.
         """
-        return self._by_share(bound) if self.is_shared else self._waiting
+        return self._by_share(self.bound if bound is None else bound) if self.is_shared else self._waiting
 
     def _by_share(self, bound: float) -> Iterator[Sequence]:
         """Level by level; with ageing the level of the oldest is first."""
@@ -226,11 +243,45 @@ class ClientQueue:
         level = self._levels[self._waiting[0].priority].values()
         return min([(account.served, first.key, first) for account in level if (first := account.first) is not None])[2]
 
-    def preemption_order(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Running sequences, those of lowest priority first, then of the most-served client, then the youngest."""
-        return sorted(running, key=_precedence, reverse=True)
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        """Priority level, and the service of its client."""
+        return sequence.key[0] // 1, sequence.account.served if self.is_shared else 0.0
 
-    def lagging(self, running: Iterable[Sequence], bound: float) -> Iterator[tuple[Sequence | None, list[Sequence]]]:
+    # --------------------------------------------------------------------------------------------------- victims
+
+    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
+        """Younger sequences of the same or lower priority: among several clients the most-served one's go first."""
+        younger = running.irange_key(min_key=sequence.key, inclusive=(False, True), reverse=True)
+        return sorted(younger, key=_precedence, reverse=True) if self.is_shared else list(younger)
+
+    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
+        """Preempt for blocks of clients that were served less; returns the sequence that yields its slot, if any."""
+        if not self.is_shared:
+            return None
+        for victim in self.block_victims(running):
+            preempt(victim)
+        is_full = len(running) == self._config.max_num_seqs
+        return self._ready_slot_victim(running) if is_full and self._waiting else None
+
+    def block_victims(self, running: SortedKeyList) -> Iterator[Sequence]:
+        """Yield running sequences that give up blocks for clients served less by more than `bound`.
+
+        The caller preempts each before the next. Blocks stay free for the next tokens of all running sequences, and for
+        the first waiting request of the client that was served less.
+        """
+        blocks, blocks_lacking = self._blocks, self._admission.blocks_lacking
+        for first, victims in self._lagging(running):
+            hits = blocks.lookup(first) if first else []
+            if first and not self._admission.chunk_size(first, len(hits) * blocks.block_size, first.num_known_tokens):
+                first = None  # waits for files or a state
+            for victim in victims:
+                lacking = sum(map(blocks_lacking, running), blocks_lacking(first, hits) if first else 0)
+                num_growing = sum(s.num_computed_tokens == len(s.block_table) * blocks.block_size for s in running)
+                if blocks.has_free(lacking + num_growing):
+                    break
+                yield victim
+
+    def _lagging(self, running: SortedKeyList) -> Iterator[tuple[Sequence | None, list[Sequence]]]:
         """Yield the least-served client of each priority in which others run that were served more by over `bound`.
 
         The client by its first waiting sequence, None without one or while its token is in flight; with the running
@@ -238,18 +289,32 @@ class ClientQueue:
         """
         for priority, level in self._levels.items():
             least = min(level.values(), key=SERVED)
-            limit = least.served + bound / least.weight
+            limit = least.served + self.bound / least.weight
             if any(account.num_running and account.served > limit for account in level.values()):
                 ahead = [s for s in running if s.priority == priority and s.account.served > limit]
                 first = least.first
-                yield None if first and first.num_in_flight_tokens else first, self.preemption_order(ahead)
+                ahead.sort(key=_precedence, reverse=True)
+                yield None if first and first.num_in_flight_tokens else first, ahead
 
-    def slot_victim(self, running: SequenceABC[Sequence], bound: float) -> Sequence | None:
+    def _ready_slot_victim(self, running: SortedKeyList) -> Sequence | None:
+        """The running sequence that yields its slot if the first waiting one can start.
+
+        None while a prefill is in progress that comes before it: it may take the budget that the successor needs.
+        """
+        victim = self.slot_victim(running)
+        if victim is None or victim.num_known_tokens - victim.num_computed_tokens > 1:
+            return None
+        few = 1 + (self._config.speculation is not None) * self._config.num_speculative_tokens  # drafts are repeated
+        order = self.rank(self.first)
+        prefills = (s for s in running if s.num_known_tokens - s.num_computed_tokens > few)
+        return None if any(self.rank(s) <= order for s in prefills) else victim
+
+    def slot_victim(self, running: SortedKeyList) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
 
         A client that was served less gets slots at once until it has as many as the most-served one, less one; its
         first slot, if that is the other's last, once the difference of service pays for the tokens that both compute
-        again; further ones once it is `bound`, a cost.
+        again; further ones once it is `bound`.
         """
         first = self.first
         account, client = first.account, first.client
@@ -265,12 +330,21 @@ class ClientQueue:
         rival = max(rivals, key=SERVED, default=account)  # at a cost per client, not per sequence, in most steps
         behind = (rival.served - account.served) * account.weight
         has_more = rival.num_running > num_slots + 1
-        if behind <= (bound if num_slots and not has_more else 0.0):
+        if behind <= (self.bound if num_slots and not has_more else 0.0):
             return None
         own = [s for s in reversed(running) if s.account is rival]
         victim = next((s for s in own if s.num_known_tokens - s.num_computed_tokens <= 1), own[0])  # not a prefill
         due = self.prefill_cost * (victim.num_known_tokens + first.num_known_tokens)
         return victim if num_slots or has_more or behind > due else None
+
+    def _num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
+        """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""
+        if victim.account.num_running == 1 or victim.priority != successor.priority:
+            return 0
+        is_kept = self._config.enable_prefix_caching and self._blocks.has_free(
+            self._admission.blocks_lacking(successor)
+        )
+        return victim.num_known_tokens % self._blocks.block_size if is_kept else victim.num_known_tokens
 
 
 def _precedence(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:

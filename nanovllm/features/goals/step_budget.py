@@ -78,20 +78,28 @@ class StepBudget:
         self._seen: dict[str, float] = {}  # The latest two clients with requests -> when one came or ended
         self._mask_seconds, self._spent = math.inf, dict[str, float]()  # of a client in a step: at most, so far
 
-    def see(self, client: str) -> None:
-        """Note that a request of the client comes or ends now."""
-        self._seen.pop(client, None)
-        self._seen[client] = self._clock()
+    def see(self, sequence: Sequence) -> None:
+        """Note that a request of the sequence's client comes or ends now."""
+        self._seen.pop(sequence.client, None)
+        self._seen[sequence.client] = self._clock()
         if len(self._seen) > 2:
             del self._seen[next(iter(self._seen))]
 
-    def num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
-        """The step's budget: at least the decodes and one block, at most `max_num_batched_tokens`.
+    def of_step(
+        self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], num_prompts: int, lookup: Lookup
+    ) -> tuple[int, int]:
+        """The step's budget, and most tokens of one prompt, which shrinks with the budget while others wait.
 
-        Args:
-            decodes: placed already. Without any, and without other clients lately, the budget is whole.
-            prompts: sequences that wait for chunks, in their order; the first one's chunk is predicted.
+        The budget is at least the decodes and one block, at most `max_num_batched_tokens`; without decodes, and without
+        other clients lately, it is whole. The chunk of the first prompt is predicted.
         """
+        config, threshold = self._config, self._config.long_prefill_token_threshold
+        budget = self._num_tokens(decodes, prompts, lookup)
+        if num_prompts > 1:
+            threshold = threshold * budget // config.max_num_batched_tokens
+        return budget, threshold
+
+    def _num_tokens(self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], lookup: Lookup) -> int:
         budget = self._config.max_num_batched_tokens
         first = next(iter(prompts), None)
         if first is not None and (decodes or self._has_others(first.client)):
@@ -113,10 +121,10 @@ class StepBudget:
         clients = {sequence.client for sequence in masked}
         self._mask_seconds = MASK_SHARE * self.itl_goal / max(1, len(clients))
         self._spent = dict.fromkeys(clients, 0.0)
-        left_out = {s for s in sorted(masked, key=PLACED_IN_STEP) if not self.has_time_for_mask(s)}
+        left_out = {s for s in sorted(masked, key=PLACED_IN_STEP) if not self.has_time(s)}
         return [sequence for sequence in sequences if sequence not in left_out] if left_out else sequences
 
-    def has_time_for_mask(self, sequence: Sequence) -> bool:
+    def has_time(self, sequence: Sequence) -> bool:
         """Whether the step has time for the sequence's mask, which then counts; a client's first always."""
         if sequence.matcher is None:
             return True
