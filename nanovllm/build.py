@@ -1,4 +1,7 @@
-"""From a model's name or module and options to an engine that is ready to step."""
+"""From a model's name or module and options to an engine that is ready to step: the only file that knows every part.
+
+A part whose folder is missing is skipped, and its options are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +25,6 @@ from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.engine import Engine
 from nanovllm.execution.memory import memory_for_cache
-from nanovllm.fast.choice import choose_paths
-from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
@@ -33,7 +35,7 @@ from nanovllm.process.gc_control import collector_paused
 from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.turn_end import log_ends
-from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler import Queue, Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.execution.workers import Start, WorkerProcesses
@@ -61,9 +63,7 @@ def build_engine(
     config = EngineConfig.from_options(**options)
     publisher = digest = None
     if config.kv_events is not None:
-        from nanovllm.observability.kv_events import KvEventPublisher
-
-        publisher = KvEventPublisher(config)
+        publisher = _part("observability.kv_events", "KvEventPublisher", option="kv_events")(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
         loaded, model_runner, digest = _build_ranks(model, tokenizer, config)
@@ -77,7 +77,7 @@ def build_engine(
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
         binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
-    budget, decode_cost = _budget(model_runner, observers, clock)
+    budget, costs = _budget(model_runner, observers, clock)
     config = model_runner.config
     if trace is not None:
         trace.begin(config)
@@ -88,10 +88,9 @@ def build_engine(
     if publisher is not None:
         publisher.begin(block_manager, observers)
     input_processor = _build_input_processor(loaded, model_runner, budget, clock)
-    scheduler = Scheduler(config, block_manager, budget, ClientQueue(config, block_manager, decode_cost=decode_cost))
+    scheduler = Scheduler(config, block_manager, budget, _queue(config, block_manager, costs))
     if config.speculation is not None:
-        from nanovllm.speculation.build import add_drafts
-
+        add_drafts = _part("speculation.build", "add_drafts", option="speculation")
         add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
@@ -99,9 +98,27 @@ def build_engine(
     return engine
 
 
-def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
-    from nanovllm.execution.prefix_tiers import open_tiers
+def _part(module: str, name: str, *, option: str | None = None) -> Any:
+    """A class or function of a part; None if its folder is missing, and no option asks for it.
 
+    Raises ValueError that names the option and the folder.
+    """
+    try:
+        return getattr(import_module(f"nanovllm.{module}"), name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if option is not None and missing.startswith("nanovllm."):
+            raise ValueError(
+                f"{option} is set, and {missing}, which it needs, is not installed. Leave the option out, or install "
+                "the whole package."
+            ) from None
+        if not f"nanovllm.{module}".startswith(missing):
+            raise
+        return None
+
+
+def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
+    open_tiers = _part("execution.prefix_tiers", "open_tiers", option="prefix_cache_host_bytes or prefix_cache_dir")
     try:
         engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
     except BaseException:  # such as memory that cannot be pinned: other ranks are to end in order
@@ -153,13 +170,20 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
 
 def _budget(
     model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]
-) -> tuple[StepBudget | None, float]:
-    """The budget that keeps latency goals, if there are any, and the cost of a generated token in prompt tokens."""
+) -> tuple[StepBudget | None, dict[str, float]]:
+    """The budget that keeps latency goals, if there are any, and costs of tokens for the shares of clients."""
     if model_runner.config.itl_goal is None and model_runner.config.step_costs is None:
-        return None, DECODE_COST
-    from nanovllm.features.goals.building import open_budget
+        return None, {}
+    open_budget = _part("features.goals.building", "open_budget", option="itl_goal or step_costs")
+    budget, decode_cost = open_budget(model_runner, observers, clock)
+    return budget, {"decode_cost": decode_cost}
 
-    return open_budget(model_runner, observers, clock)
+
+def _queue(config: EngineConfig, block_manager: Any, costs: dict[str, float]) -> Queue | None:
+    """The queue that keeps shares of clients; None for the scheduler's own."""
+    option = "client_weights" if config.client_weights else None
+    client_queue = _part("features.shares.client_queue", "ClientQueue", option=option)
+    return None if client_queue is None else client_queue(config, block_manager, **costs)
 
 
 def _free_threads(loaded: loader.LoadedModel) -> int | None:
@@ -283,7 +307,8 @@ def resolve_options(
     )
     choose = AttentionChoice.beside_mixers if binding.mixers else AttentionChoice.for_model
     choice = choose(layers, device, config)
-    paths = choose_paths(choice, binding)
+    choose_paths = _part("fast.choice", "choose_paths")
+    paths = StepPaths() if choose_paths is None else choose_paths(choice, binding)
     obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     paths.prepare_layers(binding, config)

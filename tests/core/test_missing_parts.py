@@ -1,0 +1,51 @@
+"""A part whose folder was deleted: the engine runs without it, and its options are refused by name.
+
+`.ci/deletions.py` hides each folder in turn, and compares a batch with transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from nanovllm.model_runner import StepPaths
+from nanovllm.scheduler import WaitingQueue, WholeBudget
+from tests.support.llms import generate, open_llm, token_ids
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("features.goals.building", {"itl_goal": 0.1}),
+        ("features.shares.client_queue", {"client_weights": {"a": 2.0}}),
+        ("observability.kv_events", {"kv_events": "tcp://127.0.0.1:5557"}),
+        ("speculation.build", {"speculation": "suffix"}),
+        ("execution.prefix_tiers", {"prefix_cache_host_bytes": 1 << 24}),
+    ],
+)
+def test_an_option_without_its_folder_is_refused_by_name(module, options, monkeypatch):
+    monkeypatch.setitem(sys.modules, f"nanovllm.{module}", None)
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.* is set, and nanovllm.{module}, which it needs"):
+        open_llm(**options)
+
+
+def test_without_faster_steps_and_shares_the_engine_has_its_own(monkeypatch):
+    prompts = [[1, 2, 3], [5] * 40]
+    with open_llm() as llm:
+        expected = token_ids(generate(llm, prompts))
+    monkeypatch.setitem(sys.modules, "nanovllm.fast.choice", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.shares.client_queue", None)
+    with open_llm() as llm:
+        scheduler = llm._engine.scheduler
+        assert isinstance(scheduler.waiting, WaitingQueue) and isinstance(scheduler.budget, WholeBudget)
+        assert type(llm._engine.model_runner.paths) is StepPaths
+        assert token_ids(generate(llm, prompts)) == expected
+
+
+def test_a_fault_within_a_part_is_not_taken_for_a_missing_folder(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nanovllm.fast.choice", None)
+    monkeypatch.setitem(sys.modules, "heapq", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.features.shares.client_queue")
+    with pytest.raises(ModuleNotFoundError, match="heapq"):
+        open_llm()
