@@ -1,10 +1,11 @@
-"""One client floods the engine, another asks steadily: its first tokens with shares, with strict priority, and without.
+"""One client floods the engine, another asks steadily: its first tokens and gaps with shares, strict priority, neither.
 
     python bench/machines/goals_flood.py --cores 6                 the three side by side, on two cores each
     python bench/machines/goals_flood.py --how shares --seconds 20
 
-The flood is 5,000 requests at once (`--flood requests`), most of which still wait when the measurement ends, or one
-request of 128 samples (`--flood samples`). Each way opens an engine of its own, of random weights.
+The flood is 5,000 requests at once (`--flood requests`), most of which still wait when the measurement ends, one
+request of 128 samples (`samples`), 16 prompts of 6,000 tokens again and again (`prompts`), or in the same way 100
+requests with every sampling option (`options`). Each way opens an engine of its own, of random weights.
 """
 
 from __future__ import annotations
@@ -49,20 +50,38 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
     def params(count: int, n: int = 1) -> SamplingParams:
         return SamplingParams(n=n, max_tokens=count, ignore_eos=True, temperature=0.6)
 
+    async def again(*request: Any) -> None:
+        while True:
+            await drain(*request)
+
     waits: list[float] = []
+    gaps: list[float] = []
 
     async def ask(client: str) -> None:
-        begin, first = time.monotonic(), None
+        begin = last = time.monotonic()
+        first = None
         try:
             async for _ in llm.generate(
                 tokens(rng, rng.randint(32, 256)), params(32), client=client, output_kind="delta"
             ):
-                first = first or time.monotonic() - begin
+                now = time.monotonic()
+                if first is None:
+                    first = now - begin
+                else:
+                    gaps.append(now - last)
+                last = now
         finally:
             waits.append(first or time.monotonic() - begin)
 
     if options.flood == "samples":
         flood = [asyncio.ensure_future(drain(tokens(rng, 80), params(options.longest, n=128)))]
+    elif options.flood == "prompts":
+        flood = [asyncio.ensure_future(again(tokens(rng, 6000), params(1))) for _ in range(16)]
+    elif options.flood == "options":
+        every = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.2, top_p=0.9, top_k=50, min_p=0.01,
+                               frequency_penalty=0.5, repetition_penalty=1.1, logprobs=5,
+                               logit_bias=dict.fromkeys(range(300), 1.0))  # fmt: skip
+        flood = [asyncio.ensure_future(again(tokens(rng, 8), every)) for _ in range(100)]
     else:
         sizes = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(5000)]
         flood = [asyncio.ensure_future(drain(tokens(rng, prompt), params(output))) for prompt, output in sizes]
@@ -82,7 +101,12 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
     waits.sort()
     return {"flood": options.flood, "how": options.how, "asked": len(asked), "answered": len(asked) - len(unanswered),
             "p50": waits[len(waits) // 2], "p99": waits[int(0.99 * len(waits))], "worst": waits[-1],
+            "worst gap": max(gaps, default=0.0),
             "waiting": stats.num_waiting, "preemptions": stats.num_preemptions}  # fmt: skip
+
+
+def goal(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def side_by_side(options: argparse.Namespace, arguments: list[str]) -> None:
@@ -110,7 +134,7 @@ def side_by_side(options: argparse.Namespace, arguments: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flood", choices=["requests", "samples"], default="requests")
+    parser.add_argument("--flood", choices=["requests", "samples", "prompts", "options"], default="requests")
     parser.add_argument("--how", choices=WAYS, help="this way alone, in this process")
     parser.add_argument("--pin", nargs="+", type=int, help="cores of this process (default: all)")
     parser.add_argument("--cores", type=int, default=6, help="cores for all ways together")
@@ -118,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="in which the steady client asks")
     parser.add_argument("--every", type=float, default=0.7, help="seconds between its requests")
     parser.add_argument("--longest", type=int, default=1900, help="tokens of each of the 128 samples")
-    parser.add_argument("--itl-goal", default="auto", help="of the engine")
+    parser.add_argument("--itl-goal", type=goal, default="auto", help="of the engine: seconds, or auto")
     options = parser.parse_args(arguments)
     if options.how is None:
         side_by_side(options, arguments)
