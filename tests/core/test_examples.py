@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("small_default_cache")
 ROOT = Path(__file__).parents[2]
+PAGE_OF_A_STEP = (ROOT / "docs" / "internals" / "one_step.md").read_text(encoding="utf-8")
 SAYS = {
     "async_streams": ["Paris", "that is enough", "steps served them all"],
     "live_module": ["after 0 training steps", "after 3 training steps"],
@@ -19,6 +20,7 @@ SAYS = {
     "priorities": ["an alarm        priority -10", "ended by length"],
     "samples": ["0: ", "3: ", "(length)"],
     "shared_system_prompt": ["prompt tokens from the cache", "France"],
+    "step_by_step": PAGE_OF_A_STEP.partition("```\nstep 2")[2].partition("\n```")[0].splitlines(),
 }
 
 
