@@ -36,7 +36,7 @@ from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.process.interrupts import interrupts_put_off
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request, deliver
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LaunchedStep:
     clock: Callable[[], float]
     _pending: PendingTokens | None = None  # until it is drawn
     _draw: Callable[[], PendingTokens] | None = None
-    report: StepLogprobs | None = None  # log-probabilities, embeddings and errors, once tokens are there
+    report: StepReport | None = None  # results besides tokens, once these are there
 
     @classmethod
     def launch(

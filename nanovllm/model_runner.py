@@ -24,14 +24,11 @@ from nanovllm.execution.direct import build_direct
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
-from nanovllm.sampling.embeddings import EmbeddedRows
-from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.sampler import Sampler, StepReport
 
 if TYPE_CHECKING:
     from nanovllm.attention.backends import AttentionChoice
     from nanovllm.execution.workers import WorkerProcesses
-    from nanovllm.kernels.cpp_sampling import RowKernels
 
 logger = logging.getLogger("nanovllm")
 
@@ -43,10 +40,12 @@ class Executor(Protocol):
     def backend(self) -> Any:
         """Plans the masks of a layout: which blocks each row sees."""
 
-    def launch(
-        self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs | None, /
-    ) -> Callable[[], Tensor]:
-        """Compute a step with the masks of `backend`; returns its draw: of tokens [num_samples] int64."""
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: Any, /) -> Callable[[], Tensor]:
+        """Compute a step with the masks of `backend`; returns its draw: of tokens [num_samples] int64.
+
+        Args:
+            report: report of the sampler's stage; None if every sequence is plain.
+        """
 
     def model_changed(self, *, in_place: bool) -> None:
         """Drop copies and graphs of weights; `in_place` if they have kept their addresses."""
@@ -55,11 +54,13 @@ class Executor(Protocol):
 
 
 class StepPaths:
-    """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster."""
+    """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
 
-    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
-        """Kernels for the sampler's rows."""
-        return None
+    Attributes:
+        build_sampler: builder of the sampler, for the composition root to replace.
+    """
+
+    build_sampler: Callable[[], Sampler] = Sampler
 
     def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
         """The part of the model that CUDA graphs cannot capture, in words; None if there is none."""
@@ -102,10 +103,7 @@ class ModelRunner:
         self.binding, self.device = binding, binding.device
         self.config, self.pools = config, pools
         self.choice, self.paths = choice, paths
-        self._begin_report: Callable[..., StepLogprobs]
-        row_kernels = paths.row_kernels(choice)
-        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=row_kernels)
-        self.sampler = self._build_sampler(compiles=choice.uses_graphs, row_kernels=row_kernels)
+        self.sampler = paths.build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
         binding.caches.allocate(
@@ -145,7 +143,7 @@ class ModelRunner:
             layout = with_groups(layout, self.pools.are_records, self.config.block_size)
         report = None
         if not all(entry.sequence.is_plain for entry in batch.entries):
-            report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
+            report = self.sampler.stage.begin_report(batch, layout)
         try:
             if self.device.type == "cuda":
                 self.follow_last_stream()
@@ -156,7 +154,7 @@ class ModelRunner:
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}
         return partial(self._draw, draw, report)
 
-    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs | None) -> PendingTokens:
+    def _draw(self, draw: Callable[[], Tensor], report: StepReport | None) -> PendingTokens:
         try:
             if self.device.type == "cuda":
                 self.follow_last_stream()
@@ -172,9 +170,6 @@ class ModelRunner:
         self._last_stream = stream
 
     # ------------------------------------------------------------------------------------------ start-up and idle
-
-    def _build_sampler(self, **options: Any) -> Sampler:
-        return Sampler(**options)
 
     def capture_ahead(self) -> bool:
         """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""

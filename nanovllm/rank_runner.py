@@ -19,13 +19,14 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
+from nanovllm.execution.rank_sampler import RankSampler
 from nanovllm.execution.step_order import StepOrder
 from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.process.device import computing_with
 from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 
 if TYPE_CHECKING:
     from nanovllm.execution.rank_tiers import RankTiers
@@ -70,18 +71,13 @@ class RankRunner(ModelRunner):
             self._launch = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
-    def _build_sampler(self, **options: Any) -> RankSampler:
-        sampler = RankSampler(self.binding, **options)
-        self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self.choice.uses_graphs)
-        return sampler
-
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         if self.workers is None:
             return super().launch(batch)
         with computing_with(self.workers.num_threads):
             return super().launch(batch)
 
-    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs | None) -> PendingTokens:
+    def _draw(self, draw: Callable[[], Tensor], report: StepReport | None) -> PendingTokens:
         if self.workers is None:
             return super()._draw(draw, report)
         with computing_with(self.workers.num_threads):
@@ -115,7 +111,8 @@ class RankRunner(ModelRunner):
         draws_all = order.layout.entries[0]._replace(num_samples=len(order.layout.sample_rows))
         batch = ScheduledBatch(0, (draws_all,), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
-        self.executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
+        report = self.sampler.stage.new_report(order.prompt, order.embedded)
+        self.executor.launch(batch, order.layout, masks, report)()
 
     def follow_tiers(self, kind: str, payload: tuple[Any, ...]) -> None:
         """Execute an order of rank 0's tiers."""

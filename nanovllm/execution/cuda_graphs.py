@@ -38,7 +38,6 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel, own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
 
 logger = logging.getLogger("nanovllm")
@@ -105,9 +104,10 @@ class GraphExecutor:
         if self._stacked and report is None and not chains and (draw_stacked := self._stacked.launch(batch, layout)):
             return draw_stacked
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
+        sampler = self._sampler
         count = len(sequences)
         extras = self._extras.needed(sequences, positions)
-        draws = None if extras is None else self._sampler.draw_inputs(sequences, positions)
+        draws = None if extras is None else sampler.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)
@@ -125,7 +125,7 @@ class GraphExecutor:
 
         @torch.no_grad()
         def draw() -> Tensor:
-            latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
+            latest = partial(sampler.stage.inputs, layout, sequences, self._sampled)
             errors = {} if report is None else report.errors
             if head.is_rare and self._extras.upload(head, sequences, positions, latest, errors):
                 self._pool.synchronize()
@@ -139,8 +139,7 @@ class GraphExecutor:
                 report.add_measured(range(count), self._extras.measured(head, count))
             if draws is None and count:
                 assert self._logits is not None
-                drawn = self._sampler.sample(self._logits[:count], sequences, positions, latest(), report)
-                self._sampled[:count] = drawn
+                self._sampled[:count] = sampler.sample(self._logits[:count], sequences, positions, latest(), report)
             return self._sampled[:count]
 
         return draw if is_whole else partial(self._extras.begin_draw, head, sequences, positions, draw, report)

@@ -17,9 +17,7 @@ from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.sampler import Sampler, StepReport
 
 if TYPE_CHECKING:
     from nanovllm.attention.backends import AttentionChoice
@@ -56,7 +54,7 @@ class DirectExecutor:
         self._null_block_is_dirty = False
 
     def launch(
-        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs | None
+        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepReport | None
     ) -> Callable[[], Tensor]:
         """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device.
 
@@ -89,18 +87,18 @@ class DirectExecutor:
         step = AttentionStep(plan, num_tokens)
         if binding.mixers:
             binding.mixers.begin_step(layouts[-1], device)
-        embedded = None if report is None or report.prompt is not None else report.embedded
-        if embedded is not None and embedded.is_all:  # no logits are needed
-            embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
+        if report is not None and not report.needs_logits:
+            report.take_states(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
             return partial(self._draw_nothing, sample_rows)
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         return partial(self._draw, logits, batch, layout, report)
 
-    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepLogprobs | None) -> Tensor:
+    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepReport | None) -> Tensor:
         with torch.no_grad():
-            latest = None if report is None else LatestTokens.from_layout(layout, batch.sampling, self._sampled)
+            sampler, sequences = self._sampler, batch.sampling
+            inputs = None if report is None else sampler.stage.inputs(layout, sequences, self._sampled)
             positions = layout.sampled_positions.tolist()
-            self._sampled = self._sampler.sample(logits, batch.sampling, positions, latest, report)
+            self._sampled = sampler.sample(logits, sequences, positions, inputs, report)
         return self._sampled
 
     def _draw_nothing(self, sample_rows: Tensor) -> Tensor:

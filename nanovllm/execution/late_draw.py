@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.process.device import raise_device_error
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 
 
 class LateDraw:
@@ -30,7 +30,7 @@ class LateDraw:
     def __init__(
         self,
         draw: Callable[[], Tensor] | None = None,
-        reported: StepLogprobs | None = None,
+        reported: StepReport | None = None,
         on_drop: Callable[[], None] | None = None,
     ) -> None:
         self._draw, self._reported, self._on_drop = draw, reported, on_drop
@@ -63,5 +63,5 @@ class LateDraw:
         return self._pending.result()
 
     @property
-    def report(self) -> StepLogprobs | None:
+    def report(self) -> StepReport | None:
         return self._reported if self._pending is None else self._pending.report

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.process.device import raise_device_error, to_host
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class PendingTokens:
     """A launched step's sampled tokens and log-probabilities, on their way to the host."""
 
     token_ids: Tensor  # [num_samples] int64, on the host
-    report: StepLogprobs | None  # None if nothing but tokens was asked for
+    report: StepReport | None  # None if nothing but tokens was asked for
     arrival: torch.cuda.Event | None  # None if they are there
 
     @classmethod
-    def send(cls, token_ids: Any, report: StepLogprobs | None) -> Any:
+    def send(cls, token_ids: Any, report: StepReport | None) -> Any:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
         if not isinstance(token_ids, Tensor):  # a `LateDraw`, which sends them itself
             return token_ids

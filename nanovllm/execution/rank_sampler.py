@@ -7,8 +7,10 @@ alone serves all other options and broadcasts the tokens.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, best_on_
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
-from nanovllm.sampling.penalties import LatestTokens
+from nanovllm.sampling.request_options import RequestOptions
 from nanovllm.sampling.sampler import Sampler
 
 _UNKNOWN: Any = object()
@@ -37,11 +39,15 @@ class RankSampler(Sampler):
             which have no requests; only at start-up does each rank derive them from the same dummy requests.
     """
 
-    def __init__(self, binding: ModelBinding, *, compiles: bool, **options: Any) -> None:
-        super().__init__(compiles=compiles, **options)
+    stage: RequestOptions
+
+    def __init__(self, binding: ModelBinding, *, compiles: bool, stage: RequestOptions, **options: Any) -> None:
+        super().__init__(compiles=compiles, stage=stage, **options)
         assert binding.ranks is not None
         self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
         self.is_first = self._ranks.rank == 0
+        # No cycle: a dropped engine frees its memory at once.
+        stage.new_report = partial(RankLogprobs, sampler=weakref.proxy(self), by_kernel=compiles)
         self.step_draws: DrawInputs | None = _UNKNOWN
         self._draw_whole = self.draw
         self.draw = self._draw_on_gpu
@@ -76,17 +82,17 @@ class RankSampler(Sampler):
         logits: Tensor,
         sequences: SequenceABC[Sequence],
         positions: SequenceABC[int],
-        latest: LatestTokens | None = None,
-        report: StepLogprobs | None = None,
+        inputs: Any = None,
+        report: Any = None,
     ) -> Tensor:
-        inputs = self.draw_inputs(sequences, positions)
-        if inputs is not None:
+        draws = self.draw_inputs(sequences, positions)
+        if draws is not None:
             if logits.device.type == "cpu":
-                return self._draw_on_cpu(logits, inputs)
-            return self.draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
+                return self._draw_on_cpu(logits, draws)
+            return self.draw(logits, draws.to_device(logits.device), has_filters=draws.has_filters())
         whole = self.whole_logits(logits)
         if self.is_first:
-            token_ids = super().sample(whole, sequences, positions, latest, report)
+            token_ids = super().sample(whole, sequences, positions, inputs, report)
         else:
             token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         self._ranks.broadcast(token_ids)

@@ -33,7 +33,7 @@ from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, mixers_of, probe_model, probing_with
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 
 if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
@@ -195,7 +195,7 @@ class ModelBinding:
         positions: Tensor,
         slot_mapping: Tensor,
         sample_rows: Tensor,
-        report: StepLogprobs | None = None,
+        report: StepReport | None = None,
     ) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch, over the paged caches.
 

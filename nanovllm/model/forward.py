@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import StepReport
 
 if TYPE_CHECKING:
     from nanovllm.model.fast.direct_pass import DirectPass, Trial
@@ -77,7 +77,7 @@ class ForwardPasses:
         return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
 
     def reported(
-        self, report: StepLogprobs, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
+        self, report: StepReport, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
     ) -> Tensor:
         """As `logits`; also fills the report (prompt logprobs, embeddings) from the same pass of the layers."""
         inputs = token_ids, positions
@@ -86,8 +86,8 @@ class ForwardPasses:
                 report.add_prompt(self.logits(*inputs, rows, **kwargs))
             # Last, since a packed head reuses one buffer for its logits.
             logits = self.logits(*inputs, sample_rows, **kwargs)
-        if report.embedded is not None:
-            report.embedded.take(outputs[0].last_hidden_state[0], sample_rows)
+        if report.reads_states:
+            report.take_states(outputs[0].last_hidden_state[0], sample_rows)
         return logits
 
     @contextmanager

@@ -214,6 +214,21 @@ class StepLogprobs:
         """Whether it reads more from the forward pass than logits of sampled rows."""
         return self.prompt is not None or self.embedded is not None
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether it reads hidden states."""
+        return self.embedded is not None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether any row needs logits: of its token, or of the prompt."""
+        return self.prompt is not None or self.embedded is None or not self.embedded.is_all
+
+    def take_states(self, hidden_states: Tensor, sample_rows: Tensor) -> None:
+        """See `EmbeddedRows.take`."""
+        if self.embedded is not None:
+            self.embedded.take(hidden_states, sample_rows)
+
     def shift_prompt_rows(self, distance: int) -> None:
         """Shift the rows of chunks by the decodes' padding."""
         if self.prompt is not None:

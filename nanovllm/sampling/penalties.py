@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import find_kernel, to_device
@@ -39,18 +38,6 @@ class LatestTokens:
 
     token_ids: NDArray[np.int64]
     previous: Tensor | None
-
-    @classmethod
-    def from_layout(
-        cls, layout: BatchLayout, sequences: SequenceABC[Sequence], previous: Tensor | None
-    ) -> LatestTokens:
-        """Latest tokens of a step's sampled rows; some may have been read since the layout was made."""
-        token_ids = layout.token_ids[layout.sample_rows]
-        for row in np.flatnonzero(token_ids < 0).tolist():
-            sequence, position = sequences[row], layout.sampled_positions[row]
-            if sequence is not None and len(sequence.token_ids) >= position:  # None on other ranks
-                token_ids[row] = sequence.token_ids[position - 1]
-        return cls(token_ids, previous)
 
 
 def change_logits(

@@ -6,23 +6,81 @@ batch, whether chunked, preempted or resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch
+from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.sequence import Sequence
-from nanovllm.process.device import find_kernel, to_device
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, draw, draw_on_cpu, floors_by_sort
-from nanovllm.sampling.emptied_rows import emptied_rows
 from nanovllm.sampling.filters import FILTERS
-from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
-from nanovllm.sampling.penalties import LatestTokens, change_logits
+
+Draw = Callable[[Tensor, SequenceABC[Sequence], SequenceABC[int]], Tensor]  # arguments and result: see `Sampler.sample`
+
+
+class StepReport(Protocol):
+    """Results of a step besides its tokens."""
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads more from the forward pass than logits of sampled rows."""
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it reads hidden states."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether any row needs logits."""
+
+    def prompt_rows_in_pieces(self, device: torch.device) -> Iterator[Tensor]:
+        """Rows of the flat batch [num_rows] int64, piece by piece; `add_prompt` takes their logits in this order."""
+
+    def add_prompt(self, logits: Tensor) -> None:
+        """Add logits [num_rows, vocab_size] of the next piece."""
+
+    def take_states(self, hidden_states: Tensor, sample_rows: Tensor) -> None:
+        """Keep hidden states [num_rows, hidden_size] of some of sample_rows [num_samples], if it reads any."""
+
+    def to_host(self) -> StepReport:
+        """Copy all results to the host, asynchronously; they arrive with the step's tokens."""
+
+    def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
+        """Write results into the sequences of the step's samples, right before `Scheduler.update`."""
+
+
+class LogitsStage:
+    """Serves options beyond temperature and filters; this stage serves none, and refuses them."""
+
+    def begin_report(self, batch: ScheduledBatch, layout: BatchLayout) -> StepReport:
+        """The report of a step in which some sequence is not plain."""
+        asking = next(entry.sequence for entry in batch.entries if not entry.sequence.is_plain)
+        raise ValueError(
+            f"request {asking.request_id!r} has options besides temperature and filters, which this engine was built "
+            "without; leave them out."
+        )
+
+    def inputs(self, layout: BatchLayout, sequences: SequenceABC[Sequence], previous: Tensor | None) -> Any:
+        """Inputs of `apply` for these sampled rows; `previous` has the tokens of the step before, on the device."""
+
+    def apply(
+        self,
+        draw: Draw,
+        logits: Tensor,
+        sequences: SequenceABC[Sequence],
+        positions: SequenceABC[int],
+        inputs: Any,
+        report: Any,
+    ) -> Tensor:
+        """Tokens of these rows as `Sampler.sample` returns them, by `draw` of changed logits."""
+        return draw(logits, sequences, positions)
 
 
 class Sampler:
@@ -31,11 +89,12 @@ class Sampler:
     Args:
         compiles: use our GPU kernels.
         row_kernels: C++ kernels for CPUs, `kernels.cpp_sampling.RowKernels`.
+        stage: the server of options beyond temperature and filters; None refuses them.
     """
 
-    def __init__(self, *, compiles: bool = False, row_kernels: Any = None) -> None:
+    def __init__(self, *, compiles: bool = False, row_kernels: Any = None, stage: LogitsStage | None = None) -> None:
         self._row_kernels = row_kernels
-        self._change_logits = partial(change_logits, by_kernels=compiles, row_kernels=row_kernels)
+        self.stage = stage or LogitsStage()
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
@@ -52,8 +111,8 @@ class Sampler:
         logits: Tensor,
         sequences: SequenceABC[Sequence],
         positions: SequenceABC[int],
-        latest: LatestTokens | None = None,
-        report: StepLogprobs | None = None,
+        inputs: Any = None,
+        report: Any = None,
     ) -> Tensor:
         """Draw one token per row.
 
@@ -61,41 +120,15 @@ class Sampler:
             logits: [num_rows, vocab_size], any float dtype; may be overwritten.
             sequences: the sequence of each row.
             positions: position of the token to be drawn, per row.
-            latest: the previous token of each row, which the host may not have read yet.
-            report: receives requested logprobs, and errors of requests' logits processors.
+            inputs: the stage's `inputs`; None if the host knows all tokens.
+            report: the stage's report; None for plain sequences, or if nobody reads it.
 
         Returns [num_rows] int64 on the logits' device; NON_FINITE for a row with NaN or infinity, NOTHING_LEFT if the
         request's options forbid all tokens.
         """
         if all(sequence.is_plain for sequence in sequences):
             return self._draw(logits, sequences, positions)
-        report = report or StepLogprobs()
-        reported, early, limited = [], [], []  # rows
-        for row, sequence in enumerate(sequences):
-            params = sequence.params
-            if params.logprobs is not None:
-                reported.append(row)
-            is_early = positions[row] - sequence.num_prompt_tokens < params.min_tokens
-            if is_early:
-                early.append(row)
-            if is_early or params.forbids:
-                limited.append(row)
-        raw = None
-        if reported:
-            # Logits of other dtypes are copied before a change.
-            changes_in_place = logits.dtype == torch.float32 and any(s.changes_logits for s in sequences)
-            raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
-        mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)
-        self._suppress_stop_tokens(logits, sequences, early)
-        logits = self._change_logits(logits, sequences, positions, latest, report.errors)
-        changed = [row for row in early if sequences[row].params.logits_processors]  # may have raised them again
-        self._suppress_stop_tokens(logits, sequences, changed)
-        token_ids = self._draw(logits, sequences, positions)
-        mark_emptied(token_ids)
-        if raw is not None:
-            num_top = max(sequences[row].params.logprobs or 0 for row in reported)
-            report.add_sampled(reported, num_top, raw, token_ids[to_device(reported, logits.device)])
-        return token_ids
+        return self.stage.apply(self._draw, logits, sequences, positions, inputs, report)
 
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
         """Draw from logits with all changes before the temperature applied."""
@@ -105,17 +138,3 @@ class Sampler:
         if logits.device.type == "cpu":
             return draw_on_cpu(logits, inputs, self._row_kernels)
         return self.draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
-
-    @staticmethod
-    def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], early: list[int]) -> None:
-        found = [(row, token_id) for row in early for token_id in sequences[row].stop_token_ids]
-        if found:
-            places = to_device(found, logits.device).unbind(1)
-            logits.index_put_(places, logits.new_full((), -torch.inf))  # a Python number would synchronise with a GPU
-
-
-def _rows_of(logits: Tensor, rows: list[int], *, copies: bool = False) -> Tensor:
-    """Some rows of logits, as a copy; all rows are copied only if `copies`."""
-    if len(rows) < len(logits):
-        return logits[to_device(rows, logits.device)]
-    return logits.clone() if copies else logits

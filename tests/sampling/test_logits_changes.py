@@ -25,7 +25,7 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.input_processor import spellings_of
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.request_options import build_sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -287,7 +287,7 @@ def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(opt
         request([1], temperature=temperature),
         *(request([1], temperature=temperature, **options) for _ in "ab"),
     ]
-    tokens = Sampler().sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
+    tokens = build_sampler().sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
     assert tokens[0] >= 0
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
@@ -322,7 +322,7 @@ def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transfor
         )
         for seed in range(num_draws)
     ]  # fmt: skip
-    tokens = Sampler().sample(logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws)
+    tokens = build_sampler().sample(logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws)
 
     expected, ids = logits.clone(), torch.tensor([history])
     expected[:, [token for token in range(size) if token not in allowed]] = -torch.inf

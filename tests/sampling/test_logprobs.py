@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
+from nanovllm.fast import choice
 from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
+from nanovllm.sampling.sampler import Sampler
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
@@ -265,11 +267,23 @@ def test_words_of_a_graph_hold_what_was_measured(num_top):
 def test_only_a_step_with_a_request_that_asks_for_more_than_tokens_makes_a_report(monkeypatch):
     plain, asking = SamplingParams(max_tokens=2, top_p=0.9), SamplingParams(max_tokens=2, logprobs=1)
     with open_llm() as llm:
-        runner, made = llm._engine.model_runner, []
-        begin = runner._begin_report
-        monkeypatch.setattr(runner, "_begin_report", lambda *rows: (made.append(rows), begin(*rows))[1])
+        stage, made = llm._engine.model_runner.sampler.stage, []
+        begin = stage.new_report
+        monkeypatch.setattr(stage, "new_report", lambda *rows: (made.append(rows), begin(*rows))[1])
         generate(llm, [[5, 6], [7]], plain)
         assert made == []
         _, asked = generate(llm, [[5, 6], [7]], [plain, asking])
     assert len(made) == 2
     assert len(asked.outputs[0].logprobs) == 2
+
+
+def test_an_engine_with_a_plain_sampler_draws_the_same_tokens_and_refuses_other_options_by_name(monkeypatch):
+    plain, asking = SamplingParams(max_tokens=3, top_p=0.9, seed=1), SamplingParams(max_tokens=3, logprobs=1)
+    with open_llm() as llm:
+        [expected] = generate(llm, [[5, 6]], plain)
+    monkeypatch.setattr(choice, "_build_sampler", lambda *_: Sampler())
+    with open_llm() as llm:
+        [drawn] = generate(llm, [[5, 6]], plain)
+        with pytest.raises(StepError, match="has options besides temperature and filters"):
+            llm.generate([[5, 6]], asking)
+    assert drawn.outputs[0].token_ids == expected.outputs[0].token_ids
