@@ -39,7 +39,7 @@ class Queue(Protocol):
     @property
     def gap(self) -> float: ...
     @property
-    def first(self) -> Sequence: ...  # in the order; there must be one
+    def first(self) -> Sequence: ...  # First sequence of the order; there must be one
 
     def join(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -196,10 +196,10 @@ class Scheduler:
         self.budget: Budget = WholeBudget(config) if budget is None else budget
         self.block_manager, self.block_size = block_manager, block_manager.block_size
         self.admission = Admission(config, block_manager)
-        self.drafting: Drafting | None = None  # with speculation
+        self.drafting: Drafting | None = None  # None without speculation
         self.stats = SchedulerStats()
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
-        self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not updated yet, oldest first
+        self.in_flight: deque[ScheduledBatch] = deque()  # Batches without an update yet, oldest first
         self._step_id = self._started_in_step = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -294,7 +294,7 @@ class Scheduler:
             sequence.num_computed_tokens = sequence.num_counted_tokens = known
             sequence.num_known_tokens = known + 1
             sequence.placed_in_step = step_id
-            if known % block_size == 0 and not is_in_flight:  # else `update` registers the block
+            if known % block_size == 0 and not is_in_flight:  # `update` registers a block whose last token is in flight
                 manager.register(sequence, known // block_size - 1, known // block_size, step_id)
             entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
@@ -352,7 +352,7 @@ class Scheduler:
         """Place `size` more tokens behind `hits` from the prefix cache, or as many as there are free blocks for."""
         manager, block_size = self.block_manager, self.block_size
         before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
-        if hits:  # claimed first, before the allocation takes them
+        if hits:  # The allocation could take them
             manager.claim(sequence, hits)
         start = before + len(hits) * block_size
         end = start + size
@@ -479,10 +479,10 @@ class Scheduler:
                 if sequence.is_finished:
                     continue
                 affected[sequence] = None
-                if sequence.block_table is not table:  # preempted since
+                if sequence.block_table is not table:  # It was preempted meanwhile
                     continue
                 kept = self.block_manager.rewindable(sequence, num_computed_before)
-                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):  # read these first
+                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):  # These are read first
                     self._requeue(sequence)
                 else:
                     self.block_manager.release(sequence, self.block_manager.num_blocks_for(kept))

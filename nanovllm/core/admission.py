@@ -44,7 +44,7 @@ class Drafting(Protocol):
         """The entries as far as they stay computed, and the draws that count, in order; cuts sequences back to them.
 
         Args:
-            requeue: for a sequence that is to be computed again, without drafts.
+            requeue: Callback for a sequence that is computed again, without drafts.
         """
 
     def stats(self) -> SpeculationStats: ...
@@ -74,7 +74,7 @@ class Blocks(Protocol):
 class Admission:
     """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
 
-    Nothing passes a request that lacks blocks. Its client alone passes one that is left less than a block of budget.
+    A request without free blocks stops admission. One without a block of budget left stops its client only.
     """
 
     def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
@@ -98,9 +98,9 @@ class Admission:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
             if held_back is not None and sequence.client != held_back:
-                break  # else its share would exceed the bound
+                break  # Other clients pass it until their service exceeds the bound
             if sequence.num_in_flight_tokens:
-                continue  # preempted with a token in flight: it comes back once that is read
+                continue  # It was preempted; its token in flight is read first
             if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
                 slots -= 1  # a fork, once the prompt is computed
                 continue

@@ -36,7 +36,7 @@ def end_without_token(sequence: Sequence, answer: int) -> FinishReason:
     if answer == EMBEDDED:
         return "stop"
     sequence.error_kind, error = SAMPLING_ERRORS[answer]
-    if answer == NON_FINITE or not sequence.error:  # else a logits processor raised, and its error is there
+    if answer == NON_FINITE or not sequence.error:  # The error of a logits processor that raised stays
         sequence.error = f"request {sequence.request_id!r}: {error.format(len(sequence.token_ids))}"
     return "error"
 
@@ -52,7 +52,7 @@ class ScheduledSequence(NamedTuple):
     num_new_tokens: int  # 0 for a sample that draws from the last row of the entry before, of the same prompt
     num_samples: int  # tokens drawn from its last rows: 1 if its last known token is computed, 0 if not; a run: more
     block_table: list[int]  # the list at scheduling time: it may grow, but its blocks never change
-    num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to
+    num_computed_before: int  # Computed tokens before the step's hits; a failed step returns there
 
 
 class Copy(NamedTuple):
@@ -68,7 +68,7 @@ class Drafts(dict[Sequence, list[int]]):
 
     While a step is launched or drawn (`with drafts:`), token_ids end with the drafts: each row sees those before it.
 
-    num_accepted: of each sequence, once the step is read: drafts that equal the draws.
+    num_accepted: Number of each sequence's drafts that equal the draws, once the step is read.
     """
 
     are_shown = False

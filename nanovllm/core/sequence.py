@@ -13,7 +13,7 @@ from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, RequestMe
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import Matcher
 
-SCHEDULING_KEY = attrgetter("key")  # of a Sequence: the order of scheduling
+SCHEDULING_KEY = attrgetter("key")  # Order of scheduling of a Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from nanovllm.observability.step_records import Observer, StepRecord
 MEMORY_STEPS = 20  # a step's weight falls to 1/e after so many, and to a twelfth after 50
 NOISE = 0.25  # relative; larger errors count by their size, not its square (Huber 1964)
 MISS = 2.0  # a step that takes so many times, or so small a part, of its prediction is another event: a capture, a page
-MAX_MISSES = 4  # in a row; the next one is learned from, since the machine has changed
-INERTIA = 0.01  # of coefficients against samples that cannot tell them apart
+MAX_MISSES = 4  # Misses in a row that are ignored; the machine has changed if there are more
+RIDGE = 0.01  # Weight that keeps coefficients where samples do not determine them
 NUM_SWEEPS = 4
 NUM_FIRST_SWEEPS = 300
 NUM_ERRORS = 100
-# Of so many last steps with chunks, this share ended within the predicted time times a margin. A request waits for some
-# ten such steps: with 95 % two requests in five would have a gap above the goal, and 99 % cost more first tokens.
+# margin = this percentile of measured / predicted over so many prefill steps. A request waits for some ten such steps:
+# at 95 % two requests in five would have a gap above the goal, and 99 % cost more first tokens.
 NUM_EXCESSES, KEPT_SHARE = 300, 0.98
 # itl_goal="auto": a time at which text still flows, for 5 % of a batch at most, or what so many blocks take.
 DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
@@ -37,7 +37,7 @@ DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
 DEFAULT_TTFT_GOALS = 50
 BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
 NO_WORK = StepWork(0, 0, 0, 0, 0, 0, 0)
-MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # in prompt tokens; a few steps of a start may be fitted by less or more
+MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # Prompt tokens; the few steps of a start may fit others
 
 logger = logging.getLogger("nanovllm")
 
@@ -54,11 +54,11 @@ class RecursiveFit:
         self._knee = cost.knee
         self._coefficients = np.array(cost.coefficients)  # [10]
         size = len(self._coefficients)
-        self._products = np.zeros((size, size))  # decaying sum of outer products of rows
-        self._sums = np.zeros(size)  # and of rows
+        self._products = np.zeros((size, size))  # Decaying sum of outer products of rows
+        self._sums = np.zeros(size)  # Decaying sum of rows
         self._squares = np.zeros(size)  # the last square of each column that was not 0
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
-        self._excess: deque[float] = deque(maxlen=NUM_EXCESSES)  # measured / predicted, of steps with chunks
+        self._excess: deque[float] = deque(maxlen=NUM_EXCESSES)  # Measured / predicted seconds of steps with chunks
         self._in_a_row = {False: 0, True: 0}  # misses of steps without and with chunks
 
     @classmethod
@@ -86,7 +86,7 @@ class RecursiveFit:
 
     @property
     def margin(self) -> float:
-        """Measured / predicted that 98 % of the last 300 steps with chunks stay below; 1 to `MISS`, misses left out."""
+        """98th percentile of measured / predicted seconds over the last 300 steps with chunks, 1 to `MISS`."""
         excess = sorted(self._excess)
         return max(1.0, excess[int(KEPT_SHARE * len(excess))]) if excess else 1.0
 
@@ -113,7 +113,7 @@ class RecursiveFit:
             if self._in_a_row[has_chunks] <= MAX_MISSES:
                 return
             weight = 1.0
-            self._products *= 0.1  # of another machine
+            self._products *= 0.1  # Earlier samples are of another machine
             self._sums *= 0.1
         self._add(row, weight)
         self._descend(np.flatnonzero(row), NUM_SWEEPS)
@@ -128,13 +128,13 @@ class RecursiveFit:
         self._squares = np.where(row > 0.0, row * row, self._squares)
 
     def _descend(self, places: np.ndarray, num_sweeps: int) -> None:
-        """Minimise over the coefficients at some places, one by one, with inertia."""
+        """Minimise over the coefficients at some places, one by one, with a ridge."""
         products, values = self._products, self._coefficients
         for _ in range(num_sweeps):
             for place in places.tolist():
-                inertia = INERTIA * self._squares[place]
+                ridge = RIDGE * self._squares[place]
                 gap = self._sums[place] - products[place] @ values
-                values[place] = max(0.0, values[place] + gap / (products[place, place] + inertia))
+                values[place] = max(0.0, values[place] + gap / (products[place, place] + ridge))
 
 
 def automatic_goal(config: EngineConfig, block_seconds: float) -> float:
@@ -193,7 +193,7 @@ class LearnedCosts(Observer):
     Args:
         config: fully resolved.
         groups: the model's cache groups; none for full attention alone.
-        cost: where the fit begins; by default it knows nothing, until `fit` is replaced.
+        cost: Cost at which the fit begins; by default 0, until `fit` is replaced.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[CacheGroup] = (), cost: DeviceCost | None = None) -> None:
@@ -203,7 +203,7 @@ class LearnedCosts(Observer):
         self._block_size, self._groups = config.block_size, groups
         self.row_sizes = RowSizes.from_config(config)
         self._filling: dict[tuple[int, int], tuple[int, ...]] = {}  # (padded decodes, limit) -> sizes
-        self._work: tuple[ScheduledBatch, StepWork] | None = None  # of the batch asked for last
+        self._work: tuple[ScheduledBatch, StepWork] | None = None  # Last batch and its work
 
     @property
     def error(self) -> float | None:

@@ -197,7 +197,7 @@ def _wait_until_up(fleet: Fleet) -> list[Ready]:
 
 
 def pool_parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> PoolParts:
-    """PoolParts of a pool with ready replicas.
+    """Everything a ReplicaPool is built from; its replicas are ready.
 
     Args:
         options: the pool's options, unresolved; max_queue bounds the pool.

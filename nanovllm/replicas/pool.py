@@ -52,7 +52,7 @@ GRACE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolParts:
-    """PoolParts of a pool, without its replicas.
+    """Everything a ReplicaPool is built from, except its replicas.
 
     config: config of one replica, with the smallest limits of all.
     input_processor: makes the requests for `add`.

@@ -29,7 +29,7 @@ MAX_REST = 63  # steps that run ahead after one that waited for drafts of a few,
 
 
 @dataclass(slots=True)
-class Patience:
+class TrialBackoff:
     """Counts steps that went one way since the other was measured; then a trial of the other is due.
 
     num_tried, num_more: steps of the trial, the other way and not.
@@ -78,7 +78,7 @@ class DraftCosts(LearnedCosts):
     ) -> None:
         super().__init__(config, groups, cost)
         self._plain = RecursiveFit(plain or self.fit.cost) if config.overlap else None
-        self._drafted, self._refused = Patience(), Patience()
+        self._drafted, self._refused = TrialBackoff(), TrialBackoff()
         self.has_refused = False  # drafts, since the last step ended
 
     def begin(self, drafted: RecursiveFit, plain: RecursiveFit) -> None:

@@ -65,7 +65,7 @@ class StepBudget:
     itl_goal, ttft_goal: Goals in force, seconds; with itl_goal="auto" they follow the costs.
 
     Args:
-        config: resolved, with an `itl_goal` in seconds.
+        config: Resolved configuration, with an `itl_goal` in seconds.
         clock: the engine's, in seconds.
     """
 
@@ -76,7 +76,8 @@ class StepBudget:
         self.ttft_goal = config.ttft_goal
         self._last = config.max_num_batched_tokens
         self._seen: dict[str, float] = {}  # The latest two clients with requests -> when one came or ended
-        self._mask_seconds, self._spent = math.inf, dict[str, float]()  # of a client in a step: at most, so far
+        self._mask_seconds = math.inf  # Limit of each client in a step
+        self._spent: dict[str, float] = {}  # Client -> seconds of its masks in the step
 
     def see(self, sequence: Sequence) -> None:
         """Note that a request of the sequence's client comes or ends now."""

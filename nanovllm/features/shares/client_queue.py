@@ -29,9 +29,9 @@ from nanovllm.core.admission import Admission
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
-PREFILL_COST, DECODE_COST = 1.0, 3.0  # of a token; 3 is an estimate for engines that measured no costs
-MAX_IDLE = 1024  # kept counters of clients without requests
-SERVED = attrgetter("served")  # of an Account
+PREFILL_COST, DECODE_COST = 1.0, 3.0  # Costs of a token; 3 is an estimate, for engines that measured none
+MAX_IDLE = 1024  # Counters kept for clients without requests
+SERVED = attrgetter("served")  # Field of an Account
 LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped before the next client's turn
 
 
@@ -40,7 +40,7 @@ class Account:
     """A client in one priority level.
 
     served: its counter.
-    num_waiting, first: of `waiting`; kept, since each step asks every client for them.
+    num_waiting, first: Length and head of `waiting`, which each step asks of every client.
     """
 
     client: str
@@ -63,7 +63,7 @@ class ClientQueue:
     is_shared: Whether a client has others to keep up with; else its generated tokens need not be counted.
 
     Args:
-        config: Resolved configuration; `client_weights` are 1 for clients that it does not name.
+        config: Resolved configuration; a client without a weight in `client_weights` has 1.
         blocks: Block manager of the scheduler.
         prefill_cost, decode_cost: Costs of a computed and of a generated token, in any unit of time.
     """
@@ -84,16 +84,17 @@ class ClientQueue:
         self._admission = Admission(config, blocks)
         self._weights = config.client_weights or {}
         self._waiting = SortedKeyList(key=SCHEDULING_KEY)
-        self._levels: dict[int, dict[str, Account]] = {}  # by priority, then by client
-        self._num_accounts: Counter[str] = Counter()  # of each client
-        self._idle: dict[tuple[int, str], Account] = {}  # of clients without sequences, oldest first
+        self._levels: dict[int, dict[str, Account]] = {}  # Priority -> client -> account
+        self._num_accounts: Counter[str] = Counter()  # Client -> number of its accounts
+        self._idle: dict[tuple[int, str], Account] = {}  # Accounts without sequences, oldest first
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def join(self, sequence: Sequence) -> None:
-        """Queue a new sequence; a client that had none waiting gets at least the least counter of clients that wait.
+        """Queue a new sequence.
 
-        Where none waits, of clients with running sequences: nobody saves up service by asking for none.
+        An idle client returns at the minimum counter of clients that wait, or that run if none waits, so it cannot bank
+        service.
         """
         client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
         account = level.get(client)
@@ -133,9 +134,9 @@ class ClientQueue:
             }
 
     def rejoin(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence again; a client that had none waiting lacks at most `bound`.
+        """Queue a preempted sequence again; a client that had none waiting lags by at most `bound`.
 
-        A client saves up no service while it asks for no more than it gets.
+        A client that gets all it asks for cannot bank service either.
         """
         account = sequence.account
         if self.is_shared and not account.num_waiting:
@@ -327,7 +328,7 @@ class ClientQueue:
             if lower:
                 return max(lower, key=_precedence)
         rivals = [a for a in self._levels[first.priority].values() if a.num_unfinished > a.num_waiting]
-        rival = max(rivals, key=SERVED, default=account)  # at a cost per client, not per sequence, in most steps
+        rival = max(rivals, key=SERVED, default=account)  # Most steps look at clients, not at sequences
         behind = (rival.served - account.served) * account.weight
         has_more = rival.num_running > num_slots + 1
         if behind <= (self.bound if num_slots and not has_more else 0.0):
