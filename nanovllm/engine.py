@@ -19,11 +19,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedcontainers import SortedList
 
-from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.forks import lost_blocks
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
@@ -32,15 +31,32 @@ from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestO
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
-from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.process.interrupts import interrupts_put_off
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.output_processor import Request, deliver
+from nanovllm.requests.output_processor import Request, StepTimes, deliver
 from nanovllm.sampling.sampler import StepReport
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.execution.prefix_tiers import PrefixTiers
+
+
+class EngineObservers(Protocol):
+    """Followers of an engine, called in its thread; they may not raise."""
+
+    def append(self, observer: Any) -> None:
+        """Add one more, from any thread."""
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Report "request_added" (its sequences), "request_ended" (a sequence, the time) or "engine_closed"."""
+
+    def step_ended(
+        self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
+    ) -> None:
+        """Report a step read at `time`; advanced: the sequences that got a token or an error from it."""
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        """A snapshot of the queues and the first pool of blocks, and counters of steps."""
 
 
 @dataclass(slots=True)
@@ -110,7 +126,7 @@ class Engine:
         model_runner: ModelRunner,
         scheduler: Scheduler,
         input_processor: InputProcessor,
-        observers: StepObservers,
+        observers: EngineObservers,
     ) -> None:
         self.config: EngineConfig = model_runner.config
         self.model_runner = model_runner
@@ -357,10 +373,6 @@ class Engine:
             kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
             tiers=None if self.tiers is None else self.tiers.stats(),
         )
-
-    def check_integrity(self) -> None:
-        """Verify the block manager's invariants against every live sequence; RuntimeError names a broken one."""
-        check_blocks(self.block_manager, [*self.scheduler.running, *self.scheduler.waiting])
 
     @property
     def is_dead(self) -> bool:

@@ -15,8 +15,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.sequence import Sequence
-from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
+from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.requests.output_processor import StepTimes
 from tests.support.steady_decodes import BLOCK_SIZE, MAX_MODEL_LEN, decoding, make_sequence, report_per
 
 NUM_RUNNING = [64, 256, 1024]

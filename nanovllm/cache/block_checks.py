@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.sequence import Sequence
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Verify the blocks of a `Scheduler` against all its sequences; see `check_blocks`."""
+    check_blocks(scheduler.block_manager, [*scheduler.running, *scheduler.waiting])
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:

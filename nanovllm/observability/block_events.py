@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
-from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
+from nanovllm.observability.step_records import Observer, StepRecord
 
 logger = logging.getLogger("nanovllm")
 
@@ -71,7 +71,7 @@ class BlockEvents(Observer):
         self._receivers: list[Receiver] = []
 
     @classmethod
-    def follow(cls, manager: BlockManager, observers: StepObservers, receive: Receiver) -> None:
+    def follow(cls, manager: BlockManager, observers: Any, receive: Receiver) -> None:
         """Call `receive` with each batch of events of an engine that has not computed anything yet."""
         if manager.entries:
             raise RuntimeError(f"{len(manager.entries)} blocks are findable already; follow a new engine.")

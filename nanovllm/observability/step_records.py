@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from nanovllm.cache.cache_groups import group_stats
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.outputs import CacheGroupStats, EngineStats
 from nanovllm.core.sequence import Sequence
-from nanovllm.requests.output_processor import TokenTimes
+from nanovllm.requests.output_processor import StepTimes
 
 if TYPE_CHECKING:
     from nanovllm.cache.tiers.costs import Decision
@@ -78,19 +78,6 @@ class StepRecord:
 
 
 StepHook = Callable[[StepRecord], None]
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Times of a step's scheduling, reading and delivery on the engine's clock, and seconds of its parts."""
-
-    start_time: float
-    schedule_time: float = 0.0
-    launch_time: float = 0.0
-    wait_time: float = 0.0
-    read_time: float = 0.0
-    delivered_time: float = 0.0  # reported by the metrics of requests
-    tokens: TokenTimes = field(default_factory=TokenTimes)
 
 
 class Observer:

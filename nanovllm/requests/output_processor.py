@@ -33,6 +33,19 @@ class TokenTimes:
     num_cut: int = 0
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """Times of a step's scheduling, reading and delivery on the engine's clock, and seconds of its parts."""
+
+    start_time: float
+    schedule_time: float = 0.0
+    launch_time: float = 0.0
+    wait_time: float = 0.0
+    read_time: float = 0.0
+    delivered_time: float = 0.0  # reported by the metrics of requests
+    tokens: TokenTimes = field(default_factory=TokenTimes)
+
+
 class Sample:
     """One sampled continuation of a request: its sequence, text and times.
 

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.operator import AttentionStep
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.core.errors import StepError
 from nanovllm.replicas.pool_stats import PoolStats
@@ -42,7 +43,7 @@ def open_llm(family: str, **options: Any) -> LLM:
 
 def generate(llm: LLM, params: Any = GREEDY) -> list[Any]:
     outputs = llm.generate(prompts(), params, use_tqdm=False)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return outputs
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.engine import LaunchedStep
 from nanovllm.sampling.logprobs import StepLogprobs
 from tests.support.structured import EOS, form, open_llm
@@ -80,7 +81,7 @@ def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_und
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
         assert calls == ["read", "interrupted"]
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.execution.learned_costs import relative_decode_cost
 from nanovllm.features.goals import building
@@ -34,7 +35,7 @@ def answers(params: Any = GREEDY, **options: Any) -> list[list[list[int]]]:
     prompts = random_prompts(9, low=3, high=200)
     with open_llm(max_num_seqs=4, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         assert (llm.stats().budget is None) == ("itl_goal" not in options)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 

@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
 from nanovllm.build import build_engine
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.engine import Engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -58,7 +59,7 @@ def assert_idle_and_whole(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert not engine._deadlines
-    engine.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 # ------------------------------------------------------------------------------------------------------------ timeouts
@@ -79,7 +80,7 @@ def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_
     assert completion.token_ids == answer(0)[: len(completion.token_ids)]
     assert completion.text == tiny_tokenizer().decode(completion.token_ids)
     assert engine.stats().num_used_blocks <= used - 3
-    engine.check_integrity()
+    check_scheduler(engine.scheduler)
     (other,) = outputs_of(engine)
     assert other.outputs[0].token_ids == answer(1)
     assert_idle_and_whole(engine)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepError
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.config import EngineConfig
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -38,7 +39,7 @@ def assert_idle_and_whole(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert len(llm._engine.scheduler.in_flight) == len(llm._engine._in_flight) == 0
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_i
             while engine.has_unfinished:
                 engine.step()
         assert not engine._in_flight and not engine.scheduler.in_flight
-        engine.check_integrity()
+        check_scheduler(engine.scheduler)
         while engine.has_unfinished:  # its requests are queued still, and go on
             engine.step()
         outputs = sorted(engine.outputs, key=lambda output: output.request_id)

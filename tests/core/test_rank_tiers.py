@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nanovllm import LLM
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
 from nanovllm.execution import prefix_tiers, rank_tiers
@@ -42,7 +43,7 @@ def expected(folder: str) -> list[list[int]]:
 def answers(llm: LLM) -> tuple[list[list[int]], list[int]]:
     """Tokens and numbers of cached tokens."""
     outputs = generate(llm, PROMPTS, priority=[0, 1])
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     llm._engine.tiers.books.check()
     return token_ids(outputs), [output.num_cached_tokens for output in outputs]
 

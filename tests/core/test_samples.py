@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import Sequence
@@ -43,7 +44,7 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return outputs
 
 
@@ -192,7 +193,7 @@ def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
                         engine.step()
                 output = engine.outputs.pop()
             assert llm.stats().num_failed_steps > 0
-            engine.check_integrity()
+            check_scheduler(engine.scheduler)
         assert tokens_of(output) == each_alone(47, 4)
 
 

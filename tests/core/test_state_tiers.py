@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.books import TierBooks
@@ -80,7 +81,7 @@ def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int
 
 
 def check_books(llm: LLM) -> None:
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     if llm._engine.tiers is not None:
         llm._engine.tiers.books.check()
 

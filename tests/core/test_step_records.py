@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
 from nanovllm.build import build_engine
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.observability.timeline import read_trace
 from nanovllm.server.live.engine_snapshot import STEP_VALUES, step_row
 from tests.support.layer_kinds import WINDOW, model, prompts
@@ -140,7 +141,7 @@ def test_a_hook_that_is_interrupted_loses_nothing():
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 12
         assert llm.stats().hook_error is None
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
 
 
 def test_a_hook_that_cannot_be_called_is_refused():

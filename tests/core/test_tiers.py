@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.tiers import books, reading, segments, tiered_blocks
 from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.directory import CacheDirectory
@@ -65,7 +66,7 @@ def run_in(
     """Tokens and numbers of cached tokens of a new engine, and its statistics of tiers."""
     with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options)) as llm:
         outputs = generate(llm, prompts, priority=[*range(len(prompts))])
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         llm._engine.tiers.books.check()
         return token_ids(outputs), cached(outputs), llm.stats().tiers
 
@@ -84,7 +85,7 @@ def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family
         generate(llm, OTHERS)
         again = generate(llm, PROMPTS)
         stats = llm.stats().tiers
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         llm._engine.tiers.books.check()
     assert token_ids(again) == expected
     assert min(cached(again)) >= 64 and stats.num_loaded_blocks > 0 and stats.host_bytes > 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
 from nanovllm.execution.late_draw import LateDraw
 from nanovllm.execution.mask_buffer import MaskBuffer
@@ -132,7 +133,7 @@ def answers(llm: LLM, *, fails_after: int | None = None, late: LateExecutor | No
             failures += 1
         found |= {int(output.request_id): output for output in engine.outputs if output.finished}
         engine.outputs.clear()
-    engine.check_integrity()
+    check_scheduler(engine.scheduler)
     assert failures == (fails_after is not None)
     each = [found[number].outputs for number in range(len(PROMPTS))]
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in outputs] for outputs in each]

@@ -15,6 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.flex_gpu import GpuFlexAttention
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution import cuda_graphs
 from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
@@ -61,5 +62,5 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, family, num_groups, o
         for _ in range(2):
             found = [o.outputs[0].token_ids for o in llm.generate(prompts(), greedy, use_tqdm=False)]
             assert found == expected(family, NUM_NEW_TOKENS)
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         assert (llm.stats().num_preemptions > 0) == (family == "GptOss")

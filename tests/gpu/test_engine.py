@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.rehearsal import rehearse
@@ -49,7 +50,7 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return [
         (o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason, o.error)
         for o in outputs

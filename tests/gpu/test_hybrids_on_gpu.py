@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.state_graphs import StateGraphExecutor
 from nanovllm.kernels.state_checks import first_wrong
 from nanovllm.speculation import costs
@@ -60,7 +61,7 @@ def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list
         assert all(layer.kernel_forward is not None for layer in runner.binding.mixers.layers)
         for _ in range(rounds):
             found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
-            llm._engine.check_integrity()
+            check_scheduler(llm._engine.scheduler)
         if llm.config.cuda_graphs:
             assert runner.executor._forwards.graphs
             assert all(shape.num_tiles == 0 for shape in runner.executor._forwards.graphs)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.buckets import GraphShape
 from tests.support.gpu_steps import GpuStep, backend_of, run
 from tests.support.layer_kinds import MODELS, expected, model, prompts
@@ -86,7 +87,7 @@ def answers(source: Any, rounds: int, **options: Any) -> tuple[list[list[list[in
     with LLM(source, **(OPTIONS | own | options)) as llm:
         for _ in range(rounds):
             found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
-        llm._engine.check_integrity()
+        check_scheduler(llm._engine.scheduler)
         runner = llm._engine.model_runner
         assert runner.backend.__class__.__name__ != "SdpaAttention"
         several = len(runner.binding.layers) > 1 and len({layer.traits for layer in runner.binding.layers}) > 1

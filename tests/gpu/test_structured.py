@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.errors import StepError
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -130,7 +131,7 @@ def requests(*, is_structured: bool = True) -> tuple[list[list[int]], list[Sampl
 def answers(llm: LLM, prompts: Any, params: Any) -> list[Any]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(outputs)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     assert llm.stats().num_used_blocks == 0
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
 
@@ -300,7 +301,7 @@ def test_a_step_that_fails_with_a_late_draw_in_flight_leaves_the_matchers_right(
                 failures += 1
             found |= {int(o.request_id): o for o in engine.outputs if o.finished}
             engine.outputs.clear()
-        engine.check_integrity()
+        check_scheduler(engine.scheduler)
     assert failures == 1
     outputs = [found[n].outputs for n in range(len(prompts))]
     assert [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in each] for each in outputs] == expected

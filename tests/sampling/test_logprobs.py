@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.fast import choice
 from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
 from nanovllm.sampling.sampler import Sampler
@@ -28,7 +29,7 @@ def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM
 
 def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return outputs
 
 

@@ -22,6 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
@@ -381,7 +382,7 @@ async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block(
         await asyncio.to_thread(comes_true, running.is_idle)
         stats = await running.engine.stats()
         assert stats.num_preemptions > 0
-        await running.engine._run(lambda engine: engine.check_integrity())
+        await running.engine._run(lambda engine: check_scheduler(engine.scheduler))
 
 
 @bounded

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import details_of
 from nanovllm.speculation.drafter import DraftRequest
@@ -146,7 +147,7 @@ def test_a_step_with_drafts_that_fails_is_done_again(monkeypatch, wanted, right)
                     engine.step()
                 except StepError:
                     failures += 1
-                    engine.check_integrity()
+                    check_scheduler(engine.scheduler)
                 while engine.outputs:
                     output = engine.outputs.popleft()
                     outputs[output.request_id] = output.outputs[0].token_ids

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
 from nanovllm.speculation.drafter import DraftRequest
 from tests.support.class_cases import own_answers
@@ -71,7 +72,7 @@ def open_llm(family: str, **options: Any) -> LLM:
 
 def answers(llm: LLM, name: str) -> list[Any]:
     outputs = llm.generate(prompts(), params_of(name), use_tqdm=False)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return [[(c.token_ids, c.logprobs and [*map(list, c.logprobs)]) for c in output.outputs] for output in outputs]
 
 

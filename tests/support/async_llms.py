@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -60,7 +61,7 @@ async def answer(stream: AsyncIterator[RequestOutput], kind: str = "cumulative")
 async def assert_idle_and_whole(llm: AsyncLLM) -> None:
     stats = await llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    await llm._run(lambda engine: engine.check_integrity())
+    await llm._run(lambda engine: check_scheduler(engine.scheduler))
     assert not llm._router._streams
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -65,7 +66,7 @@ def assert_idle_and_whole(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
 
 
 def ends_within(seconds: float, function: Callable[[], Any]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 from tests.support.mock_states import check
@@ -34,7 +34,7 @@ class LoopChecks:
     def check(self) -> None:
         """Check every invariant that holds between calls."""
         scheduler = self.scheduler
-        check_blocks(self.manager, [*scheduler.running, *scheduler.waiting])
+        check_scheduler(scheduler)
         check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
         check([item.batch for item in self.in_flight] == list(scheduler.in_flight), "batches in flight are lost")
         in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)

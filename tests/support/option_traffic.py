@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cache.block_checks import check_scheduler
 from tests.support.structured import FORMS, form
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -47,7 +48,7 @@ def random_traffic(
 def answers(llm: LLM, seed: int, **sizes: Any) -> list[list[tuple[Any, ...]]]:
     """Each sample's tokens, end and reported tokens, whose log-probabilities depend on a device's rounding."""
     outputs = llm.generate(*random_traffic(seed, **sizes), use_tqdm=False)
-    llm._engine.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     return [
         [
             (sample.token_ids, sample.finish_reason, [set(reported) for reported in sample.logprobs or ()])

@@ -15,8 +15,9 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.observability.step_records import StepObservers, StepTimes
+from nanovllm.observability.step_records import StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.requests.output_processor import StepTimes
 from nanovllm.scheduler import Scheduler
 
 REQUESTS = 2

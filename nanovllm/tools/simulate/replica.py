@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
@@ -29,7 +29,8 @@ from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost,
 from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
-from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
+from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
+from nanovllm.requests.output_processor import StepTimes
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -205,4 +206,4 @@ class Replica:
 
     def check_integrity(self) -> None:
         """Check the block manager's invariants; raises RuntimeError for a broken one."""
-        check_blocks(self.scheduler.block_manager, [*self.scheduler.running, *self.scheduler.waiting])
+        check_scheduler(self.scheduler)
