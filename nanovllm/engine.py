@@ -17,7 +17,7 @@ import itertools
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +31,6 @@ from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestO
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
-from nanovllm.process.interrupts import interrupts_put_off
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request, StepTimes, deliver
 from nanovllm.sampling.sampler import StepReport
@@ -270,16 +269,9 @@ class Engine:
             self._deliver(oldest, advanced)
         self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)
 
-    def _draw_for_other_ranks(self) -> None:
-        """Draw unread steps: ranks draw together, and the others wait for this one."""
-        if self.when_failed is not None:
-            with suppress(Exception), interrupts_put_off():  # the next step reports a rank that failed
-                for step in self._in_flight:
-                    step.draw()
-
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
-        self._draw_for_other_ranks()  # an interrupt of it cuts no change short
+        self.model_runner.draw_unread(self._in_flight)  # an interrupt of it cuts no change short
         with self._changing():
             sequences = self._drop_in_flight(has_failed=True)
             self._failed_steps.update(sequences)
@@ -305,7 +297,7 @@ class Engine:
     def _drop_in_flight(self, *, has_failed: bool) -> list[Sequence]:
         """Undo the steps in flight; returns their sequences. The device finishes them before what is launched next."""
         if not has_failed:  # else `_undo` has drawn, outside of changes
-            self._draw_for_other_ranks()
+            self.model_runner.draw_unread(self._in_flight)
         self._in_flight.clear()
         batches = [*self.scheduler.in_flight]
         sequences = self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
@@ -392,7 +384,7 @@ class Engine:
         """Abort every request and free the caches; a live module is its owner's again. Nothing in a forked child."""
         if os.getpid() != self._process_id:
             return
-        self._draw_for_other_ranks()
+        self.model_runner.draw_unread(self._in_flight)
         self._in_flight.clear()
         self.requests.clear()
         self._deadlines.clear()

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
@@ -18,13 +18,32 @@ from nanovllm.core.errors import EngineClosedError, ForkedChildError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
-from nanovllm.observability.progress import rate_display
-from nanovllm.process.gc_control import OldObjectsFrozen
-from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.input_processor import Prompt
 
 if TYPE_CHECKING:
     from nanovllm.streaming.engines import EngineInterface
+
+
+class Interrupts:
+    """Ctrl-C while an engine's state changes: it raises at once, and an engine whose books it cut short is dead.
+
+    `nanovllm.LLM` has `InterruptsHeld` instead, which defers it.
+    """
+
+    is_in_step = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raise what was deferred."""
+
+    def pass_on(self) -> None:
+        """Raise what was deferred so far."""
+
+    def held_in(self, items: Any) -> Any:
+        """The items, with this entered while the generator runs."""
+        return items
 
 
 class LLM:
@@ -41,6 +60,8 @@ class LLM:
     Calls from several threads, and streams read in between, run together in one batch. In a forked child every call but
     `close` raises RuntimeError.
     """
+
+    _interrupts: Callable[[], Any] = Interrupts
 
     def __init__(self, model: Any, *, tokenizer: Any = None, on_step: Any = None, trace: Any = None, **options: Any):
         engine = self._build_engine(model, tokenizer, on_step, options, trace)
@@ -91,19 +112,22 @@ class LLM:
         before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request with
         non-finite logits ends with finish_reason "error"; any other failure ends them all and raises.
         """
-        engine = self._open_engine()
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
-        process = engine.input_processor.process
+        process = self._open_engine().input_processor.process
         requests = process(prompts, sampling_params, request_ids=self._request_ids, **options)
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        show_rate = rate_display(bar, engine.num_output_tokens) if use_tqdm else None
-        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
-        with bar, OldObjectsFrozen(keeps_results=reports), InterruptsHeld() as interrupts:
-            for output in self._run(requests, interrupts, after_step=show_rate):
+        with bar, self._long_call(requests, bar) as after_step, self._interrupts() as interrupts:
+            for output in self._run(requests, interrupts, after_step=after_step):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
+
+    def _long_call(
+        self, requests: Sequence[NewRequest], bar: tqdm
+    ) -> AbstractContextManager[Callable[[], None] | None]:
+        """Around the steps of `generate`; gives a function to call after each."""
+        return nullcontext()
 
     def as_completed(
         self,
@@ -118,7 +142,7 @@ class LLM:
         processor = self._open_engine().input_processor
         requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
         indices = {request.request_id: index for index, request in enumerate(requests)}
-        interrupts = InterruptsHeld()
+        interrupts = self._interrupts()
         return interrupts.held_in((indices[out.request_id], out) for out in self._run(requests, interrupts))
 
     def stream(
@@ -139,14 +163,15 @@ class LLM:
         process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
         return self._stream(process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options))
 
-    def _stream(self, request: NewRequest) -> Iterator[RequestOutput]:
-        interrupts = InterruptsHeld()
-        return interrupts.held_in(self._run([request], interrupts))
+    def _stream(self, request: NewRequest, add: Callable[..., None] | None = None) -> Iterator[RequestOutput]:
+        interrupts = self._interrupts()
+        held: Iterator[RequestOutput] = interrupts.held_in(self._run([request], interrupts, add=add))
+        return held
 
     def _run(
         self,
         requests: list[NewRequest],
-        interrupts: InterruptsHeld,
+        interrupts: Interrupts,
         *,
         after_step: Callable[[], None] | None = None,
         add: Callable[..., None] | None = None,
@@ -164,8 +189,7 @@ class LLM:
                 (add or engine.add)(*requests)
                 self._inboxes |= dict.fromkeys(unfinished, inbox)
             while unfinished:
-                if interrupts.noted:
-                    interrupts.pass_on()
+                interrupts.pass_on()
                 with self._turn() as engine:
                     if not inbox:
                         self._step(engine, interrupts)
@@ -186,7 +210,7 @@ class LLM:
                 finally:
                     self._lock.release()
 
-    def _step(self, engine: EngineInterface, interrupts: InterruptsHeld) -> None:
+    def _step(self, engine: EngineInterface, interrupts: Interrupts) -> None:
         """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
             if not engine.requests:
@@ -252,7 +276,7 @@ class LLM:
         return self._open_engine().input_processor.limits.has_head
 
     def stats(self) -> EngineStats:
-        with InterruptsHeld(), self._turn() as engine:
+        with self._interrupts(), self._turn() as engine:
             return engine.stats()
 
     def replicas(self) -> list[ReplicaStatus]:
@@ -261,7 +285,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        with InterruptsHeld(), self._turn() as engine:
+        with self._interrupts(), self._turn() as engine:
             engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
@@ -271,12 +295,12 @@ class LLM:
         (`p.data.mul_(0.9)`), and edits of a module's functions, flags or submodules while requests run; between calls
         the engine detects replaced attributes.
         """
-        with InterruptsHeld(), self._turn() as engine:
+        with self._interrupts(), self._turn() as engine:
             engine.drop_computed()
 
     def close(self) -> None:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
-        with suppress(EngineClosedError, ForkedChildError), InterruptsHeld(), self._turn():
+        with suppress(EngineClosedError, ForkedChildError), self._interrupts(), self._turn():
             self._close()
             self._engine = None
 

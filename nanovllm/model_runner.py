@@ -7,7 +7,7 @@ read holds NaN of another request (where a backend reads more than a sequence's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -161,6 +161,9 @@ class ModelRunner:
             return PendingTokens.send(draw(), report)
         except RuntimeError as error:
             raise_device_error(error)
+
+    def draw_unread(self, steps: Iterable[Any]) -> None:
+        """Call `draw` of launched steps that nobody will read, where a peer of this runner waits for it."""
 
     def follow_last_stream(self) -> None:
         """Launches run in order on the device, whatever streams their callers have set."""

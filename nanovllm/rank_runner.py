@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.process.device import computing_with
+from nanovllm.process.interrupts import interrupts_put_off
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import StepReport
 
@@ -83,6 +84,11 @@ class RankRunner(ModelRunner):
         with computing_with(self.workers.num_threads):
             pending = super()._draw(draw, report)
         return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self.workers)
+
+    def draw_unread(self, steps: Iterable[Any]) -> None:
+        with suppress(Exception), interrupts_put_off():  # the next step reports a rank that failed
+            for step in steps:
+                step.draw()
 
     def _launch_together(
         self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs | None

@@ -54,8 +54,7 @@ class BeamSearching:
             search = Search(engine, params, [*zip(requests, books, strict=True)], self._request_ids)
             try:
                 while search.begin_more():
-                    if interrupts.noted:
-                        interrupts.pass_on()
+                    interrupts.pass_on()
                     self._step(engine, interrupts)
                     search.advance()
             finally:

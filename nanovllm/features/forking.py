@@ -12,7 +12,6 @@ from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.core.validation import integer
-from nanovllm.process.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine
@@ -57,10 +56,7 @@ class Forking:
             next(self._request_ids), token_ids[:at], params, output_kind=OutputKind.CUMULATIVE,
             **({"cache_salt": salt} | options),
         )  # fmt: skip
-        interrupts = InterruptsHeld()
-        outputs: Iterator[RequestOutput] = interrupts.held_in(
-            self._run([request], interrupts, add=partial(add_fork, engine, name))
-        )
+        outputs: Iterator[RequestOutput] = self._stream(request, partial(add_fork, engine, name))
         return outputs
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
+from tqdm import tqdm
 
 import nanovllm.llm
 from nanovllm.core.engine_options import EngineOptions
+from nanovllm.core.sequence import NewRequest
 from nanovllm.execution.early_start import begin_gpu
 from nanovllm.features.beam_search import BeamSearching
 from nanovllm.features.forking import Forking
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
-from nanovllm.process.gc_control import collector_paused
+from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.chatting import Chatting
 from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
@@ -68,6 +74,8 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
     call `close`. In a forked child every call but `close` raises RuntimeError.
     """
 
+    _interrupts = InterruptsHeld
+
     def __init__(
         self,
         model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
@@ -84,3 +92,9 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
     ) -> EngineInterface:
         return open_engine(model, tokenizer, on_step, options, trace=trace)
+
+    @contextmanager
+    def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Iterator[Callable[[], None] | None]:
+        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
+        with OldObjectsFrozen(keeps_results=reports):
+            yield None if bar.disable else rate_display(bar, self._open_engine().num_output_tokens)

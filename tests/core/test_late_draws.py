@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.engine import LaunchedStep
+from nanovllm.rank_runner import RankRunner
 from nanovllm.sampling.logprobs import StepLogprobs
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
@@ -74,7 +76,7 @@ def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_und
                 raise KeyboardInterrupt
             draw(self)
 
-        monkeypatch.setattr(engine, "when_failed", lambda told: None)
+        monkeypatch.setattr(engine.model_runner, "draw_unread", partial(RankRunner.draw_unread, engine.model_runner))
         with monkeypatch.context() as patch:
             patch.setattr(LaunchedStep, "wait", fail)
             patch.setattr(LaunchedStep, "draw", interrupted)

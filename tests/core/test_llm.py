@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import nanovllm.llm
 from nanovllm import LLM, SamplingParams
 from tests.support.llms import GREEDY, OPTIONS, SAMPLED, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -17,6 +18,13 @@ def test_a_string_gives_one_output_with_its_text_decoded():
     assert output.prompt == "The capital of France is"
     assert output.prompt_token_ids == tiny_tokenizer()("The capital of France is")["input_ids"]
     assert output.outputs[0].text == tiny_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_the_llm_of_the_engine_alone_answers_and_streams_as_the_public_one():
+    with nanovllm.llm.LLM(tiny_model(num_layers=1), **OPTIONS) as llm:
+        (output,) = generate(llm, [5, 6, 7])
+        *_, last = llm.stream([5, 6, 7], GREEDY)
+    assert token_ids([output, last]) == 2 * token_ids(generate(shared_llm(), [5, 6, 7]))
 
 
 def test_a_list_of_token_ids_is_one_prompt_without_text():
