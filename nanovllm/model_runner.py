@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
+from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sequence import Sequence
-from nanovllm.execution.direct import build_direct
+from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
@@ -53,6 +52,21 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class Pools(Protocol):
+    """The blocks of the KV cache: one pool for all layers, or one for each group of layers that see the same."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def num_longest(self, max_model_len: int, block_size: int) -> int:
+        """Number of sequences of max_model_len that fit at once."""
+
+    def allocate(self, caches: Any, block_size: int) -> None: ...
+
+    def lay_out(self, layout: BatchLayout, block_size: int) -> BatchLayout:
+        """The layout with the rows in each pool after the first."""
+
+
 class StepPaths:
     """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
 
@@ -70,7 +84,10 @@ class StepPaths:
         """Prepare the layers, before memory is measured; limits and block size are resolved."""
 
     def build_executor(self, runner: ModelRunner) -> Executor:
-        return build_direct(runner.binding, runner.config, runner.choice, runner.pools, runner.sampler)
+        binding, config, pools = runner.binding, runner.config, runner.pools
+        backend = runner.choice.build(binding.layers, binding.device, config, pools)
+        kind_groups = pools.kind_groups(binding.layers)
+        return DirectExecutor(binding, backend, config.block_size, runner.sampler, kind_groups)
 
     def prepare(self, runner: ModelRunner) -> None:
         """Prepare the model and the executor for the first step."""
@@ -91,25 +108,23 @@ class ModelRunner:
         binding: the hooked model; its caches are allocated here.
         config: fully resolved, by `build.resolve_options`.
         choice: of the attention backend.
-        pools: of the cache groups.
+        pools: blocks of the KV cache.
         paths: ways to compute steps.
     """
 
     workers: WorkerProcesses | None = None  # the other ranks, on the first of several
 
     def __init__(
-        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, paths: StepPaths
+        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: Pools, paths: StepPaths
     ) -> None:
         self.binding, self.device = binding, binding.device
-        self.config, self.pools = config, pools
+        self.config = config
+        self.pools: Any = pools
         self.choice, self.paths = choice, paths
         self.sampler = paths.build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
-        binding.caches.allocate(
-            *(n * config.block_size for n in pools.num_blocks),
-            groups=pools.groups_of_layers(), num_records=pools.num_blocks[-1],
-        )  # fmt: skip
+        pools.allocate(binding.caches, config.block_size)
         self.executor = paths.build_executor(self)
         self.backend = self.executor.backend
         self._launch: Callable[..., Callable[[], Tensor]] = self.executor.launch
@@ -139,8 +154,7 @@ class ModelRunner:
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             entries, self.config.block_size, self._in_flight, longest_first=self.choice.uses_graphs
         )
-        if len(self.pools.groups) > 1:
-            layout = with_groups(layout, self.pools.are_records, self.config.block_size)
+        layout = self.pools.lay_out(layout, self.config.block_size)
         report = None
         if not all(entry.sequence.is_plain for entry in batch.entries):
             report = self.sampler.stage.begin_report(batch, layout)

@@ -22,6 +22,7 @@ from nanovllm.core.errors import KernelBuildError, ProcessorClassError
 from nanovllm.process.device import cpp_compiler, find_kernel
 
 if TYPE_CHECKING:
+    from nanovllm.cache.cache_pools import CachePools
     from nanovllm.kernels.cpp import Kernels
 
 logger = logging.getLogger("nanovllm")
@@ -113,11 +114,25 @@ class AttentionChoice:
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
 
     def build(
-        self, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig, *, uncompiled: bool = False
+        self,
+        layers: Sequence[AttentionLayer],
+        device: torch.device,
+        config: EngineConfig,
+        pools: CachePools | None = None,
+        *,
+        uncompiled: bool = False,
     ) -> AttentionBackend:
-        """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`."""
+        """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`.
+
+        Args:
+            pools: of the cache groups; None for a single group.
+        """
         if not layers:
             return NoAttention()
+        if pools is not None and len(pools.paged.groups) > 1:
+            from nanovllm.attention.grouped import GroupedAttention
+
+            return GroupedAttention(self, layers, device, config, pools.paged)
         kinds = kinds_of(layer.traits for layer in layers)
         if self.backend == "flex" and not uncompiled:
             from nanovllm.attention.flex_cpu import FlexAttention

@@ -212,14 +212,6 @@ def layers_by_kind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return list(found.values())
 
 
-def kind_groups(layers: Sequence[AttentionLayer], pools: CachePools) -> tuple[int, ...]:
-    """The cache group of each kind of layers; empty where one group holds all layers."""
-    if len(pools.groups) == 1:
-        return ()
-    groups = dict(zip(map(id, layers), pools.groups_of_layers(), strict=True))
-    return tuple(groups[id(layer)] for layer in layers_by_kind(layers))
-
-
 def build_gpu_attention(
     layers: Sequence[AttentionLayer],
     device: torch.device,
@@ -234,7 +226,7 @@ def build_gpu_attention(
         return NoGpuAttention(config.block_size)
     return GpuFlexAttention(
         options=[KernelOptions.for_layer(layer, device, config.block_size) for layer in layers_by_kind(layers)],
-        groups=kind_groups(layers, pools),
+        groups=pools.kind_groups(layers),
         num_blocks=pools.num_blocks,
         max_decodes=max_decodes,
         max_tiles=max_tiles,

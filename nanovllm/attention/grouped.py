@@ -46,7 +46,6 @@ class GroupedAttention:
                 own = replace(choice, kernels=tuple(choice.kernels[kinds.index(kind)] for kind in own_kinds))
             self._backends.append(own.build(members, device, replace(config, num_kv_blocks=num_blocks)))
         self._group_kinds = [group_kinds[kind] for kind in kinds]
-        self.kind_groups = [group for group, _ in self._group_kinds]
         self.reads_whole_blocks = any(backend.reads_whole_blocks for backend in self._backends)
 
     def plan(self, layout: BatchLayout) -> GroupedPlan:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.group_layouts import with_groups
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind, kind_of
+from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 
 # Slots of recurrent states that a running sequence holds: the one that steps write to, the last one that is kept, and
@@ -57,6 +59,22 @@ class CachePools(NamedTuple):
         """The group of each layer."""
         of_layer = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         return [of_layer[layer] for layer in sorted(of_layer)]
+
+    def kind_groups(self, layers: Sequence[Any]) -> tuple[int, ...]:
+        """The group of each kind of attention layers, ordered as by `kinds_of`; empty where one group holds all."""
+        if len(self.paged.groups) == 1:
+            return ()
+        kinds = (kind_of(layer.traits) for layer in layers)
+        return tuple(dict(zip(kinds, self.groups_of_layers(), strict=True)).values())
+
+    def allocate(self, caches: Any, block_size: int) -> None:
+        """Allocate `KVCaches`."""
+        num_slots = (count * block_size for count in self.num_blocks)
+        caches.allocate(*num_slots, groups=self.groups_of_layers(), num_records=self.num_blocks[-1])
+
+    def lay_out(self, layout: BatchLayout, block_size: int) -> BatchLayout:
+        """The layout with the rows of each group; call it right after the step was scheduled."""
+        return layout if len(self.groups) == 1 else with_groups(layout, self.are_records, block_size)
 
     def num_longest(self, max_model_len: int, block_size: int) -> int:
         """Number of sequences of max_model_len that fit at once."""

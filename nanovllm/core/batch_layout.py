@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
+from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.sequence import Sequence
 
 
@@ -101,7 +101,7 @@ def build_layout(
 
     # A row's position is its index in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
-    slot_mapping, blocks_to_clear = _map_slots(entries, starts, counts, positions, block_size)
+    slot_mapping, blocks_to_clear = map_slots(entries, starts, counts, positions, block_size)
     return BatchLayout(
         entries=entries,
         num_decodes=num_decodes,
@@ -115,48 +115,6 @@ def build_layout(
     )
 
 
-def with_groups(layout: BatchLayout, are_records: SequenceABC[bool], block_size: int) -> BatchLayout:
-    """Adds the rows of each cache group after the first to a layout; call it right after the step was scheduled.
-
-    Args:
-        are_records: of each group, whether it keeps a record a sequence, and not K and V.
-    """
-    starts = np.fromiter((entry.start for entry in layout.entries), np.int64, len(layout.entries))
-    counts = np.diff(layout.row_starts)
-    others = []
-    for number, is_record in enumerate(are_records[1:]):
-        entries = [entry._replace(block_table=_table(entry, number)) for entry in layout.entries]
-        if is_record:
-            others.append(_with_states(replace(layout, entries=entries), starts, starts + counts, block_size))
-            continue
-        slot_mapping, to_clear = _map_slots(entries, starts, counts, layout.positions, block_size)
-        others.append(replace(layout, entries=entries, slot_mapping=slot_mapping, blocks_to_clear=to_clear))
-    return replace(layout, others=tuple(others))
-
-
-def _with_states(
-    layout: BatchLayout, starts: NDArray[np.int64], ends: NDArray[np.int64], block_size: int
-) -> BatchLayout:
-    """The layout of a group of records; its blocks hold no rows."""
-    tables = [entry.block_table for entry in layout.entries]
-    befores, lasts = ((positions // block_size).tolist() for positions in (starts - 1, ends - 1))
-    reads = [NULL_BLOCK if before < 0 else table[before] for table, before in zip(tables, befores, strict=True)]
-    writes = [table[last] for table, last in zip(tables, lasts, strict=True)]
-    nothing = layout.slot_mapping[:0]
-    return replace(
-        layout,
-        slot_mapping=nothing,
-        blocks_to_clear=nothing,
-        state_reads=np.array(reads, np.int64),
-        state_writes=np.array(writes, np.int64),
-    )
-
-
-def _table(entry: ScheduledSequence, number: int) -> list[int]:
-    tables = entry.sequence.group_tables
-    return entry.block_table if tables is None else tables.further[number]  # a dummy has one for all
-
-
 def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each last number the `counts` numbers up to it."""
     numbers = lasts.repeat(counts)
@@ -165,7 +123,7 @@ def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.in
     return numbers
 
 
-def _map_slots(
+def map_slots(
     entries: list[ScheduledSequence],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],

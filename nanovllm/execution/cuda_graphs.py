@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.flex_gpu import build_gpu_attention, kind_groups
+from nanovllm.attention.flex_gpu import build_gpu_attention
 from nanovllm.attention.kv_writes import use_write_kernel
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.tiles import Tiles
@@ -68,7 +68,7 @@ class GraphExecutor:
         kernel = find_kernel("layer_parts", "with_sampled") if binding.device.type == "cuda" else None
         self._with_sampled = kernel or torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
-        rows = RowInputs(kind_groups(binding.layers, pools))
+        rows = RowInputs(pools.kind_groups(binding.layers))
         features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
         self._packing = cache(lambda shape: StepPacking(shape, max_samples, features))
         largest = self._packing(self._buckets.largest())

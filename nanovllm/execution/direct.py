@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.grouped import GroupedAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionPlan, AttentionStep
-from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.config import EngineConfig
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.sampler import Sampler, StepReport
-
-if TYPE_CHECKING:
-    from nanovllm.attention.backends import AttentionChoice
-
-
-def build_direct(
-    binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, sampler: Sampler
-) -> DirectExecutor:
-    """The executor of a fully resolved config, with an attention backend for each cache group."""
-    if len(pools.paged.groups) == 1:
-        backend = choice.build(binding.layers, binding.device, config)
-        return DirectExecutor(binding, backend, config.block_size, sampler)
-    grouped = GroupedAttention(choice, binding.layers, binding.device, config, pools.paged)
-    return DirectExecutor(binding, grouped, config.block_size, sampler, grouped.kind_groups)
 
 
 class DirectExecutor:

@@ -14,7 +14,8 @@ from nanovllm.attention.flex_decodes import most_kv_tiles
 from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionBackend, NoAttention
-from nanovllm.core.batch_layout import BatchLayout, build_layout, with_groups
+from nanovllm.cache.group_layouts import with_groups
+from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.direct import DirectExecutor
