@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count, islice
 
 from nanovllm.core import block_hashes
-from nanovllm.core.batch import Copy, ScheduledSequence
+from nanovllm.core.batch import Copy, ScheduledBatch, ScheduledSequence
 from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.wanted_blocks import WantedBlocks
@@ -332,12 +332,51 @@ class BlockManager(BlockPool):
             sequence.block_table = []
         self.unpin(blocks)
 
-    # ------------------------------------------------------------------------------------------ outcome of steps
+    # ------------------------------------------------------------------------------------------------- forks
+    #
+    # A sequence goes on from the KV of another. Full blocks are shared; a begun block, which both will write to, is
+    # copied before the next forward pass:
+    #
+    #     source   | 1 | 2 | 3.. |            | 1 | 2 | 3.... |
+    #     fork                          ->    | 1 | 2 | 7.. |      copy 3 -> 7
+
+    def can_fork(self, source: Sequence, num_tokens: int) -> bool:
+        """Whether a fork after so many computed tokens of a sequence finds all that it sees, and a block for a copy."""
+        has_room = num_tokens % self.block_size == 0 or bool(self.free_blocks)
+        return has_room and len(source.block_table) >= self.num_blocks_for(num_tokens)
+
+    def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
+        """Give `target`, which has no blocks, those of the first tokens of `source`; check `can_fork` first."""
+        target.block_table = self._shared(source.block_table, num_tokens)
+        target.num_computed_tokens = target.num_counted_tokens = num_tokens
+
+    def _shared(self, table: list[int], num_tokens: int, pool: BlockPool | None = None, group: int = 0) -> list[int]:
+        """The first blocks of a table, with one more reference each; the begun one is a copy."""
+        pool = pool or self
+        num_full, begun = divmod(num_tokens, self.block_size)
+        shared = table[:num_full]
+        pool.pin(shared)
+        if begun:
+            shared += pool.pop_free(1)
+            # All copies of a step read before any writes: the copy of a copy comes from its source.
+            sources = {copy.destination: copy.source for copy in self.copies if copy.group == group}
+            self.copies.append(Copy(group, sources.get(table[num_full], table[num_full]), shared[-1]))
+        return shared
 
     def take_copies(self, step_id: int) -> tuple[Copy, ...]:
         """The copies of step `step_id`, which is being scheduled."""
         copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []  # of a block the last
         return tuple(copies.values())
+
+    def lost_blocks(self, undone: Iterable[ScheduledBatch]) -> set[tuple[int, int]]:
+        """(group, block) of begun blocks without content: their copies were undone, or wait for such a block."""
+        lost = {(copy.group, copy.destination) for batch in undone for copy in batch.copies}
+        for copy in self.copies:  # a fork of a fork, in the order in which they were made
+            if (copy.group, copy.source) in lost:
+                lost.add((copy.group, copy.destination))
+        return lost
+
+    # ------------------------------------------------------------------------------------------ outcome of steps
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
         """Step `step_id` of these entries ran: the blocks that it made findable are in the cache."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedcontainers import SortedList
 
-from nanovllm.cache.forks import lost_blocks
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
@@ -301,7 +300,7 @@ class Engine:
         self._in_flight.clear()
         batches = [*self.scheduler.in_flight]
         sequences = self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
-        lost = lost_blocks(self.block_manager, batches)
+        lost = self.block_manager.lost_blocks(batches)
         for sequence in [s for s in self.scheduler.running if lost and not lost.isdisjoint(s.held_blocks())]:
             self.scheduler.preempt(sequence)  # a begun block of a fork was to be copied
         return sequences

@@ -61,6 +61,9 @@ class Pools(Protocol):
     def num_longest(self, max_model_len: int, block_size: int) -> int:
         """Number of sequences of max_model_len that fit at once."""
 
+    def kind_groups(self, layers: SequenceABC[Any]) -> SequenceABC[int]:
+        """The pool of each kind of attention layers, ordered as by `kinds_of`; empty where one serves all."""
+
     def allocate(self, caches: Any, block_size: int) -> None: ...
 
     def lay_out(self, layout: BatchLayout, block_size: int) -> BatchLayout:

@@ -16,7 +16,6 @@ from typing import Protocol
 from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.forks import fork_samples
 from nanovllm.core.admission import Admission, Drafting, OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
 from nanovllm.core.config import EngineConfig
@@ -265,7 +264,7 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
             if num_samples and sequence.samples and self.stats.num_preemptions == num_preemptions:
                 num_slots = self.config.max_num_seqs - len(self.running) - sum(map(len, drafts.values()))
-                entries += fork_samples(self.block_manager, sequence, num_slots, self.waiting, self.start)
+                entries += self.admission.fork_samples(sequence, num_slots, self.waiting, self.start)
         batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes - len(drafts), copies, budget, drafts)
         self.in_flight.append(batch)
         self.stats.num_steps += 1

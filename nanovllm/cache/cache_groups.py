@@ -322,6 +322,26 @@ class CacheGroups(BlockManager):
         if not num_kept:
             sequence.block_table, sequence.group_tables = [], None
 
+    def can_fork(self, source: Sequence, num_tokens: int) -> bool:
+        num_full, begun = divmod(num_tokens, self.block_size)
+        last = num_full if begun else num_full - 1  # the last full block names the prefix
+        for group, table in self.tables_of(source):
+            is_short = len(table) <= last or (begun and not group.pool.free_blocks)
+            if is_short or NULL_BLOCK in table[group.first_block(num_tokens) : last + 1]:
+                return False
+        return True
+
+    def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
+        """Of each group the blocks that `target` sees: none of its steps would free others."""
+        firsts = [group.first_block(num_tokens) for group in self.groups]
+        tables = [
+            [NULL_BLOCK] * first + self._shared(table[first:], num_tokens - first * self.block_size, group.pool, number)
+            for number, ((group, table), first) in enumerate(zip(self.tables_of(source), firsts, strict=True))
+        ]
+        target.block_table = tables[0]
+        target.group_tables = GroupTables(tables[1:], firsts, {*self._group_tables(source).junctions})
+        target.num_computed_tokens = target.num_counted_tokens = num_tokens
+
     # ------------------------------------------------------------------------------------------ outcome of steps
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:

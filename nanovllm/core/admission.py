@@ -69,6 +69,8 @@ class Blocks(Protocol):
     def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool: ...
     def cut(self, sequence: Sequence, start: int, end: int) -> int: ...
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int: ...
+    def can_fork(self, source: Sequence, num_tokens: int) -> bool: ...
+    def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None: ...
 
 
 class Admission:
@@ -171,3 +173,29 @@ class Admission:
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
             return False
         return len(partial) < config.max_num_partial_prefills
+
+    def fork_samples(
+        self, source: Sequence, max_samples: int, waiting: Waiting, start: Callable[[Sequence], None]
+    ) -> list[ScheduledSequence]:
+        """Start samples of a prompt with the KV of the one that computes its last token in this step.
+
+        Args:
+            start: lets a waiting sequence run.
+
+        Returns their entries, which draw from the last row of `source`.
+        """
+        entries: list[ScheduledSequence] = []
+        num_tokens = source.num_prompt_tokens
+        if source.num_computed_tokens > num_tokens or self.blocks.cuts_chunks:  # recurrent states are not copied
+            return entries
+        for sample in source.samples:
+            if sample.is_running or sample.is_finished or not sample.shared_prompt or sample.lacks_prompt_logprobs:
+                continue
+            is_next = len(entries) < max_samples and waiting.first is sample
+            if not is_next or not self.blocks.can_fork(source, num_tokens):
+                break
+            self.blocks.fork(source, sample, num_tokens)
+            start(sample)
+            sample.num_known_tokens += 1
+            entries.append(ScheduledSequence(sample, num_tokens, 0, 1, sample.block_table, 0))
+        return entries

@@ -11,7 +11,6 @@ from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -172,7 +171,7 @@ class Search:
         self, source: Sequence, known: array[int], token_id: int, dropped: list[Sequence], beams: Beams
     ) -> Sequence:
         engine, num_tokens = self.engine, len(known)
-        while not can_fork(engine.block_manager, source, num_tokens):
+        while not engine.block_manager.can_fork(source, num_tokens):
             self._preempt_another()
         if dropped:
             target = dropped.pop()
@@ -182,7 +181,7 @@ class Search:
         else:
             target = self._start(beams.request, [*known, token_id])
         target.block_hashes = source.block_hashes[: num_tokens // engine.block_manager.block_size]
-        fork_blocks(engine.block_manager, source, target, num_tokens)
+        engine.block_manager.fork(source, target, num_tokens)
         return target
 
     def _start(self, request: NewRequest, token_ids: list[int]) -> Sequence:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
@@ -86,8 +85,8 @@ def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None
         and not target.lacks_prompt_logprobs
         and not manager.cuts_chunks  # recurrent states are not copied
         and len(scheduler.running) < scheduler.config.max_num_seqs
-        and can_fork(manager, source, num_tokens)
+        and manager.can_fork(source, num_tokens)
     ):
         scheduler.start(target)
-        fork_blocks(manager, source, target, num_tokens)
+        manager.fork(source, target, num_tokens)
         target.num_cached_tokens = num_tokens

@@ -9,7 +9,6 @@ import torch
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.forks import can_fork, fork_blocks
 from nanovllm.core.batch import Copy
 from nanovllm.core.outputs import Logprob
 from nanovllm.features.beams import BeamBooks
@@ -163,8 +162,8 @@ def test_a_fork_shares_full_blocks_and_copies_a_begun_one():
     scheduler.add(source)
     scheduler.schedule()
     target = make_sequence(range(10), arrival=1)
-    assert can_fork(manager, source, 6) and not can_fork(manager, source, 13)
-    fork_blocks(manager, source, target, 6)
+    assert manager.can_fork(source, 6) and not manager.can_fork(source, 13)
+    manager.fork(source, target, 6)
     assert target.block_table[0] == source.block_table[0] and target.block_table[1] != source.block_table[1]
     assert manager.copies == [Copy(0, source.block_table[1], target.block_table[1])]
     assert target.num_computed_tokens == 6

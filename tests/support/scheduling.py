@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.forks import lost_blocks
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
@@ -532,7 +531,7 @@ class Loop(LoopChecks):
             self.model.fail(self.in_flight.pop().batch)
         affected = self.scheduler.rollback(batch, has_failed=has_failed)
         self.num_steps_without_progress = 0
-        lost = lost_blocks(self.manager, batches)
+        lost = self.manager.lost_blocks(batches)
         for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
             self.scheduler.preempt(sequence)  # as the engine does
         self.check()
