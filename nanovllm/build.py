@@ -27,6 +27,7 @@ from nanovllm.engine import Engine
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.guard import check_row_counted_scales
 from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
@@ -72,7 +73,7 @@ def build_engine(
             loaded = loader.load(model, tokenizer, config)
         digest = _model_digest(loaded, config)  # before weights are packed
         with computing_with(_free_threads(loaded)):
-            binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+            binding = build_binding(loaded.model, is_live=loaded.is_live)
         binding.memory = loaded.memory
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
         binding.memory = None  # also where nothing was packed
@@ -160,7 +161,7 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
     with collector_paused():
         loaded = loader.load(str(config.draft_model), None, own)
     own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
-    binding = ModelBinding(loaded.model, is_live=False)
+    binding = build_binding(loaded.model, is_live=False)
     binding.memory = loaded.memory
     check_draft_model(config, binding, (loaded.tokenizer, input_processor.tokenizer), input_processor.limits)
     runner = ModelRunner(binding, *resolve_options(binding, loaded, own))
@@ -260,7 +261,7 @@ def build_rank(
     from nanovllm.rank_runner import RankRunner
 
     digest = _model_digest(loaded, config)
-    binding = ModelBinding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
+    binding = build_binding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
     runner = RankRunner(binding, *resolve_options(binding, loaded, config), workers)
     if ranks.rank and (config.prefix_cache_host_bytes is not None or digest is not None):
         from nanovllm.execution.rank_tiers import RankTiers
@@ -298,10 +299,8 @@ def resolve_options(
     longest = max_model_len or num_positions
     if longest is not None:  # windows and chunks that hold the longest sequence are none
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
-    if binding.mixers:
-        config = binding.mixers.fitted(config, device.type)
-    config = config.resolve_limits(device.type, num_positions)
-    binding.pin_rope(config.max_model_len)
+    config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
+    binding.rope.pin(config.max_model_len)
     check_row_counted_scales(
         binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
     )
@@ -314,11 +313,10 @@ def resolve_options(
     paths.prepare_layers(binding, config)
     memory = memory_for_cache(binding, config, choice)
     block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
-    record_bytes = binding.mixers.num_bytes if binding.mixers else 0
     resolved, pools = resolve_pools(
         config,
         cache_groups_of(
-            [layer.traits for layer in layers], block_bytes, config.max_model_len, record_bytes=record_bytes
+            [layer.traits for layer in layers], block_bytes, config.max_model_len, record_bytes=binding.mixers.num_bytes
         ),
         memory if binding.ranks is None else binding.ranks.least(memory),
         max_model_len_is_set=max_model_len is not None,

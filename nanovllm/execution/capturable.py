@@ -13,6 +13,7 @@ from nanovllm.attention.operator import AttentionStep, NoAttention
 from nanovllm.execution.buckets import MIN_ROWS
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.mixers import Mixers
 
 # Operators with a result size that the host has to read.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
@@ -48,7 +49,7 @@ def why_not_captured(binding: ModelBinding, block_size: int) -> str | None:
     try:
         rows = torch.zeros(MIN_ROWS, dtype=torch.int64, device=binding.device)
         step = AttentionStep(NoAttention(), MIN_ROWS)
-        if binding.mixers:
+        if isinstance(binding.mixers, Mixers):
             binding.mixers.set_decodes(rows, rows)
         binding.forward_step(step, rows, rows, rows, rows)  # the first call also creates buffers
         with HostTransfers() as transfers:

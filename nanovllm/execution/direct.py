@@ -67,8 +67,7 @@ class DirectExecutor:
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
-        if binding.mixers:
-            binding.mixers.begin_step(layouts[-1], device)
+        binding.mixers.begin_step(layouts[-1], device)
         if report is not None and not report.needs_logits:
             report.take_states(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
             return partial(self._draw_nothing, sample_rows)

@@ -32,8 +32,8 @@ class StateGraphExecutor(GraphExecutor):
     captures_chunks = False
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
-        assert binding.mixers is not None
-        self._mixers: Mixers = binding.mixers
+        assert isinstance(binding.mixers, Mixers)
+        self._mixers = binding.mixers
         super().__init__(binding, config, sampler, pools.paged)
         with binding.installed():
             add_kernels(self._mixers)

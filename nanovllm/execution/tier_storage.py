@@ -19,6 +19,7 @@ from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.directory import CacheDirectory, folder_of_rank
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.mixers import Mixers
 from nanovllm.process.device import find_kernel
 
 DEFAULT_HOST_BYTES = 2**30  # that files are read into, where no host tier is asked for
@@ -105,8 +106,9 @@ def _file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools,
         ]
         for group in range(len(pools.groups))
     ]
-    states = [sorted(map(str, layer.states)) for layer in binding.mixers.layers] if binding.mixers else None
-    return ({} if states is None else {"states": states}) | {
+    layers = binding.mixers.layers if isinstance(binding.mixers, Mixers) else []
+    states = [sorted(map(str, layer.states)) for layer in layers]
+    return ({"states": states} if states else {}) | {
         "model": digest,
         "rope": binding.rope.choice,
         "device": binding.device.type,

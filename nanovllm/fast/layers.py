@@ -21,6 +21,7 @@ from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import stacked_layers
+from nanovllm.model.mixers import Mixers
 from nanovllm.model.probe import probe_model
 from nanovllm.process.device import find_kernel
 
@@ -90,7 +91,7 @@ class FastLayers:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         binding = self._binding
         with merging(binding.model, binding.layer_modules):
-            probe_model(binding.model, binding.probing)
+            probe_model(binding.model, binding.probing, binding.mixers.layer_types)
 
     def fuse_rotary(self) -> None:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""
@@ -115,7 +116,9 @@ class FastLayers:
         logger.warning("compiling the layers of %s: some seconds", type(binding.model).__name__)
         if not binding.is_live:  # quantised weights are an engine's own
             packed_linears.warn_of_dequantising(binding.model)
-        layers = binding.mixers.without(binding.layer_modules) if binding.mixers else binding.layer_modules
+        mixers, layers = binding.mixers, binding.layer_modules
+        if isinstance(mixers, Mixers):
+            layers = mixers.without(layers)
         binding.calls, binding.min_rows = compile_calls(binding.model, layers), 2
 
     def use_kernel_layers(self, *run_steps: Callable[[], Any]) -> bool:

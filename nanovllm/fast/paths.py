@@ -8,6 +8,7 @@ from functools import partial
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.execution.rehearsal import rehearse
 from nanovllm.fast.layers import FastLayers
+from nanovllm.model.mixers import Mixers
 from nanovllm.model.state_kernels import add_kernels
 from nanovllm.model_runner import Executor, ModelRunner, StepPaths
 
@@ -20,9 +21,10 @@ class FastPaths(StepPaths):
 
     def build_executor(self, runner: ModelRunner) -> Executor:
         binding = runner.binding
-        if binding.mixers and binding.device.type == "cpu" and not runner.config.enforce_eager:
+        mixers = binding.mixers
+        if isinstance(mixers, Mixers) and binding.device.type == "cpu" and not runner.config.enforce_eager:
             with binding.installed():
-                add_kernels(binding.mixers)
+                add_kernels(mixers)
         return super().build_executor(runner)
 
     def prepare(self, runner: ModelRunner) -> None:

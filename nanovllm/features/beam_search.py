@@ -94,7 +94,7 @@ class Search:
 
     def _check(self, params: BeamSearchParams) -> None:
         engine, config = self.engine, self.engine.config
-        if engine.model_runner.binding.mixers is not None:
+        if engine.model_runner.binding.mixers:
             raise ValueError("beam_search forks sequences, which recurrent states of this model do not allow.")
         longest = max(len(beams.request.prompt_token_ids) for beams in self._waiting) + params.max_tokens
         if longest > config.max_model_len:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +23,29 @@ from nanovllm.attention.operator import (
     attention_function,
     step_in_force,
 )
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.fast import packed_linears
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
 from nanovllm.model.forward import ForwardPasses
-from nanovllm.model.guard import RowBatches, check_rows
-from nanovllm.model.headless import is_headless
-from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
-from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
-from nanovllm.model.pinned_rope import PinnedRope
-from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, mixers_of, probe_model, probing_with
+from nanovllm.model.patches import (
+    AttributePatches,
+    Change,
+    layer_changes,
+    modules_of,
+    redirected_to,
+    tensors_of,
+)
+from nanovllm.model.probe import (
+    PROBE_NAME,
+    TWO_TOKENS,
+    AnyProbe,
+    Batch,
+    Probe,
+    Probing,
+    StateProbe,
+    probe_model,
+    probing_with,
+)
 from nanovllm.sampling.sampler import StepReport
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.huge_pages import HugePages
-    from nanovllm.model.fast.fused_layers import FusedLayer
-    from nanovllm.model.fast.stacked_layers import StackedLayers
-    from nanovllm.model.ranks import Ranks
-    from nanovllm.model.sharding import ShardedHead
-
-logger = logging.getLogger("nanovllm")
 
 # The name has no mask function, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
@@ -52,70 +55,148 @@ _handles = itertools.count()
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
+def lock_of(model: Any) -> threading.RLock:
+    """The lock that is held while a module is hooked, or read."""
+    return _module_locks.setdefault(model.base_model, threading.RLock())
+
+
+class StateLayers:
+    """Layers that keep states instead of K and V; false if the model has none, as by default.
+
+    Attributes:
+        layer_types: types of layers in configs besides those with attention alone, and whether such a layer attends.
+    """
+
+    layer_types: Mapping[str, bool] = {}
+
+    def __bool__(self) -> bool:
+        return False
+
+    @property
+    def shapes(self) -> Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]:
+        """Shape and dtype of each state of one sequence, by layer."""
+        return ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers."""
+        return 0
+
+    def fitted(self, config: EngineConfig, device_type: str) -> EngineConfig:
+        """The options, with a block size at whose multiples states may be kept; raises ValueError for another."""
+        return config
+
+    def probing_changes(self) -> list[Change]:
+        """Changes to layers that compute each row as a sequence, so that a probe sees rows which do not mix."""
+        return []
+
+    def step_changes(self, pools: list[list[Tensor]]) -> list[Change]:
+        """Changes to layers over pools of states: of each layer [num_slots, ...] of each state."""
+        return []
+
+    def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
+        """Args: layout: the rows of the next step, of the group of states."""
+
+
+class Rope:
+    """Rotary embeddings: by default those of the module, which depend on nothing but positions.
+
+    Attributes:
+        changes: to the model's modules, in force in probes and steps.
+        choice: a name that cached keys depend on.
+    """
+
+    changes: Sequence[Change] = ()
+    choice = ""
+
+    def pin(self, max_model_len: int) -> None:
+        """Choose the frequencies for sequences of up to that many tokens, before any step."""
+
+
+class ModelCheck:
+    """Refuses models that an engine would compute wrongly: by default none."""
+
+    def batch_for(self, model: Any) -> Batch:
+        """The batch of the first probe."""
+        return TWO_TOKENS
+
+    def check(self, model: Any, probing: Probing, probe: Probe) -> None:
+        """Raise UnsupportedModelError, which names the difference seen."""
+
+
+class Watch(Protocol):
+    """Detects changes of a module by its owner."""
+
+    def changes(self, *, with_structure: bool) -> tuple[bool, bool]:
+        """(weights changed, structure changed) since the last call; without `with_structure` the latter is False."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """Parts of a binding that a plain model can do without.
+
+    implementations: names of `transformers` implementations besides attention, by attribute of configs.
+    """
+
+    states: StateLayers = field(default_factory=StateLayers)
+    rope: Rope = field(default_factory=Rope)
+    check: ModelCheck = field(default_factory=ModelCheck)
+    implementations: Mapping[str, str] = field(default_factory=dict)
+
+
 class ModelBinding:
     """A model and its attention layers; `installed` hooks them to paged attention for one step.
 
     Args:
         model: a causal language model of `transformers`, not copied, and unchanged outside of `installed`.
         is_live: the owner continues to use the module (training): all changes are undone after each step.
-        ranks: the ranks of a sharded model.
-        head: the sharded head, if the head is sharded too.
+        parts: see `building.py`.
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
-        mixers: layers with recurrent states; None for a model without any.
+        mixers: layers that keep states.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
         has_base_model: whether a submodule computes the hidden states, with the head outside of it.
         min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
-        rope: batch-dependent rotary embeddings; `pin_rope` fixes them for a max_model_len, before any step.
         watch: detects changes of a live module; None if it is not live.
-        memory: for packed weights, set until the engine is built.
+        ranks: `Ranks` of a sharded model.
+        head_shards: `ShardedHead`, if logits cover only this rank's tokens.
+        memory: `HugePages` for packed weights, until the engine is built.
+        unshared: linear layers with plain weights that no other module reads, and that may be freed.
     """
 
-    def __init__(
-        self, model: Any, *, is_live: bool, ranks: Ranks | None = None, head: ShardedHead | None = None
-    ) -> None:
-        self.model, self.is_live, self.ranks = model, is_live, ranks
-        self.memory: HugePages | None = None
-        self.head_shards: ShardedHead | None = None  # set if logits cover only this rank's tokens
+    def __init__(self, model: Any, *, is_live: bool, parts: ModelParts | None = None) -> None:
+        parts = parts or ModelParts()
+        self.model = model
+        self.is_live = is_live
+        self.ranks: Any = None
+        self.memory: Any = None
+        self.head_shards: Any = None
+        self.unshared: set[nn.Linear] = set()
+        self.watch: Watch | None = None
         self.device: torch.device = next(model.parameters()).device
         self.min_rows, self.handle = 1, next(_handles)
         with torch.inference_mode(False):
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
-        self._lock = _module_locks.setdefault(model.base_model, threading.RLock())
+        self._lock = lock_of(model)
         self.calls: dict[nn.Module, Callable[..., Any]] = {}
-        self.stacked: StackedLayers | None = None  # the layers in one launch
-        self.fused_layers: list[FusedLayer] = []
+        self.stacked: Any = None  # `StackedLayers`, the layers in one launch
+        self.fused_layers: list[Any] = []  # `FusedLayer` in the place of each decoder layer
         self.rotary_changes: list[Change] = []
         self._patches, self._is_installed = AttributePatches(), False
-        with self._lock:  # another engine's step patches the module
-            self.rope = PinnedRope(model)
-        self.mixers = mixers_of(model)
-        probe = probe_model(model, self.probing, RowBatches.for_model)
+        self.mixers = parts.states
+        self.rope = parts.rope
+        self._implementations = parts.implementations
+        probe = probe_model(model, self.probing, self.mixers.layer_types, parts.check.batch_for)
         self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
-        check = partial(check_rows, model, self.probing, probe)
-        self.unshared: set[nn.Linear]  # layers with plain weights that may be freed
-        hides = packed_linears.with_weights_hidden if not is_live and self.device.type == "cpu" else None
-        self.vocab_size, self.unshared = hides(model, check) if hides else (check(), set())
+        parts.check.check(model, self.probing, probe)
+        self.vocab_size = min(model.get_input_embeddings().num_embeddings, probe.logits.shape[1])
         self.passes = ForwardPasses(model, self._patches, self.vocab_size)
         with self.probing(StateProbe()):
             self.has_base_model = self.passes.has_base_model(self.device)
-        if is_headless(model) and not self.has_base_model:
-            name = type(model.base_model).__name__
-            raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
-        if ranks is not None and head is not None:
-            self._split_logits(ranks, head)
         self.dtype = self.layers[0].dtype if self.layers else model.dtype
-        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes if self.mixers else ())
+        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
         self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
-        self.watch = ModuleWatch(model, self._lock) if is_live else None
-
-    def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
-        """Let the model return only this rank's logits, if they equal the slice of the whole ones (elementwise)."""
-        split = ForwardPasses(self.model, self._patches, head.width)
-        with self.probing(StateProbe()):
-            if split.computes_parts(self.passes, head, ranks, self.device):
-                self.passes, self.head_shards = split, head
 
     # ------------------------------------------------------------------------------------------------ faster calls
 
@@ -140,11 +221,6 @@ class ModelBinding:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def pin_rope(self, max_model_len: int) -> None:
-        """See `PinnedRope.pin`."""
-        with self._lock:
-            self.rope.pin(max_model_len)
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Install paged attention, eval mode and compiled layers; undone on exit for a live module."""
@@ -159,13 +235,12 @@ class ModelBinding:
 
     def install(self, attention_name: str = ATTENTION_NAME) -> None:
         self._patches.undo()  # leftovers of an interrupt
-        changes = redirected_to(self.model, attention_name) + self.rope.changes
+        changes = [*redirected_to(self.model, attention_name, self._implementations), *self.rope.changes]
         handle = None if self.passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, self.caches.kinds, handle) + self.rotary_changes
         calls = *self.calls.items(), *zip(self.layer_modules, self.fused_layers, strict=False)
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in calls]
-        if self.mixers:
-            changes += self.mixers.step_changes(self.caches.of_records)
+        changes += self.mixers.step_changes(self.caches.of_records)
         self._patches.apply(changes)
         self._is_installed = True
 
@@ -181,9 +256,8 @@ class ModelBinding:
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps
             try:
-                self._patches.apply(redirected_to(self.model, PROBE_NAME) + self.rope.changes)
-                if self.mixers is not None:
-                    self._patches.apply(self.mixers.probing_changes())
+                self._patches.apply(redirected_to(self.model, PROBE_NAME, self._implementations))
+                self._patches.apply([*self.rope.changes, *self.mixers.probing_changes()])
                 yield
             finally:
                 self.uninstall()

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from nanovllm.attention.operator import steps_in_force
-from nanovllm.model.module_watch import modules_of
+from nanovllm.model.patches import modules_of
 from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
 EXPERTS_NAME = "nanovllm"
+EXPERTS = {"_experts_implementation_internal": EXPERTS_NAME}  # by attribute of configs
 PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of a packed experts module, not of a live one
 
 

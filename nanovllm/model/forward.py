@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.model.module_watch import modules_of
-from nanovllm.model.patches import AttributePatches
+from nanovllm.model.patches import AttributePatches, modules_of
 from nanovllm.sampling.sampler import StepReport
 
 if TYPE_CHECKING:
     from nanovllm.model.fast.direct_pass import DirectPass, Trial
-    from nanovllm.model.ranks import Ranks
-    from nanovllm.model.sharding import ShardedHead
 
 logger = logging.getLogger("nanovllm")
 
@@ -48,6 +45,10 @@ class ForwardPasses:
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
         self.direct: DirectPass | Trial | None = None
+
+    def with_logits_of(self, vocab_size: int) -> ForwardPasses:
+        """The passes with logits of other tokens."""
+        return ForwardPasses(self._model, self._patches, vocab_size)
 
     def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
@@ -160,21 +161,6 @@ class ForwardPasses:
         except Exception as error:  # whatever a model's own code raises
             logger.info("%s computes its head with its layers alone: %s", type(self._model).__name__, error)
             return False
-
-    def computes_parts(self, whole: ForwardPasses, head: ShardedHead, ranks: Ranks, device: torch.device) -> bool:
-        """Whether the ranks' gathered logits equal those of the whole head; if so, the head is split."""
-        positions = torch.arange(4, device=device)[None]
-        expected = whole.logits(positions, positions, positions[0]).clone()
-        head.is_split, parts = True, None
-        try:
-            parts = self.logits(positions, positions, positions[0])
-        except Exception as error:  # whatever a model's own code raises
-            logger.info("%s computes its logits whole: %s", type(self._model).__name__, error)
-        if not ranks.agree(parts is not None) or parts is None:
-            head.is_split = False
-        else:
-            head.is_split = ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
-        return head.is_split
 
     @contextmanager
     def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:

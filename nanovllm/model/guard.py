@@ -7,17 +7,20 @@ bit for bit, also in half precision and with routed experts.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import DynamicCache
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.binding import ModelCheck
 from nanovllm.model.config_fields import positions_of
-from nanovllm.model.fast.packed_linears import Hiding
+from nanovllm.model.fast.packed_linears import Hiding, with_weights_hidden
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 
@@ -60,20 +63,64 @@ class RowBatches(Batch):
         return cls(token_ids[:num_rows], list(kept[::-2]), token_ids[num_rows:], last)
 
 
-def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = nullcontext) -> int:
+class RowCheck(ModelCheck):
+    """Refuses a model that has quantised weights, a cache with other windows, or rows that depend on each other.
+
+    Args:
+        hides: whether weights that the engine would free on a CPU are hidden in one of the passes.
+
+    Attributes:
+        unshared: layers with plain weights that may be freed.
+    """
+
+    def __init__(self, *, hides: bool) -> None:
+        self._hides = hides
+        self.unshared: set[nn.Linear] = set()
+
+    def batch_for(self, model: Any) -> RowBatches:
+        _refuse_quantised_weights(model)
+        return RowBatches.for_model(model)
+
+    def check(self, model: Any, probing: Probing, probe: Probe) -> None:
+        _refuse_cached_windows(model, probe)
+        check = partial(check_rows, model, probing, probe)
+        if self._hides and next(model.parameters()).device.type == "cpu":
+            _, self.unshared = with_weights_hidden(model, check)
+        else:
+            check()
+
+
+def _refuse_quantised_weights(model: nn.Module) -> None:
+    """Refuse quantised weights by their dtype; dequantised ones pass, though the config still names a quantisation."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if not is_plain and "weight" in name.rpartition(".")[2]:
+            raise unsupported("quantised weights", type(model).__name__, f"{name} in {tensor.dtype}")
+
+
+def _refuse_cached_windows(model: Any, probe: Probe) -> None:
+    """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
+    caches = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    # Older releases have none of layers that share K and V.
+    attending = range(len(caches)) if probe.attending is None else probe.attending
+    for index, layer in zip((index for index in attending if index < len(caches)), probe.layers, strict=False):
+        window = getattr(caches[index], "sliding_window", None)
+        if window and layer.traits.sight.is_full:
+            raise unsupported("window of the cache", f"{type(model).__name__} (layer {index})", f"{window} tokens")
+
+
+def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = nullcontext) -> None:
     """Refuse a model if its rows depend on each other, on their order or on positions other than the given ones.
 
     Args:
         probe: has run `RowBatches`.
         hiding: context manager around the reordered pass (hides weights that the engine would free).
 
-    Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
-    UnsupportedModelError with the difference seen.
+    Raises UnsupportedModelError with the difference seen.
     """
     name, run = type(model).__name__, partial(_run, model, probing)
     batches = probe.batch
     assert isinstance(batches, RowBatches)
-    assert probe.logits is not None
     token_ids, sampled, far = batches.token_ids, batches.sample_rows, batches.last
     near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.preceding_ids)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
@@ -108,7 +155,6 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
             f"without attention, {seen} when other rows precede them, so that the requests of one flat batch would "
             "change each other's results",
         )
-    return min(model.get_input_embeddings().num_embeddings, ours.logits.shape[1])
 
 
 def _run(

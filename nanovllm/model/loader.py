@@ -31,6 +31,7 @@ from nanovllm.model.mistakes import name_mistake, name_tensors
 from nanovllm.model.probe import attending_layers
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
+from nanovllm.model.state_layers import LAYER_TYPES
 from nanovllm.model.unsupported import unsupported
 from nanovllm.requests.chat import with_chat_template
 
@@ -206,7 +207,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     with load_errors(f"the model {source!r}", source):
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
-    attending_layers(_name_of(model_config), text_config, has_mixers=True)  # refuses layers of unknown types
+    attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
     _refuse_quantised(model_config)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):

@@ -30,9 +30,10 @@ from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
+from nanovllm.model.binding import StateLayers
 from nanovllm.model.patches import Change
 from nanovllm.model.state_chunks import Chunk, StepChunks
-from nanovllm.model.state_layers import CacheStates, StateLayer, StateName
+from nanovllm.model.state_layers import LAYER_TYPES, CacheStates, StateLayer, StateName
 from nanovllm.model.unsupported import unsupported
 from nanovllm.process.device import to_device
 
@@ -117,7 +118,7 @@ def parts_of(layout: BatchLayout, device: torch.device, num_padding: int = 0) ->
     return parts
 
 
-class Mixers:
+class Mixers(StateLayers):
     """The mixers of a model; false if its forward pass has none.
 
     Args:
@@ -128,6 +129,8 @@ class Mixers:
         layers: those of the forward pass, in its order, once a probe has run.
         kernels: for decodes of layers that have a `kernel_forward`; see `state_kernels`.
     """
+
+    layer_types = LAYER_TYPES
 
     def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -236,7 +239,8 @@ class Mixers:
 
     def begin_step(self, layout: BatchLayout, device: torch.device, num_padding: int = 0) -> None:
         """Args: as of `parts_of`."""
-        self.set_parts(parts_of(layout, device, num_padding))
+        if self.layers:
+            self.set_parts(parts_of(layout, device, num_padding))
 
     def set_decodes(self, reads: Tensor, writes: Tensor) -> None:
         """The next step has decodes alone, with these slots [num_rows] int64, the null block for padding."""

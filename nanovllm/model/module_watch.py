@@ -12,35 +12,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES
+from nanovllm.model.patches import modules_of, tensors_of
 
 # Attributes that training toggles, and those set by a step itself.
 _NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES}
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All submodules, each once, unordered: `model.modules()` without its nested generators.
-
-    A live module is walked in every step, which is a good part of a step's host time.
-    """
-    found: dict[int, nn.Module] = {}
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            pending += [child for child in module._modules.values() if child is not None]
-    return list(found.values())
-
-
-def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers of these modules, without those of submodules."""
-    return [
-        tensor
-        for module in modules
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    ]
 
 
 class ModuleWatch:

@@ -5,19 +5,43 @@ Those of a model while an engine or a probe computes its forward pass, and those
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES, AttentionLayer
-from nanovllm.model.experts import EXPERTS_NAME
-from nanovllm.model.module_watch import modules_of
 
 Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
 
 _ABSENT = object()
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All submodules, each once, unordered: `model.modules()` without its nested generators.
+
+    A live module is walked in every step, which is a good part of a step's host time.
+    """
+    found: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of these modules, without those of submodules."""
+    return [
+        tensor
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    ]
 
 
 class AttributePatches:
@@ -46,8 +70,8 @@ class AttributePatches:
             self._undo.pop()
 
 
-def redirected_to(model: nn.Module, attention_name: str) -> list[Change]:
-    """Changes to that attention implementation, our experts, eval mode and uncompiled calls.
+def redirected_to(model: nn.Module, attention_name: str, others: Mapping[str, str]) -> list[Change]:
+    """Changes to that attention implementation, to others by attribute of configs, to eval mode and uncompiled calls.
 
     The owner's compiled calls would be compiled again for our passes.
     """
@@ -65,8 +89,7 @@ def redirected_to(model: nn.Module, attention_name: str) -> list[Change]:
     for config in configs.values():
         attributes = vars(config)
         changes.append((attributes, "_attn_implementation_internal", attention_name))
-        if "_experts_implementation_internal" in attributes:
-            changes.append((attributes, "_experts_implementation_internal", EXPERTS_NAME))
+        changes += [(attributes, name, value) for name, value in others.items() if name in attributes]
     return changes
 
 

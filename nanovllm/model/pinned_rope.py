@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nanovllm.model.binding import Rope, lock_of
 from nanovllm.model.patches import Change
 from nanovllm.model.unsupported import unsupported
 
@@ -22,22 +23,24 @@ logger = logging.getLogger("nanovllm")
 _BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
-class PinnedRope:
-    """Pinned frequencies of a model, as patches that are applied while a step runs.
+class PinnedRope(Rope):
+    """Pinned frequencies of a model, as patches that are applied while a step runs; the owner's buffers stay.
 
-    Attributes:
-        changes: to apply to the model's modules; the owner's buffers are not written.
-        choice: "long", "short" or "" (no choice); cached keys depend on it.
+    `choice` is "long", "short" or "" (no choice).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._name = type(model).__name__
-        self._found = [(module, kinds) for module in model.modules() if (kinds := _batch_dependent_kinds(module))]
+        self._name, self._lock = type(model).__name__, lock_of(model)
         self.changes: list[Change] = []
-        self.choice = ""
-        self.pin(None)
+        with self._lock:  # another engine's step patches the module
+            self._found = [(module, kinds) for module in model.modules() if (kinds := _batch_dependent_kinds(module))]
+            self._pin(None)
 
-    def pin(self, max_model_len: int | None) -> None:
+    def pin(self, max_model_len: int) -> None:
+        with self._lock:
+            self._pin(max_model_len)
+
+    def _pin(self, max_model_len: int | None) -> None:
         """Choose the frequencies for sequences of up to max_model_len tokens; None for a probe's few.
 
         "longrope" (Phi-3): as in vLLM, the short factors if max_model_len is within the original length, else the long

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
 from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.mask_probe import MaskProbe, sizes_of
-from nanovllm.model.module_watch import modules_of
 from nanovllm.model.unsupported import reason_of_layer_type, unsupported
-
-if TYPE_CHECKING:
-    from nanovllm.model.mixers import Mixers
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # a keyword argument of the model, to see which layers receive it
@@ -33,11 +29,7 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-# Types of layers in configs: with attention, with recurrent states too; others have states, or neither, alone.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_HYBRID_TYPES = {"hybrid", "hybrid_sliding"}
-_STATE_TYPES = {"linear_attention", "conv", "mamba", "moe", "mlp"}
-_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}  # of a cache
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # in configs
 
 
 @dataclass(frozen=True)
@@ -56,13 +48,15 @@ class Probe:
     """Records the arguments of each attention layer in one forward pass, and refuses unimplemented features.
 
     Attributes:
+        attending: indices of layers with attention, if the config tells.
         batch, states, logits: tokens of the pass, its q, k and v as in `StateProbe`, and logits of sampled rows.
     """
 
     masks: MaskProbe = field(default_factory=MaskProbe)
     batch: Batch = TWO_TOKENS
+    attending: Sequence[int] | None = None
     states: dict[str, Tensor] = field(default_factory=dict)
-    logits: Tensor | None = None
+    logits: Tensor = field(default_factory=partial(torch.empty, 0, 0))
     layers: list[AttentionLayer] = field(default_factory=list)
     passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
     _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
@@ -122,26 +116,33 @@ class Probe:
         return None
 
 
-def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS) -> Probe:
-    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError."""
+def probe_model(
+    model: Any,
+    probing: Probing,
+    layer_types: Mapping[str, bool],
+    batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS,
+) -> Probe:
+    """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
+
+    Args:
+        layer_types: further types of layers in configs, and whether such a layer attends. With some, not every layer
+            needs to.
+    """
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UnsupportedModelError(f"{name} is on several devices ({', '.join(devices)}); put it on one.")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
-    refuse_quantised_weights(model)
+    batch = batch_for(model)
     text_config = model.config.get_text_config(decoder=True)
-    has_mixers = bool(recurrent_modules(model))  # then not every layer needs attention
-    attending = attending_layers(name, text_config, has_mixers=has_mixers)
-    probe, expected = Probe(MaskProbe(sizes_of(text_config))), None if attending is None else len(attending)
+    attending = attending_layers(name, text_config, layer_types)
+    expected = None if attending is None else len(attending)
+    probe = Probe(MaskProbe(sizes_of(text_config)), batch, attending)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
-    probe.batch = batch_for(model)
-    token_ids, sample_rows = (
-        torch.tensor(ids, device=devices[0]) for ids in (probe.batch.token_ids, probe.batch.sample_rows)
-    )
+    token_ids, sample_rows = (torch.tensor(ids, device=devices[0]) for ids in (batch.token_ids, batch.sample_rows))
     with probing(probe):
         try:
             output = model(
@@ -157,65 +158,28 @@ def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] 
             raise
         except Exception as error:
             failure = error
-    if len(probe.layers) != expected and not has_mixers and (failure is None or not probe.layers):
+    if len(probe.layers) != expected and not layer_types and (failure is None or not probe.layers):
         failed = "" if failure is None else f", and a probe of {len(token_ids)} tokens failed ({failure})"
         seen = f"{len(probe.layers)} of {expected} layers reached the attention interface of `transformers`{failed}"
         raise unsupported("own attention", f"{name} cannot be served: a layer of it", seen)
     if failure is not None:
         seen = f"could not run a probe of {len(token_ids)} tokens: {failure}"
         raise unsupported("more inputs than tokens", name, seen) from failure
-    refuse_cached_windows(name, text_config, attending, probe.layers)
     return probe
 
 
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules with states in a cache: their forward calls a method of a cache for states."""
-    found = []
-    for module in modules_of(model):
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is not None and not _STATE_METHODS.isdisjoint(code.co_names):
-            found.append(module)
-    return found
+def attending_layers(name: str, text_config: Any, others: Mapping[str, bool]) -> Sequence[int] | None:
+    """Indices of the layers with attention, by the config; None if it does not tell. Refuses unknown types.
 
-
-def mixers_of(model: nn.Module) -> Mixers | None:
-    """The mixers of a model; None without recurrent modules."""
-    if not (recurrent := recurrent_modules(model)):
-        return None
-    from nanovllm.model.mixers import Mixers
-
-    return Mixers(model, recurrent)
-
-
-def refuse_quantised_weights(model: nn.Module) -> None:
-    """Refuse quantised weights by their dtype; dequantised ones pass, though the config still names a quantisation."""
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        if not is_plain and "weight" in name.rpartition(".")[2]:
-            raise unsupported("quantised weights", type(model).__name__, f"{name} in {tensor.dtype}")
-
-
-def refuse_cached_windows(
-    name: str, text_config: Any, attending: Sequence[int] | None, layers: Sequence[AttentionLayer]
-) -> None:
-    """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
-    caches = DynamicCache(config=text_config).layers  # in older releases without layers that share K and V
-    attending = range(len(caches)) if attending is None else attending
-    for index, layer in zip((index for index in attending if index < len(caches)), layers, strict=False):
-        window = getattr(caches[index], "sliding_window", None)
-        if window and layer.traits.sight.is_full:
-            raise unsupported("window of the cache", f"{name} (layer {index})", f"{window} tokens")
-
-
-def attending_layers(name: str, text_config: Any, *, has_mixers: bool) -> Sequence[int] | None:
-    """Indices of the layers with attention, by the config; None if it does not tell. Refuses unknown types."""
+    Args:
+        others: further types of layers, and whether such a layer attends.
+    """
     layer_types = getattr(text_config, "layer_types", None)
-    known = _LAYER_TYPES | _HYBRID_TYPES | _STATE_TYPES if has_mixers else _LAYER_TYPES
     for index, layer_type in enumerate(layer_types or ()):
-        if layer_type not in known:
+        if layer_type not in _LAYER_TYPES and layer_type not in others:
             raise unsupported(reason_of_layer_type(layer_type), f"layer {index} of {name}", f"of type {layer_type!r}")
     if layer_types:
-        return [index for index, layer_type in enumerate(layer_types) if layer_type not in _STATE_TYPES]
+        return [index for index, layer_type in enumerate(layer_types) if others.get(layer_type, True)]
     num_layers = getattr(text_config, "num_hidden_layers", None)
     return None if num_layers is None else range(num_layers)
 

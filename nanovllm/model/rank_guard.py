@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 
+from nanovllm.model.experts import EXPERTS
 from nanovllm.model.guard import FULL, first_difference, plain_tokens
 from nanovllm.model.patches import AttributePatches, redirected_to
 from nanovllm.model.ranks import Ranks
@@ -127,7 +128,7 @@ def _dense_attention(model: nn.Module) -> Iterator[None]:
     patches, device = AttributePatches(), next(model.parameters()).device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
-            patches.apply(redirected_to(model, DENSE_NAME))
+            patches.apply(redirected_to(model, DENSE_NAME, EXPERTS))
             yield
         finally:
             patches.undo()

@@ -12,6 +12,7 @@ The embedding is not sharded: a step reads few of its rows, and an unsharded loo
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.probe import recurrent_modules
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.probe import StateProbe
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
+from nanovllm.model.state_layers import recurrent_modules
 from nanovllm.model.unsupported import unsupported
+
+logger = logging.getLogger("nanovllm")
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _REPLICATED = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwise"}
@@ -63,6 +68,25 @@ class ShardedHead:
     def whole(self, logits: Tensor) -> Tensor:
         """Gathers every rank's logits [..., width] to [..., num_tokens]."""
         return gather_columns(logits, self._ranks.handle)[..., : self.num_tokens]
+
+
+def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None:
+    """Let a model return only this rank's logits, if they equal the slice of the whole ones (elementwise)."""
+    split = binding.passes.with_logits_of(head.width)
+    positions = torch.arange(4, device=binding.device)[None]
+    with binding.probing(StateProbe()):
+        expected = binding.passes.logits(positions, positions, positions[0]).clone()
+        head.is_split, parts = True, None
+        try:
+            parts = split.logits(positions, positions, positions[0])
+        except Exception as error:  # whatever a model's own code raises
+            logger.info("%s computes its logits whole: %s", type(binding.model).__name__, error)
+        if not ranks.agree(parts is not None) or parts is None:
+            head.is_split = False
+        else:
+            head.is_split = ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
+    if head.is_split:
+        binding.passes, binding.head_shards = split, head
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:

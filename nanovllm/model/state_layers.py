@@ -13,13 +13,32 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from nanovllm.model.patches import modules_of
+
 if TYPE_CHECKING:
     from nanovllm.model.state_chunks import ChunkFunctions
+
+# Types of layers in configs, besides those with attention alone, and whether such a layer attends too.
+LAYER_TYPES = {
+    "hybrid": True, "hybrid_sliding": True,
+    "linear_attention": False, "conv": False, "mamba": False, "moe": False, "mlp": False,
+}  # fmt: skip
+_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}  # of a cache
 
 # A forward's argument with the cache, by release of `transformers`.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 StateName = tuple[str, int]  # "conv_states" or "recurrent_states" of the library's cache layer, and a number there
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules with states in a cache: their forward calls a method of a cache for states."""
+    found = []
+    for module in modules_of(model):
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and not _STATE_METHODS.isdisjoint(code.co_names):
+            found.append(module)
+    return found
 
 
 @dataclass(slots=True, eq=False)

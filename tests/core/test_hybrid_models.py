@@ -11,8 +11,8 @@ import torch
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.probe import recurrent_modules
+from nanovllm.model.building import build_binding
+from nanovllm.model.state_layers import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
 from tests.support.llms import fail_in_step
@@ -71,7 +71,7 @@ def test_a_saved_model_with_packed_weights_answers_alike(class_name, tmp_path):
 def test_a_binding_that_is_closed_hands_the_module_back(class_name):
     model = tiny_class_model(class_name)
     before = attributes_of(model)
-    binding = ModelBinding(model, is_live=False)
+    binding = build_binding(model, is_live=False)
     binding.caches.allocate(64, num_records=3)
     with binding.installed():
         assert any("forward" in vars(layer.module) for layer in binding.mixers.layers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.execution.capturable import HostTransfers, why_not_captured
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.fast.compiled_layers import _call_compiled, compile_calls
 from tests.support.tiny_models import tiny_model
 
@@ -28,7 +28,7 @@ def test_copies_from_the_host_and_to_it_are_found():
 
 
 def test_a_model_that_stays_on_its_device_can_be_captured():
-    binding = ModelBinding(tiny_model(), is_live=True)
+    binding = build_binding(tiny_model(), is_live=True)
     assert why_not_captured(binding, 16) is None
     assert not binding.caches.of_layers
 
@@ -37,7 +37,7 @@ def test_a_model_that_makes_a_tensor_on_the_host_is_named():
     model = tiny_model()
     norm = model.model.norm
     norm.forward = lambda states, forward=norm.forward: (torch.tensor(1e-5).to(DEVICE), forward(states))[1]
-    reason = why_not_captured(ModelBinding(model, is_live=True), 16)
+    reason = why_not_captured(build_binding(model, is_live=True), 16)
     assert reason is not None and reason.startswith("the forward pass of LlamaForCausalLM copies a tensor")
 
 

@@ -32,7 +32,7 @@ from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_s
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.sampling.draw import DrawInputs
 from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
@@ -50,7 +50,7 @@ class Harness:
     """The parts of an executor around `build_stacked_steps`, on a CPU."""
 
     def __init__(self, model: Any, config: EngineConfig = CONFIG) -> None:
-        self.binding, self.config = ModelBinding(model, is_live=False), config
+        self.binding, self.config = build_binding(model, is_live=False), config
         FastLayers(self.binding).merge_linears()
         self.binding.caches.allocate(self.config.num_kv_blocks * self.config.block_size)
         self.features = SampleInputs(), RowInputs(), TableInputs(self.config.block_size)

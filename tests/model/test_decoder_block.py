@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.fast.decoder_block import Parts, describe_blocks, model_parts
 from tests.support.other_models import small
 from tests.support.tiny_models import tiny_model
@@ -18,7 +18,7 @@ from tests.support.tiny_models import tiny_model
 
 def blocks_of(model: Any, change: Callable[[Any], Any] | None = None) -> list[Parts]:
     """Those of a model, of which something is changed once its attention layers are known."""
-    binding = ModelBinding(model, is_live=False)
+    binding = build_binding(model, is_live=False)
     if change is not None:
         change(model.model.layers[1])
     return describe_blocks(binding.layer_modules, binding.layers)
@@ -79,7 +79,7 @@ def test_a_layer_that_differs_from_its_family_is_refused_with_the_reason(change,
 
 def test_layers_that_are_in_no_list_are_refused():
     with pytest.raises(NotFusedError, match="in no list of layers"):
-        describe_blocks([], ModelBinding(tiny_model("llama"), is_live=False).layers)
+        describe_blocks([], build_binding(tiny_model("llama"), is_live=False).layers)
 
 
 def test_a_model_with_a_part_beside_the_known_ones_has_no_description():

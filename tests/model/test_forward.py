@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.probe import StateProbe
@@ -40,7 +41,7 @@ def parts_and_whole(binding: ModelBinding) -> tuple[Tensor, Tensor]:
 def test_every_family_computes_its_head_apart(family, dtype):
     model = tiny_model(family, dtype=dtype)
     before = Snapshot(model)
-    binding = ModelBinding(model, is_live=True)
+    binding = build_binding(model, is_live=True)
     assert binding.splits_head()
     parts, whole = parts_and_whole(binding)
     torch.testing.assert_close(parts, whole, rtol=0.02, atol=1e-5 if dtype is torch.float32 else 0.05)
@@ -51,7 +52,7 @@ def test_every_family_computes_its_head_apart(family, dtype):
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_what_a_model_does_to_its_logits_is_done_in_the_head(name):
-    binding = ModelBinding(small(name, **SPECIAL[name]), is_live=True)
+    binding = build_binding(small(name, **SPECIAL[name]), is_live=True)
     assert binding.splits_head()
     parts, whole = parts_and_whole(binding)
     torch.testing.assert_close(parts, whole)
@@ -69,21 +70,21 @@ def test_a_model_that_makes_logits_of_more_than_hidden_states_is_not_split():
         return output
 
     model.__class__ = type("Peeking", (type(model),), {"forward": forward})
-    binding = ModelBinding(model, is_live=True)
+    binding = build_binding(model, is_live=True)
     assert not binding.splits_head()
     assert not vars(model.base_model).get("_compiled_call_impl")
 
 
 def test_whether_the_head_is_apart_may_change_with_the_model():
     model = tiny_model("llama")
-    binding = ModelBinding(model, is_live=True)
+    binding = build_binding(model, is_live=True)
     assert binding.splits_head()
     favour_next_tokens(model)
     assert not binding.splits_head()
 
 
 def test_a_model_that_does_not_call_its_base_model_is_not_split():
-    assert not ModelBinding(small("OPT", ffn_dim=64, word_embed_proj_dim=64), is_live=True).splits_head()
+    assert not build_binding(small("OPT", ffn_dim=64, word_embed_proj_dim=64), is_live=True).splits_head()
 
 
 def test_an_error_in_a_pass_leaves_the_base_model_as_it_was():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, tiny_model, widen
@@ -58,7 +58,7 @@ def refusal(model: nn.Module) -> str:
     """The message that refuses a model, which is left as it was."""
     before = Snapshot(model)
     with pytest.raises(UnsupportedModelError) as caught:
-        ModelBinding(model, is_live=True)
+        build_binding(model, is_live=True)
     assert_untouched(model, before)
     return str(caught.value)
 
@@ -84,7 +84,7 @@ def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(famil
     widen(model)
     model = model.to(dtype)
     before = Snapshot(model)
-    ModelBinding(model, is_live=True).close()
+    build_binding(model, is_live=True).close()
     assert_untouched(model, before)
 
 

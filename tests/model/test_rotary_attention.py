@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.fast.layers import FastLayers
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.fast.rotary_attention import RotaryAttention
 from nanovllm.model.sharding import shard_model
 from tests.support.dense_rotary import dense_rotate
@@ -44,7 +44,7 @@ def fuse(monkeypatch):
 
     def fused(model, *, kernel=dense_rotate, **sharded):
         kernels.own = kernel
-        binding = ModelBinding(model, is_live=False, **sharded)
+        binding = build_binding(model, is_live=False, **sharded)
         FastLayers(binding).merge_linears()
         FastLayers(binding).fuse_rotary()
         binding.caches.allocate(2 * NUM_TOKENS)

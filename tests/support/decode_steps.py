@@ -14,6 +14,7 @@ from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.step_tables import StepTables
 from nanovllm.fast.layers import FastLayers
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from tests.support.dense_rotary import dense_rotate
 from tests.support.reference_stack import DenseDecodes
 from tests.support.tiny_models import VOCAB_SIZE
@@ -22,7 +23,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 8
 
 
 def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
-    binding = ModelBinding(model, is_live=False)
+    binding = build_binding(model, is_live=False)
     FastLayers(binding).merge_linears()
     if rotary:
         with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ import transformers
 from nanovllm import UnsupportedModelError
 from nanovllm.cache.kinds import kinds_of
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
 from nanovllm.model.unsupported import REASONS
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED, SINCE
 from tests.support.tiny_classes import class_names, tiny_class_model
@@ -134,7 +135,7 @@ def rows_by_class() -> dict[str, str]:
             continue
         model: Any = tiny_class_model(class_name)
         try:
-            binding = ModelBinding(model, is_live=True)
+            binding = build_binding(model, is_live=True)
         except UnsupportedModelError as error:
             if REFUSED.get(class_name) != error.reason:
                 raise

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.model.fast.few_experts import calls_of_few
 from nanovllm.model.fast.joined_sums import join_last_sum
 from nanovllm.model.fast.small_top_ks import choose_by_kernel
-from nanovllm.model.module_watch import modules_of
+from nanovllm.model.patches import modules_of
 from nanovllm.process.device import own_code
 
 # On a GPU layers are compiled for few rows, where small kernels share launches, and for many: there that is slower.

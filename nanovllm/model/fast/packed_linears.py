@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.module_watch import modules_of
+from nanovllm.model.patches import modules_of
 from nanovllm.model.quantised import QuantisedLinear
 from nanovllm.process.device import find_kernel
 
