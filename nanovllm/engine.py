@@ -344,7 +344,7 @@ class Engine:
 
         With `captures`, for the thread that steps: or store a prefix in a tier, or capture a usual CUDA graph.
         """
-        touches = self.config.kv_cache_touch == "idle" and self.model_runner.binding.caches.take_some_memory()
+        touches = self.config.kv_cache_touch == "idle" and self.model_runner.binding.caches.memory.take_some_memory()
         if touches or not captures:
             return touches
         stores = self.tiers is not None and not self._in_flight and self.tiers.save_idle()

@@ -33,7 +33,7 @@ PHASES = (
     ("nanovllm.model.loader", "load_tokenizer"),
     ("nanovllm.build", "build_binding"),
     ("nanovllm.model.binding", "probe_model"),
-    ("nanovllm.model.guard", "check_rows"),
+    ("nanovllm.model.building", "check_rows"),
     ("nanovllm.build", "resolve_options"),
     ("nanovllm.build", "ModelRunner.__init__"),
     ("nanovllm.fast.layers", "FastLayers.pack_weights"),

@@ -43,7 +43,7 @@ PHASES = (
     ("nanovllm.fast.layers", "FastLayers.use_kernel_layers"),
     ("nanovllm.fast.layers", "FastLayers.stack_layers"),
     ("nanovllm.model.binding", "probe_model"),
-    ("nanovllm.model.guard", "check_rows"),
+    ("nanovllm.model.building", "check_rows"),
     ("nanovllm.fast.layers", "FastLayers.pack_weights"),
     ("nanovllm.fast.graph_paths", "GraphExecutor.warm_up"),
     ("nanovllm.execution.compile_ahead", "_start_compiler"),

@@ -1,9 +1,10 @@
-"""Faults in the memory of a CPU's KV cache before steps write to it, piece by piece, without changing it."""
+"""A CPU's memory of the KV cache: fresh pages, faulted in before steps write to them, piece by piece."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from torch import Tensor
+
+from nanovllm.attention.kv_cache import CacheMemory
+from nanovllm.process.huge_pages import fresh_pages, use_huge_pages, use_small_pages
 
 logger = logging.getLogger("nanovllm")
 
@@ -22,22 +27,35 @@ PIECE_BYTES = 2 * 2**20
 RESERVE_BYTES = 2**30
 # Linux 5.14: faults pages in as for a write without writing, so that blocks in use keep their contents.
 MADV_POPULATE_WRITE = 23
+# At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
+SMALL_PAGES_BYTES = 2 * 2**20
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-class FirstTouch:
-    """Faults pages of fresh mappings in, in the order of blocks: the first of every layer, then the next.
+class LazyMemory(CacheMemory):
+    """Fresh pages of the system, which are zero, and take memory and time only when they are first written to.
 
-    Safe during steps in another thread: no content changes, and a piece in flight keeps its mapping alive.
+    Writing zeros to the default pool took 5 s of start-up. `take_some_memory` faults them in in the order of blocks:
+    the first of every layer, then the next. That is safe during steps in another thread: no content changes, and a
+    piece in flight keeps its mapping alive.
     """
 
-    def __init__(self, caches: Sequence[Tensor]) -> None:
-        """Args: caches: [n, ...] each, contiguous and mapped by themselves; `n` parts that fill alike."""
-        self._caches = list(caches)
-        self._pieces = _pieces(self._caches)
-        self.num_bytes = 0  # taken so far
+    def __init__(self) -> None:
+        self.num_taken: int = 0
+        self._pieces: Iterator[tuple[int, int, Tensor]] = iter(())
 
-    def take_next(self) -> bool:
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        pages = fresh_pages(math.prod(shape) * dtype.itemsize)
+        _use_huge_pages(pages, len(pages) // shape[0])
+        return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+    def begin(self, caches: Sequence[Tensor]) -> None:
+        """Args: caches: [n, ...] each, contiguous and mapped by themselves; `n` parts that fill alike."""
+        self.num_taken = 0
+        is_worth_touching = sum(cache.nbytes for cache in caches) >= PIECE_BYTES
+        self._pieces = _pieces(caches if is_worth_touching else ())
+
+    def take_some_memory(self) -> bool:
         """Touch one piece; False if none is left, the system cannot, or memory is short."""
         if _madvise() is None or free_memory() < RESERVE_BYTES + PIECE_BYTES:
             return False
@@ -49,13 +67,23 @@ class FirstTouch:
             logger.debug("the KV cache's memory is taken by the steps that use it: madvise failed with error %d", error)
             self.stop()
             return False
-        self.num_bytes += piece[1]
+        self.num_taken += piece[1]
         return True
 
     def stop(self) -> None:
         """Drop the remaining pieces."""
         self._pieces = iter(())
-        self._caches = []
+
+
+def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:
+    """Ask for huge pages, but not at the start of each part.
+
+    The first request writes little to K and V of each layer: of a model of 30 layers huge pages would be 120 MB, all of
+    it cleared before the first token.
+    """
+    use_small_pages(pages)
+    for begin in range(0, len(pages), part_bytes):
+        use_huge_pages(pages, -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, begin + part_bytes)
 
 
 def _pieces(caches: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

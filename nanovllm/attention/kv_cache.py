@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import mmap
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,15 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.first_touch import PIECE_BYTES, FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.cache.kinds import kind_of, kinds_of
 from nanovllm.core.batch import Copy
-from nanovllm.process.device import find_kernel, fresh_pages, to_device, use_huge_pages, use_small_pages
+from nanovllm.process.device import find_kernel, to_device
 
-# At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
-SMALL_PAGES_BYTES = 2 * 2**20
+StateShapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]  # of each layer, of each state of a sequence
 
 
 class HostCopies(Protocol):
@@ -31,6 +27,25 @@ class HostCopies(Protocol):
     def store(self, copies: Sequence[Copy]) -> None: ...
 
     def load(self, copies: Sequence[Copy]) -> None: ...
+
+
+class CacheMemory:
+    """Where the caches get their memory: by default from the device, all of it at once."""
+
+    num_taken: int | None = None  # bytes, by `take_some_memory`; None if all was taken from the start
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def begin(self, caches: Sequence[Tensor]) -> None:
+        """The caches, each [n, ...] from one call of `zeros`, that `take_some_memory` takes memory for."""
+
+    def take_some_memory(self) -> bool:
+        """Take a piece, a few milliseconds, at any time; False if none is left or free."""
+        return False
+
+    def stop(self) -> None:
+        """Take no more."""
 
 
 class KVCaches:
@@ -46,7 +61,7 @@ class KVCaches:
         self,
         layers: Sequence[AttentionLayer],
         device: torch.device,
-        records: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]] = (),
+        records: StateShapes = (),
     ) -> None:
         self._layers, self._records = layers, records
         self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
@@ -54,7 +69,7 @@ class KVCaches:
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
         self._group_bytes: Counter[int] = Counter()
-        self._first_touch: FirstTouch | None = None  # of a CPU's caches, unless they are smaller than one piece
+        self.memory = CacheMemory()
         self.of_layers: list[LayerCache] = []
         self.of_records: list[list[Tensor]] = []
         self._record_group = 0
@@ -106,19 +121,12 @@ class KVCaches:
         ]
         self._group_bytes[self._record_group] += sum(state.nbytes for states in self.of_records for state in states)
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
-        is_worth_touching = self._device.type == "cpu" and sum(self._group_bytes.values()) >= PIECE_BYTES
-        self._first_touch = FirstTouch([caches for _, caches in self._together]) if is_worth_touching else None
+        self.memory.begin([caches for _, caches in self._together])
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self._layers[0].dtype
         with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
-            if self._device.type != "cpu":
-                return torch.zeros(shape, dtype=dtype, device=self._device)
-            # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
-            # zeros to the default pool took 5 s of start-up.
-            pages = fresh_pages(math.prod(shape) * dtype.itemsize)
-            _use_huge_pages(pages, len(pages) // shape[0])
-            return torch.frombuffer(pages, dtype=dtype).view(shape)
+            return self.memory.zeros(shape, dtype, self._device)
 
     def bytes_of(self, shares: Sequence[float]) -> int:
         """Bytes of a share, 0 to 1, of each cache group's blocks."""
@@ -126,9 +134,8 @@ class KVCaches:
 
     def touched_bytes(self, shares: Sequence[float]) -> int:
         """Memory that the caches take, where `shares` of the blocks were handed out: on a GPU all of it."""
-        if self._device.type != "cpu":
-            return self.bytes_of([1.0] * len(shares))
-        return max(self.bytes_of(shares), self._first_touch.num_bytes if self._first_touch else 0)
+        num_taken = self.memory.num_taken
+        return self.bytes_of([1.0] * len(shares)) if num_taken is None else max(self.bytes_of(shares), num_taken)
 
     def take_memory(self) -> None:
         """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
@@ -138,10 +145,6 @@ class KVCaches:
         if self._device.type == "cpu":
             for caches in (*(caches for _, caches in self._together), *itertools.chain.from_iterable(self.of_records)):
                 caches.zero_()
-
-    def take_some_memory(self) -> bool:
-        """Take a piece of a CPU's memory, a few milliseconds, at any time; False if none is left or free."""
-        return self._first_touch is not None and self._first_touch.take_next()
 
     def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:
         """Zero blocks [n] int64 of every cache of a group.
@@ -178,8 +181,7 @@ class KVCaches:
         return sorted(parts, key=lambda part: -part.itemsize)
 
     def release(self) -> None:
-        if self._first_touch is not None:
-            self._first_touch.stop()
+        self.memory.stop()
         self.of_layers, self.of_records = [], []
         self._together = []
         self._group_bytes.clear()
@@ -188,14 +190,3 @@ class KVCaches:
 def _in_blocks(caches: Tensor, block_size: int) -> Tensor:
     """Caches [n, num_slots, ...] as [n, num_blocks, block_size, ...]."""
     return caches.view(len(caches), -1, block_size, *caches.shape[2:])
-
-
-def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:
-    """Ask for huge pages, but not at the start of each part.
-
-    The first request writes little to K and V of each layer: of a model of 30 layers huge pages would be 120 MB, all of
-    it cleared before the first token.
-    """
-    use_small_pages(pages)
-    for begin in range(0, len(pages), part_bytes):
-        use_huge_pages(pages, -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, begin + part_bytes)

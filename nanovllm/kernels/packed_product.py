@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.huge_pages import HugePages
+from nanovllm.process.huge_pages import HugePages
 
 LANES = 16  # elements per vector of the kernels
 PANEL = 2 * LANES  # adjacent outputs in a packed weight

@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from nanovllm.attention.kv_cache import KVCaches
+from nanovllm.attention.kv_cache import KVCaches, StateShapes
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
     STEP_HANDLE,
@@ -73,7 +73,7 @@ class StateLayers:
         return False
 
     @property
-    def shapes(self) -> Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]:
+    def shapes(self) -> StateShapes:
         """Shape and dtype of each state of one sequence, by layer."""
         return ()
 
@@ -83,7 +83,7 @@ class StateLayers:
         return 0
 
     def fitted(self, config: EngineConfig, device_type: str) -> EngineConfig:
-        """The options, with a block size at whose multiples states may be kept; raises ValueError for another."""
+        """The options, with a block size that fits the states; raises ValueError for another."""
         return config
 
     def probing_changes(self) -> list[Change]:
@@ -113,17 +113,6 @@ class Rope:
         """Choose the frequencies for sequences of up to that many tokens, before any step."""
 
 
-class ModelCheck:
-    """Refuses models that an engine would compute wrongly: by default none."""
-
-    def batch_for(self, model: Any) -> Batch:
-        """The batch of the first probe."""
-        return TWO_TOKENS
-
-    def check(self, model: Any, probing: Probing, probe: Probe) -> None:
-        """Raise UnsupportedModelError, which names the difference seen."""
-
-
 class Watch(Protocol):
     """Detects changes of a module by its owner."""
 
@@ -131,17 +120,22 @@ class Watch(Protocol):
         """(weights changed, structure changed) since the last call; without `with_structure` the latter is False."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParts:
+class BindingParts(NamedTuple):
     """Parts of a binding that a plain model can do without.
 
+    batch_for: makes the batch of the first probe.
+    check: raises UnsupportedModelError for a model that an engine would compute wrongly.
     implementations: names of `transformers` implementations besides attention, by attribute of configs.
     """
 
-    states: StateLayers = field(default_factory=StateLayers)
-    rope: Rope = field(default_factory=Rope)
-    check: ModelCheck = field(default_factory=ModelCheck)
-    implementations: Mapping[str, str] = field(default_factory=dict)
+    states: StateLayers = StateLayers()
+    rope: Rope = Rope()
+    batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS
+    check: Callable[[Probing, Probe], object] = lambda *_: None
+    implementations: Mapping[str, str] = MappingProxyType({})
+
+
+PLAIN = BindingParts()
 
 
 class ModelBinding:
@@ -165,8 +159,7 @@ class ModelBinding:
         unshared: linear layers with plain weights that no other module reads, and that may be freed.
     """
 
-    def __init__(self, model: Any, *, is_live: bool, parts: ModelParts | None = None) -> None:
-        parts = parts or ModelParts()
+    def __init__(self, model: Any, *, is_live: bool, parts: BindingParts = PLAIN) -> None:
         self.model = model
         self.is_live = is_live
         self.ranks: Any = None
@@ -187,9 +180,9 @@ class ModelBinding:
         self.mixers = parts.states
         self.rope = parts.rope
         self._implementations = parts.implementations
-        probe = probe_model(model, self.probing, self.mixers.layer_types, parts.check.batch_for)
+        probe = probe_model(model, self.probing, self.mixers.layer_types, parts.batch_for)
         self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
-        parts.check.check(model, self.probing, probe)
+        parts.check(self.probing, probe)
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, probe.logits.shape[1])
         self.passes = ForwardPasses(model, self._patches, self.vocab_size)
         with self.probing(StateProbe()):

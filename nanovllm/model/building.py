@@ -1,18 +1,22 @@
-"""Puts a model's binding together: hooks, and the checks and parts that its layers need."""
+"""Puts a model's binding together: its hooks, the checks of its rows, and the parts that its layers need."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from nanovllm.attention.first_touch import LazyMemory
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.binding import ModelBinding, ModelParts, StateLayers, lock_of
+from nanovllm.model.binding import BindingParts, ModelBinding, StateLayers, lock_of
 from nanovllm.model.experts import EXPERTS
-from nanovllm.model.guard import RowCheck
+from nanovllm.model.fast.packed_linears import with_weights_hidden
+from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.model.headless import is_headless
 from nanovllm.model.module_watch import ModuleWatch
 from nanovllm.model.pinned_rope import PinnedRope
+from nanovllm.model.probe import Probe, Probing
 from nanovllm.model.state_layers import recurrent_modules
 
 if TYPE_CHECKING:
@@ -26,25 +30,36 @@ def build_binding(
     """A model's binding; raises UnsupportedModelError for a model that cannot be served.
 
     Args:
-        model, is_live: as of `ModelBinding`.
         ranks: the ranks of a sharded model.
         head: the sharded head, if the head is sharded too.
     """
-    check = RowCheck(hides=not is_live)
-    binding = ModelBinding(
-        model, is_live=is_live, parts=ModelParts(_state_layers(model), PinnedRope(model), check, EXPERTS)
-    )
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
+    unshared: set[nn.Linear] = set()
+
+    def check(probing: Probing, probe: Probe) -> None:
+        refuse_cached_windows(model, probe)
+        check_all = partial(check_rows, model, probing, probe)
+        if is_on_cpu and not is_live:  # its packed weights will replace the plain ones
+            unshared.update(with_weights_hidden(model, check_all)[1])
+        else:
+            check_all()
+
+    refuse_quantised_weights(model)
+    parts = BindingParts(_state_layers(model), PinnedRope(model), RowBatches.for_model, check, EXPERTS)
+    binding = ModelBinding(model, is_live=is_live, parts=parts)
     if is_headless(model) and not binding.has_base_model:
         name = type(model.base_model).__name__
         raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
-    binding.unshared = check.unshared
+    binding.unshared = unshared
+    if is_on_cpu:
+        binding.caches.memory = LazyMemory()
+    if is_live:
+        binding.watch = ModuleWatch(model, lock_of(model))
     binding.ranks = ranks
     if ranks is not None and head is not None:
         from nanovllm.model.sharding import split_logits
 
         split_logits(binding, ranks, head)
-    if is_live:
-        binding.watch = ModuleWatch(model, lock_of(model))
     return binding
 
 

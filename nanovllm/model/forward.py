@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.model.patches import AttributePatches, modules_of
 from nanovllm.sampling.sampler import StepReport
-
-if TYPE_CHECKING:
-    from nanovllm.model.fast.direct_pass import DirectPass, Trial
 
 logger = logging.getLogger("nanovllm")
 
@@ -44,7 +41,7 @@ class ForwardPasses:
         self._vocab_size = vocab_size
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
-        self.direct: DirectPass | Trial | None = None
+        self.direct: Any = None  # `DirectPass` or `Trial`, for steps
 
     def with_logits_of(self, vocab_size: int) -> ForwardPasses:
         """The passes with logits of other tokens."""

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.binding import ModelCheck
 from nanovllm.model.config_fields import positions_of
-from nanovllm.model.fast.packed_linears import Hiding, with_weights_hidden
+from nanovllm.model.fast.packed_linears import Hiding
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 
@@ -63,34 +62,7 @@ class RowBatches(Batch):
         return cls(token_ids[:num_rows], list(kept[::-2]), token_ids[num_rows:], last)
 
 
-class RowCheck(ModelCheck):
-    """Refuses a model that has quantised weights, a cache with other windows, or rows that depend on each other.
-
-    Args:
-        hides: whether weights that the engine would free on a CPU are hidden in one of the passes.
-
-    Attributes:
-        unshared: layers with plain weights that may be freed.
-    """
-
-    def __init__(self, *, hides: bool) -> None:
-        self._hides = hides
-        self.unshared: set[nn.Linear] = set()
-
-    def batch_for(self, model: Any) -> RowBatches:
-        _refuse_quantised_weights(model)
-        return RowBatches.for_model(model)
-
-    def check(self, model: Any, probing: Probing, probe: Probe) -> None:
-        _refuse_cached_windows(model, probe)
-        check = partial(check_rows, model, probing, probe)
-        if self._hides and next(model.parameters()).device.type == "cpu":
-            _, self.unshared = with_weights_hidden(model, check)
-        else:
-            check()
-
-
-def _refuse_quantised_weights(model: nn.Module) -> None:
+def refuse_quantised_weights(model: nn.Module) -> None:
     """Refuse quantised weights by their dtype; dequantised ones pass, though the config still names a quantisation."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -98,7 +70,7 @@ def _refuse_quantised_weights(model: nn.Module) -> None:
             raise unsupported("quantised weights", type(model).__name__, f"{name} in {tensor.dtype}")
 
 
-def _refuse_cached_windows(model: Any, probe: Probe) -> None:
+def refuse_cached_windows(model: Any, probe: Probe) -> None:
     """Refuse layers without a window in their mask if `transformers`' cache drops tokens by the config's window."""
     caches = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     # Older releases have none of layers that share K and V.

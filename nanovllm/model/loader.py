@@ -36,8 +36,8 @@ from nanovllm.model.unsupported import unsupported
 from nanovllm.requests.chat import with_chat_template
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.model.sharding import ShardedHead
+    from nanovllm.process.huge_pages import HugePages
 
 UNLIMITED_MODEL_LEN = 32_768  # default max_model_len without a limit in the config (Mamba)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from nanovllm.attention.kv_cache import StateShapes
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
@@ -153,7 +154,6 @@ class Mixers(StateLayers):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one sequence's states in all layers."""
         return sum(layer.num_bytes for layer in self.layers)
 
     def fitted(self, config: EngineConfig, device_type: str) -> EngineConfig:
@@ -191,8 +191,7 @@ class Mixers(StateLayers):
         return [layer for layer in layers if mixers.isdisjoint(layer.modules())]
 
     @property
-    def shapes(self) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
-        """Shape and dtype of each layer's states."""
+    def shapes(self) -> StateShapes:
         return [list(layer.states.values()) for layer in self.layers]
 
     # ----------------------------------------------------------------------------------------------------- probes

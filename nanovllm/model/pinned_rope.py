@@ -34,33 +34,30 @@ class PinnedRope(Rope):
         self.changes: list[Change] = []
         with self._lock:  # another engine's step patches the module
             self._found = [(module, kinds) for module in model.modules() if (kinds := _batch_dependent_kinds(module))]
-            self._pin(None)
+            self.pin(None)
 
-    def pin(self, max_model_len: int) -> None:
-        with self._lock:
-            self._pin(max_model_len)
-
-    def _pin(self, max_model_len: int | None) -> None:
+    def pin(self, max_model_len: int | None) -> None:
         """Choose the frequencies for sequences of up to max_model_len tokens; None for a probe's few.
 
         "longrope" (Phi-3): as in vLLM, the short factors if max_model_len is within the original length, else the long
         ones for all sequences. "dynamic": the plain frequencies; raises UnsupportedModelError if max_model_len exceeds
         the original length, since beyond it each length has other frequencies.
         """
-        self.changes = []
-        chosen: set[str] = set()
-        for module, kinds in self._found:
-            for layer_type, kind in kinds.items():
-                if kind == "longrope":
-                    original = int(_parameters(module, layer_type)["original_max_position_embeddings"])
-                    is_long = max_model_len is not None and max_model_len > original
-                    self.choice = "long" if is_long else "short"
-                    chosen.add(f"the {self.choice} factors (original length {original})")
-                    self.changes += _pinned(module, layer_type, is_long=is_long, original=original)
-                else:
-                    self._check_dynamic(module, max_model_len)
-                    self.changes += _pinned(module, layer_type, is_long=False, original=0)
-            self.changes.append((vars(module), "rope_type", _plain_kinds(module)))
+        with self._lock:
+            self.changes = []
+            chosen: set[str] = set()
+            for module, kinds in self._found:
+                for layer_type, kind in kinds.items():
+                    if kind == "longrope":
+                        original = int(_parameters(module, layer_type)["original_max_position_embeddings"])
+                        is_long = max_model_len is not None and max_model_len > original
+                        self.choice = "long" if is_long else "short"
+                        chosen.add(f"the {self.choice} factors (original length {original})")
+                        self.changes += _pinned(module, layer_type, is_long=is_long, original=original)
+                    else:
+                        self._check_dynamic(module, max_model_len)
+                        self.changes += _pinned(module, layer_type, is_long=False, original=0)
+                self.changes.append((vars(module), "rope_type", _plain_kinds(module)))
         if max_model_len is not None and chosen:
             logger.info(
                 "rotary embeddings of %s: %s at every length, since max_model_len is %d",

@@ -1,16 +1,15 @@
-"""Device errors, copies, threads, memory, the lock for graph captures, kernels by name, compilers."""
+"""Device errors, copies, threads, the lock for graph captures, kernels by name, compilers."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import mmap
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
 from typing import Any, NoReturn
@@ -22,8 +21,6 @@ from nanovllm.core.errors import DeviceError
 
 # While one thread captures a CUDA graph, no other may synchronise with the device or free its memory.
 DEVICE_LOCK = threading.RLock()
-
-HUGE_PAGE_BYTES = 2 * 2**20  # on most systems
 
 _DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
 
@@ -75,28 +72,6 @@ def computing_with(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def fresh_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed anonymous memory, allocated at the first write."""
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
-
-
-def use_huge_pages(pages: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
-    """Request huge pages from `begin`, a multiple of the page size, to `end`, if the system supports them.
-
-    Does nothing for less than one huge page.
-    """
-    end = len(pages) if end is None else end
-    if end - begin >= HUGE_PAGE_BYTES:
-        with suppress(OSError, AttributeError):
-            pages.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
-
-
-def use_small_pages(pages: mmap.mmap) -> None:
-    """Opt out of huge pages, which some systems use by default."""
-    with suppress(OSError, AttributeError):
-        pages.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 def find_kernel(file: str, name: str) -> Any | None:

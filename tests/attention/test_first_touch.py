@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nanovllm.attention import first_touch
-from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, FirstTouch
+from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, LazyMemory
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.process.gc_control import collector_paused
 from tests.support import async_llms
@@ -43,6 +43,7 @@ def pool(num_layers: int = 2, num_slots: int = NUM_SLOTS) -> Iterator[KVCaches]:
     traits = SimpleNamespace(num_kv_heads=3, head_dim=64, value_dim=64, shares=None, shares_of=lambda index: index)
     layers: Any = [SimpleNamespace(traits=traits, dtype=torch.float32) for _ in range(num_layers)]
     caches = KVCaches(layers, torch.device("cpu"))
+    caches.memory = LazyMemory()
     caches.allocate(num_slots)
     yield caches
     caches.release()
@@ -76,7 +77,7 @@ def test_all_memory_is_taken_and_no_content_changes():
         before = [cache[:, 1000:1100].normal_(generator=generator).clone() for cache in caches.of_layers]
         num_bytes = sum(cache.nbytes for cache in caches.of_layers)
         assert resident_bytes(caches.of_layers) < num_bytes
-        count = sum(1 for _ in iter(caches.take_some_memory, False))
+        count = sum(1 for _ in iter(caches.memory.take_some_memory, False))
         assert count == num_bytes // PIECE_BYTES
         assert resident_bytes(caches.of_layers) == num_bytes
         for cache, values in zip(caches.of_layers, before, strict=True):
@@ -96,7 +97,7 @@ def test_a_first_short_request_takes_no_huge_pages():
 
 def test_slots_written_meanwhile_keep_what_was_written():
     with pool(num_layers=4) as caches:
-        taker = threading.Thread(target=lambda: sum(1 for _ in iter(caches.take_some_memory, False)))
+        taker = threading.Thread(target=lambda: sum(1 for _ in iter(caches.memory.take_some_memory, False)))
         taker.start()
         for slot in range(0, NUM_SLOTS, 16):
             for number, cache in enumerate(caches.of_layers):
@@ -110,7 +111,7 @@ def test_slots_written_meanwhile_keep_what_was_written():
 def test_the_first_blocks_of_all_layers_are_taken_first():
     with pool() as caches:
         for _ in range(4):  # K and V of each of two layers
-            assert caches.take_some_memory()
+            assert caches.memory.take_some_memory()
         per_slot = caches.of_layers[0][0, 0].nbytes
         for cache in caches.of_layers:
             for part in cache:
@@ -120,10 +121,10 @@ def test_the_first_blocks_of_all_layers_are_taken_first():
 def test_nothing_is_taken_after_the_release_nor_where_memory_is_short(monkeypatch):
     with pool() as caches:
         monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES - 1)
-        assert not caches.take_some_memory() and resident_bytes(caches.of_layers) == 0
+        assert not caches.memory.take_some_memory() and resident_bytes(caches.of_layers) == 0
         monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES)
-        assert caches.take_some_memory()  # there is room again
-    assert not caches.take_some_memory()
+        assert caches.memory.take_some_memory()  # there is room again
+    assert not caches.memory.take_some_memory()
 
 
 def test_a_system_that_refuses_is_asked_once(monkeypatch):
@@ -132,7 +133,7 @@ def test_a_system_that_refuses_is_asked_once(monkeypatch):
         monkeypatch.setattr(
             first_touch, "_madvise", lambda: lambda *call: asked.append(call) or ctypes.set_errno(22) or -1
         )
-        assert not caches.take_some_memory() and not caches.take_some_memory()
+        assert not caches.memory.take_some_memory() and not caches.memory.take_some_memory()
         assert len(asked) == 1 and resident_bytes(caches.of_layers) == 0
 
 
@@ -148,8 +149,10 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
 
 
 def test_parts_smaller_than_a_page_take_nothing():
-    assert not FirstTouch([torch.zeros(2, 3)]).take_next()
-    assert not FirstTouch([]).take_next()
+    for caches in ([torch.zeros(2, 3)], []):
+        memory = LazyMemory()
+        memory.begin(caches)
+        assert not memory.take_some_memory()
 
 
 def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
@@ -159,19 +162,19 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
     allowed = threading.Event()
     free_memory = first_touch.free_memory
     monkeypatch.setattr(first_touch, "free_memory", lambda: allowed.wait(20.0) and free_memory())
-    taken, take = [], KVCaches.take_some_memory
+    taken, take = [], LazyMemory.take_some_memory
 
-    def take_and_note(caches: KVCaches) -> bool:
+    def take_and_note(memory: LazyMemory) -> bool:
         if threading.current_thread().name == "nanovllm-idle":
             taken.append(llm_is_busy())
-        return take(caches)
+        return take(memory)
 
     def llm_is_busy() -> bool:
         return bool(llms and llms[0]._engine.has_unfinished)
 
     llms: list[Any] = []
     allowed.set()
-    monkeypatch.setattr(KVCaches, "take_some_memory", take_and_note)
+    monkeypatch.setattr(LazyMemory, "take_some_memory", take_and_note)
     with open_llm(**BLOCKS) as llm:
         allowed.clear()
         llms.append(llm)
@@ -277,7 +280,7 @@ async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
 
 
 def test_a_gpu_has_nothing_to_take():
-    assert not KVCaches([], torch.device("cuda")).take_some_memory()
+    assert not KVCaches([], torch.device("cuda")).memory.take_some_memory()
 
 
 ENDS = """

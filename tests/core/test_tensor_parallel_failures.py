@@ -84,7 +84,7 @@ def test_a_worker_that_cannot_start_ends_the_construction(folder, monkeypatch):
 
 
 def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
-    entry = "import nanovllm.model.guard as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
+    entry = "import nanovllm.model.building as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
     monkeypatch.setattr(workers, "ENTRY", entry)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         LLM(folder, tensor_parallel_size=2, **EAGER)

@@ -14,9 +14,9 @@ from nanovllm import LLM
 from nanovllm.build import _free_threads
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.memory import memory_for_cache
-from nanovllm.kernels import huge_pages
-from nanovllm.kernels.huge_pages import HugePages
 from nanovllm.kernels.packed_product import PackedProduct, pack, packed_bytes
+from nanovllm.process import huge_pages
+from nanovllm.process.huge_pages import HugePages
 from tests.support.tiny_models import save_tiny
 
 HUGE_PAGE = 2**21

@@ -25,8 +25,8 @@ from nanovllm.model.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
-    from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.kernels.packed_product import NormStruct, PackedProduct, StackedLayerStruct
+    from nanovllm.process.huge_pages import HugePages
 
 
 @dataclass(slots=True)

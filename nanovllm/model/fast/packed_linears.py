@@ -24,10 +24,10 @@ from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.patches import modules_of
 from nanovllm.model.quantised import QuantisedLinear
 from nanovllm.process.device import find_kernel
+from nanovllm.process.huge_pages import HugePages
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
-    from nanovllm.kernels.huge_pages import HugePages
 
 logger = logging.getLogger("nanovllm")
 
@@ -137,9 +137,7 @@ def memory_for_packing(model: nn.Module) -> HugePages | None:
     None without kernels or their compiler, or if plain and packed weights do not both fit.
     """
     dtype, compiler = next(model.parameters()).dtype, find_kernel("cpp", "cpp_compiler")
-    if dtype not in _PACKED_DTYPES or (make := find_kernel("huge_pages", "HugePages")) is None:
-        return None
-    if compiler is None or shutil.which(compiler()) is None:
+    if dtype not in _PACKED_DTYPES or compiler is None or shutil.which(compiler()) is None:
         return None
     from nanovllm.kernels.packed_product import can_pack, packed_bytes
 
@@ -148,8 +146,7 @@ def memory_for_packing(model: nn.Module) -> HugePages | None:
     if psutil.virtual_memory().available <= 2 * num_bytes:
         return None
     sure = [linear for linear in linears if can_pack([linear], dtype)]
-    memory: HugePages = make(num_bytes, num_taken=packed_bytes(sure, growth=1))
-    return memory
+    return HugePages(num_bytes, num_taken=packed_bytes(sure, growth=1))
 
 
 def pack_linear_layers(

@@ -1,4 +1,4 @@
-"""Huge pages for packed weights: each step reads all of them, and larger pages cause fewer TLB misses."""
+"""Fresh memory of the system, in huge pages for packed weights, where they cause fewer TLB misses in each step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.process.device import HUGE_PAGE_BYTES, fresh_pages, use_huge_pages
-
+HUGE_PAGE_BYTES = 2 * 2**20  # on most systems
 _ALIGNMENT = 64  # bytes: a cache line
 _MARGIN = 2**16  # bytes, for padding between tensors
+
+
+def fresh_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed anonymous memory, allocated at the first write."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
+
+
+def use_huge_pages(pages: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
+    """Request huge pages from `begin`, a multiple of the page size, to `end`, if the system supports them.
+
+    Does nothing for less than one huge page.
+    """
+    end = len(pages) if end is None else end
+    if end - begin >= HUGE_PAGE_BYTES:
+        with suppress(OSError, AttributeError):
+            pages.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+
+
+def use_small_pages(pages: mmap.mmap) -> None:
+    """Opt out of huge pages, which some systems use by default."""
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 class HugePages:
