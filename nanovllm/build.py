@@ -301,9 +301,7 @@ def resolve_options(
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)
-    check_row_counted_scales(
-        binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
-    )
+    check_row_counted_scales(binding.model, config)
     choose = AttentionChoice.beside_mixers if binding.mixers else AttentionChoice.for_model
     choice = choose(layers, device, config)
     choose_paths = _part("fast.choice", "choose_paths")

@@ -37,8 +37,8 @@ from nanovllm.model.patches import (
 from nanovllm.model.probe import (
     PROBE_NAME,
     TWO_TOKENS,
-    AnyProbe,
     Batch,
+    Masks,
     Probe,
     Probing,
     StateProbe,
@@ -123,7 +123,8 @@ class Watch(Protocol):
 class BindingParts(NamedTuple):
     """Parts of a binding that a plain model can do without.
 
-    batch_for: makes the batch of the first probe.
+    batch_for: makes the batch of the first probe, for a model.
+    masks_for: makes the masks of each probe, for the config of a text model.
     check: raises UnsupportedModelError for a model that an engine would compute wrongly.
     implementations: names of `transformers` implementations besides attention, by attribute of configs.
     """
@@ -131,6 +132,7 @@ class BindingParts(NamedTuple):
     states: StateLayers = StateLayers()
     rope: Rope = Rope()
     batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS
+    masks_for: Callable[[Any], Masks] = lambda _: Masks()
     check: Callable[[Probing, Probe], object] = lambda *_: None
     implementations: Mapping[str, str] = MappingProxyType({})
 
@@ -144,7 +146,7 @@ class ModelBinding:
     Args:
         model: a causal language model of `transformers`, not copied, and unchanged outside of `installed`.
         is_live: the owner continues to use the module (training): all changes are undone after each step.
-        parts: see `building.py`.
+        parts: parts that `building.py` hands over; those of a plain model by default.
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
@@ -180,6 +182,7 @@ class ModelBinding:
         self.mixers = parts.states
         self.rope = parts.rope
         self._implementations = parts.implementations
+        self._masks_for = parts.masks_for
         probe = probe_model(model, self.probing, self.mixers.layer_types, parts.batch_for)
         self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
         parts.check(self.probing, probe)
@@ -244,10 +247,11 @@ class ModelBinding:
             self._patches.undo()
 
     @contextmanager
-    def probing(self, probe: AnyProbe) -> Iterator[None]:
+    def probing(self, probe: StateProbe) -> Iterator[None]:
         """Replace attention by the probe."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps
+            probe.masks = self._masks_for(self.model.config.get_text_config(decoder=True))
             try:
                 self._patches.apply(redirected_to(self.model, PROBE_NAME, self._implementations))
                 self._patches.apply([*self.rope.changes, *self.mixers.probing_changes()])

@@ -14,6 +14,7 @@ from nanovllm.model.experts import EXPERTS
 from nanovllm.model.fast.packed_linears import with_weights_hidden
 from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.model.headless import is_headless
+from nanovllm.model.mask_probe import MaskProbe
 from nanovllm.model.module_watch import ModuleWatch
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import Probe, Probing
@@ -45,7 +46,14 @@ def build_binding(
             check_all()
 
     refuse_quantised_weights(model)
-    parts = BindingParts(_state_layers(model), PinnedRope(model), RowBatches.for_model, check, EXPERTS)
+    parts = BindingParts(
+        states=_state_layers(model),
+        rope=PinnedRope(model),
+        masks_for=MaskProbe.from_config,
+        batch_for=RowBatches.for_model,
+        check=check,
+        implementations=EXPERTS,
+    )
     binding = ModelBinding(model, is_live=is_live, parts=parts)
     if is_headless(model) and not binding.has_base_model:
         name = type(model.base_model).__name__

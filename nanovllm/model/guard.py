@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.config_fields import positions_of
 from nanovllm.model.fast.packed_linears import Hiding
@@ -24,13 +25,6 @@ from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 
 NUM_ROWS = 16  # of a pass; so few that it takes as long as reading the weights
-
-
-class _Observation(NamedTuple):
-    """One forward pass."""
-
-    states: dict[str, Tensor]  # [num_rows, heads, head_dim] by name, in the order of the layers
-    logits: Tensor  # [num_samples, vocab_size]
 
 
 class _Tolerance(NamedTuple):
@@ -99,27 +93,26 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
     tolerance = _HALF if is_half else FULL
 
     # Three passes: the probe's; without position_ids; most rows reversed, after other tokens at the last positions.
-    ours = _Observation(probe.states, probe.logits)
     own = run(token_ids, None, None)
     moved_to = near[::-1]
     moved_ids = batches.preceding_ids + token_ids[: len(kept)][::-1]
     with hiding():
         moved = run(moved_ids, far[len(kept) :] + kept[::-1], [moved_to[row] for row in sampled])
 
-    seen = first_difference(own.states, ours.states, tolerance)
+    seen = first_difference(own.states, probe.states, tolerance)
     if seen is not None:
         raise unsupported(
             "positions from padding",
             f"{name} cannot be served: it",
             f"{seen} between its own forward without position_ids and one at positions 0, 1, 2 and so on",
         )
-    seen = first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
+    seen = first_difference(_rows_of(probe.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
     if seen is None:
-        _check_sampled_rows(name, own, ours, sampled, tolerance)
-        seen = first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
+        _check_sampled_rows(name, own, probe, sampled, tolerance)
+        seen = first_difference({"logits": probe.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
         reason, at_far = "mixed rows", run(token_ids, far, sampled)
-        if far != near and first_difference(ours.states, at_far.states, _NONE) is None:
+        if far != near and first_difference(probe.states, at_far.states, _NONE) is None:
             reason = "positions by row"
         raise unsupported(
             reason,
@@ -131,7 +124,7 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
 
 def _run(
     model: Any, probing: Probing, token_ids: list[int], positions: list[int] | None, sample_rows: list[int] | None
-) -> _Observation:
+) -> StateProbe:
     """Forward pass with each token attending only to itself; positions, sample_rows: None leaves them to the model."""
     device, probe = next(model.parameters()).device, StateProbe()
     given: dict[str, Any] = {
@@ -142,19 +135,17 @@ def _run(
     inputs = {name: torch.tensor(ids, device=device) for name, ids in given.items() if ids is not None}
     with probing(probe):
         try:
-            logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
+            probe.logits = model(**inputs, use_cache=False, return_dict=True).logits[0].clone()
         except UnsupportedModelError:
             raise
         except Exception as error:
             where = "without position_ids" if positions is None else f"at positions {positions[0]} to {positions[-1]}"
             seen = f"could not run a probe of {len(token_ids)} tokens {where}: {error}"
             raise unsupported("more inputs than tokens", type(model).__name__, seen) from error
-    return _Observation(probe.states, logits.clone())
+    return probe
 
 
-def _check_sampled_rows(
-    name: str, own: _Observation, ours: _Observation, rows: list[int], tolerance: _Tolerance
-) -> None:
+def _check_sampled_rows(name: str, own: StateProbe, ours: StateProbe, rows: list[int], tolerance: _Tolerance) -> None:
     returned = None
     if len(ours.logits) != len(rows):
         returned = str(len(ours.logits))
@@ -196,12 +187,12 @@ def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance
     return None
 
 
-def check_row_counted_scales(model: Any, *, max_num_batched_tokens: int, max_model_len: int) -> None:
+def check_row_counted_scales(model: Any, config: EngineConfig) -> None:
     """Refuse queries scaled by a position counted along the flat batch (Llama 4).
 
     Raises UnsupportedModelError unless the scale is 1 for every row and position within the limits.
     """
-    longest = max(max_num_batched_tokens, max_model_len)
+    longest = max(config.max_num_batched_tokens, config.max_model_len)
     for module in model.modules():
         is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
         floor_scale = getattr(module, "floor_scale", None)
@@ -210,5 +201,5 @@ def check_row_counted_scales(model: Any, *, max_num_batched_tokens: int, max_mod
                 "scales by row",
                 type(model).__name__,
                 f"from row {floor_scale:g} (floor_scale) on, which is wrong for a flat batch of requests; "
-                f"max_num_batched_tokens ({max_num_batched_tokens}), max_model_len ({max_model_len})",
+                f"max_num_batched_tokens ({config.max_num_batched_tokens}), max_model_len ({config.max_model_len})",
             )

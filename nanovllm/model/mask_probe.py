@@ -6,7 +6,7 @@ function; the layer's mask argument identifies it, and the function is evaluated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.model.probe import MaskFunction, Masks
 from nanovllm.model.unsupported import unsupported
-
-MaskFunction = Callable[..., Tensor]  # (batch, head, query, key indices) -> whether the query sees the key
 
 DEFAULT_END = 1 << 17  # number of positions evaluated if the model's config names no window or chunk
 
 
-@dataclass(slots=True)
-class MaskProbe:
+@dataclass
+class MaskProbe(Masks):
     """Masks of one forward pass.
 
     sizes: windows and chunks of the config, at which masks may change.
@@ -32,18 +31,20 @@ class MaskProbe:
     _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)  # by address of its tensor
     _sights: dict[int, StateKind] = field(default_factory=dict)
 
+    @classmethod
+    def from_config(cls, text_config: Any) -> MaskProbe:
+        named = (getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        return cls(tuple(size for size in named if isinstance(size, int) and size > 0))
+
     def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
-        """A placeholder [1, 1, num_queries, num_keys] for a mask."""
-        mask = torch.zeros(1, 1, *shape, dtype=torch.bool, device=device)
+        mask = super().make(mask_function, *shape, device=device)
         self._functions[mask.untyped_storage().data_ptr()] = mask, mask_function
         return mask
 
     def knows(self, mask: Tensor) -> bool:
-        """Whether a tensor is a placeholder, or a view of one."""
         return mask.untyped_storage().data_ptr() in self._functions
 
     def sight(self, mask: Tensor | None) -> StateKind | None:
-        """The visible positions of a layer with this mask; None for a mask of another kind."""
         if mask is None:
             return FULL
         address = mask.untyped_storage().data_ptr()
@@ -53,12 +54,6 @@ class MaskProbe:
                 return None
             self._sights[address] = found
         return self._sights[address]
-
-
-def sizes_of(text_config: Any) -> tuple[int, ...]:
-    """Windows and chunks of a config."""
-    named = (getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return tuple(size for size in named if isinstance(size, int) and size > 0)
 
 
 def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> StateKind | None:

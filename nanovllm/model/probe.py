@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
-from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.mask_probe import MaskProbe, sizes_of
 from nanovllm.model.unsupported import reason_of_layer_type, unsupported
 
 PROBE_NAME = "nanovllm-probe"
@@ -32,6 +31,25 @@ _HARMLESS = {
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # in configs
 
 
+MaskFunction = Callable[..., Tensor]  # (batch, head, query, key indices) -> whether the query sees the key
+
+
+class Masks:
+    """Masks of one forward pass: by default each row sees all earlier positions."""
+
+    def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
+        """A placeholder [1, 1, num_queries, num_keys] for a mask."""
+        return torch.zeros(1, 1, *shape, dtype=torch.bool, device=device)
+
+    def knows(self, mask: Tensor) -> bool:
+        """Whether a tensor is a placeholder, or a view of one."""
+        return True
+
+    def sight(self, mask: Tensor | None) -> StateKind | None:
+        """The visible positions of a layer with this mask; None for a mask of another kind."""
+        return FULL
+
+
 @dataclass(frozen=True)
 class Batch:
     """The batch of a probe's pass, at positions 0, 1, 2 and so on."""
@@ -43,20 +61,44 @@ class Batch:
 TWO_TOKENS = Batch([0, 0], [1])
 
 
-@dataclass(slots=True)
-class Probe:
+@dataclass
+class StateProbe:
+    """Records q, k and v of each attention layer: name -> states [num_rows, heads, head_dim], in their order.
+
+    logits: [num_samples, vocab_size], set after the pass.
+    """
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor = field(default_factory=partial(torch.empty, 0, 0))
+    masks: Masks = field(default_factory=Masks)
+
+    def record(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Record the next layer."""
+        layer = len(self.states) // 3
+        for name, tensor in (("queries", query), ("keys", key), ("values", value)):
+            self.states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
+
+
+@dataclass
+class Probe(StateProbe):
     """Records the arguments of each attention layer in one forward pass, and refuses unimplemented features.
 
     Attributes:
         attending: indices of layers with attention, if the config tells.
-        batch, states, logits: tokens of the pass, its q, k and v as in `StateProbe`, and logits of sampled rows.
+        batch: tokens of the pass.
     """
 
-    masks: MaskProbe = field(default_factory=MaskProbe)
     batch: Batch = TWO_TOKENS
     attending: Sequence[int] | None = None
-    states: dict[str, Tensor] = field(default_factory=dict)
-    logits: Tensor = field(default_factory=partial(torch.empty, 0, 0))
     layers: list[AttentionLayer] = field(default_factory=list)
     passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
     _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
@@ -94,7 +136,7 @@ class Probe:
             query.shape[1], key.shape[1], query.shape[3], value.shape[3], sight, softcap or None, sinks is not None,
             self._shared_with(key, value),
         )  # fmt: skip
-        add_states(self.states, query, key, value)
+        super().record(module, query, key, value, scaling, mask, kwargs)
         self._states.append((key, value))
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
 
@@ -138,7 +180,7 @@ def probe_model(
     text_config = model.config.get_text_config(decoder=True)
     attending = attending_layers(name, text_config, layer_types)
     expected = None if attending is None else len(attending)
-    probe = Probe(MaskProbe(sizes_of(text_config)), batch, attending)
+    probe = Probe(batch=batch, attending=attending)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
@@ -184,42 +226,24 @@ def attending_layers(name: str, text_config: Any, others: Mapping[str, bool]) ->
     return None if num_layers is None else range(num_layers)
 
 
-@dataclass(slots=True)
-class StateProbe:
-    """Records q, k and v of each attention layer: name -> states [num_rows, heads, head_dim]."""
-
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> None:
-        add_states(self.states, query, key, value)
-
-
-def add_states(states: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Add q, k and v of the next layer."""
-    layer = len(states) // 3
-    for name, tensor in (("queries", query), ("keys", key), ("values", value)):
-        states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
-
-
-AnyProbe = Probe | StateProbe
-Probing = Callable[[AnyProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
+Probing = Callable[[StateProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
 
 _current = threading.local()
 
 
 @contextmanager
-def probing_with(probe: AnyProbe) -> Iterator[None]:
+def probing_with(probe: StateProbe) -> Iterator[None]:
     """Let attention layers of this thread report to `probe`."""
-    _current.probe, _current.masks = probe, probe.masks if isinstance(probe, Probe) else MaskProbe()
+    _current.probe = probe
     try:
         yield
     finally:
-        _current.probe = _current.masks = None
+        _current.probe = None
 
 
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Replaces attention: each token attends to itself alone."""
-    if attention_mask is not None and not _current.masks.knows(attention_mask):
+    if attention_mask is not None and not _current.probe.masks.knows(attention_mask):
         raise unsupported("own mask", f"a layer of attention ({type(module).__name__})")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _current.probe.record(module, query, key, value, scaling, attention_mask, dict(kwargs))
@@ -229,7 +253,7 @@ def probe_function(module, query, key, value, attention_mask, scaling=None, **kw
 
 def probe_mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **kwargs: Any) -> Tensor:
     """Mask function for `transformers` during a probe: returns a placeholder."""
-    return _current.masks.make(mask_function, q_length, kv_length, device=device)
+    return _current.probe.masks.make(mask_function, q_length, kv_length, device=device)
 
 
 AttentionInterface.register(PROBE_NAME, probe_function)

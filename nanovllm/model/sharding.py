@@ -81,10 +81,11 @@ def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None
             parts = split.logits(positions, positions, positions[0])
         except Exception as error:  # whatever a model's own code raises
             logger.info("%s computes its logits whole: %s", type(binding.model).__name__, error)
-        if not ranks.agree(parts is not None) or parts is None:
-            head.is_split = False
-        else:
-            head.is_split = ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
+        head.is_split = (
+            ranks.agree(parts is not None)
+            and parts is not None
+            and ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
+        )
     if head.is_split:
         binding.passes, binding.head_shards = split, head
 
