@@ -1,7 +1,8 @@
-"""Obstacles to capturing a model's forward pass in a CUDA graph: its experts, or copies from and to the host."""
+"""Finds the parts of a forward pass that CUDA graphs can capture: its experts, copies, head, hooks and addresses."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from nanovllm.execution.buckets import MIN_ROWS
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.mixers import Mixers
+from nanovllm.model.module_watch import tensors_of
+from nanovllm.model.patches import modules_of
+from nanovllm.model.probe import StateProbe
+
+logger = logging.getLogger("nanovllm")
 
 # Operators with a result size that the host has to read.
 _SIZED_BY_VALUES = {"nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
@@ -59,3 +65,30 @@ def why_not_captured(binding: ModelBinding, block_size: int) -> str | None:
     if transfers.found is None:
         return None
     return f"the forward pass of {type(binding.model).__name__} {transfers.found}"
+
+
+def weight_addresses(binding: ModelBinding) -> list[int]:
+    """The address of each parameter and buffer."""
+    return [tensor.data_ptr() for tensor in tensors_of(modules_of(binding.model))]
+
+
+def has_hooks(binding: ModelBinding) -> bool:
+    """Whether a live module has forward hooks of its owner."""
+    return binding.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(binding.model))
+
+
+def splits_head(binding: ModelBinding) -> bool:
+    """Whether hidden states and head, run separately, give the same logits; tried on a few tokens, on all ranks."""
+    with binding.probing(StateProbe()):
+        splits = binding.has_base_model and _computes_parts(binding)
+        return splits if binding.ranks is None else bool(binding.ranks.agree(splits))
+
+
+def _computes_parts(binding: ModelBinding) -> bool:
+    passes, positions = binding.passes, torch.arange(4, device=binding.device)[None]
+    try:
+        whole = passes.logits(positions, positions, positions[0]).clone()
+        return torch.equal(whole, passes.head(passes.hidden_states(positions, positions).clone()))
+    except Exception as error:  # whatever a model's own code raises
+        logger.info("%s computes its head with its layers alone: %s", type(binding.model).__name__, error)
+        return False

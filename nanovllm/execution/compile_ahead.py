@@ -28,7 +28,7 @@ from nanovllm.model.fast.dense_layers import dense_layer_compilations
 from nanovllm.model.fast.kernel_layers import kernel_layer_calls
 from nanovllm.model.fast.merged_linears import kernel_calls
 from nanovllm.model.fast.rotary_attention import rotary_calls
-from nanovllm.model.fast.stacked_layers import compile_calls_of
+from nanovllm.model.fast.stacked_layers import compile_calls_of, may_stack_layers
 from nanovllm.process.device import DEVICE_LOCK, find_kernel
 from nanovllm.process.gc_control import collector_paused
 
@@ -47,7 +47,9 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
     packing = StepPacking(shape, MIN_ROWS, features)
     with torch.inference_mode(False):  # tensors made in a caller's inference mode could be written to only there
         inputs = packing.views(torch.zeros(packing.num_words + MIN_ROWS, dtype=torch.int32, device=binding.device))
-        around = kernel_layer_calls(binding.layer_modules, binding.layers, MIN_ROWS) if binding.may_stack_layers else []
+        around = (
+            kernel_layer_calls(binding.layer_modules, binding.layers, MIN_ROWS) if may_stack_layers(binding) else []
+        )
         calls = [  # the longest first
             *([] if around else [_start_compiler]),
             *_decode_calls(binding, config.block_size, Buckets(config).max_decodes, inputs),
@@ -101,7 +103,7 @@ def _wide_calls(decodes: Any, tables: tuple[Any, ...], query: Tensor, caches: li
 def _cuda_calls(binding: ModelBinding, block_size: int, max_num_seqs: int) -> list[Callable[[], Any]]:
     """Kernels in CUDA C++: stacked layers, all between two layers' attention, attention of prompts."""
     calls: list[Callable[[], Any]] = []
-    if binding.may_stack_layers:
+    if may_stack_layers(binding):
         layers = binding.layer_modules, binding.layers, binding.device
         calls += [*compile_calls_of(*layers, block_size), *dense_layer_compilations(*layers, max_num_seqs)]
     for layer in layers_by_kind(binding.layers):

@@ -28,6 +28,7 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.step_inputs import StepFeature
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
+from nanovllm.execution.capturable import has_hooks, splits_head, weight_addresses
 from nanovllm.execution.direct import with_sampled
 from nanovllm.execution.forward_graphs import ForwardGraphs, HeadGraphs
 from nanovllm.execution.graph_pool import GraphPool
@@ -35,6 +36,7 @@ from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps, reads_own_rows
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast.stacked_layers import unstack_layers
 from nanovllm.process.device import find_kernel, own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -82,7 +84,7 @@ class GraphExecutor:
 
             self._extras = RankExtras(sampler, max_samples, binding.device)
         self._draw_inputs = largest.views(self._inputs)  # at the same place for every shape
-        self._has_head_apart: bool | None = binding.splits_head()  # None: to be found anew
+        self._has_head_apart: bool | None = splits_head(binding)  # None: to be found anew
         # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
@@ -91,7 +93,7 @@ class GraphExecutor:
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads = HeadGraphs()
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
-        self._addresses = binding.weight_addresses()  # of the weights that the graphs read
+        self._addresses = weight_addresses(binding)  # of the weights that the graphs read
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None
@@ -112,7 +114,7 @@ class GraphExecutor:
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
-        is_whole = (report is not None and report.reads_rows) or self._binding.has_hooks()
+        is_whole = (report is not None and report.reads_rows) or has_hooks(self._binding)
         if not is_whole and self._captures:
             shape = self._captured_shape(shape, head if count else None)
         if batch.copies:
@@ -181,7 +183,7 @@ class GraphExecutor:
     @property
     def _splits_head(self) -> bool:
         if self._has_head_apart is None:
-            self._has_head_apart = self._binding.splits_head()
+            self._has_head_apart = splits_head(self._binding)
         return self._has_head_apart
 
     def _forward(self, shape: GraphShape) -> Tensor:
@@ -256,7 +258,7 @@ class GraphExecutor:
 
     def _capture_forward(self, shape: GraphShape) -> None:
         if not self._forwards.graphs:
-            self._addresses = self._binding.weight_addresses()
+            self._addresses = weight_addresses(self._binding)
         if self._forwards.is_full:
             self._pool.synchronize()
             self._forwards.make_room()
@@ -325,11 +327,11 @@ class GraphExecutor:
         Args:
             in_place: whether nothing but the weights can have changed.
         """
-        addresses = self._binding.weight_addresses()
+        addresses = weight_addresses(self._binding)
         if in_place and self._addresses == addresses:
             return
         self._drop_graphs()
-        self._binding.unstack_layers()
+        unstack_layers(self._binding)
         self._addresses = addresses
         if not self._binding.is_live and self._captures:
             self._lacking.extend(self._start_up())

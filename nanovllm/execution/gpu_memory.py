@@ -23,7 +23,8 @@ from nanovllm.execution.dummy_batches import dummy_batch
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.mixers import Mixers
-from nanovllm.model.patches import modules_of, tensors_of
+from nanovllm.model.module_watch import tensors_of
+from nanovllm.model.patches import modules_of
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
 from nanovllm.sampling.sampler import Sampler
 

@@ -20,7 +20,7 @@ from nanovllm.model.fast.direct_pass import DirectPass, Trial
 from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
-from nanovllm.model.fast.stacked_layers import stacked_layers
+from nanovllm.model.fast.stacked_layers import may_stack_layers, stacked_layers
 from nanovllm.model.mixers import Mixers
 from nanovllm.model.probe import probe_model
 from nanovllm.process.device import find_kernel
@@ -124,7 +124,7 @@ class FastLayers:
     def use_kernel_layers(self, *run_steps: Callable[[], Any]) -> bool:
         """Run layers by our kernels instead of compiled, if `run_steps` show the same results; whether they do."""
         binding = self._binding
-        if not binding.rotary_changes or not binding.may_stack_layers:
+        if not binding.rotary_changes or not may_stack_layers(binding):
             return False
         layers = binding.layer_modules, binding.layers, binding.rotary_changes
         find = partial(uncompiled_calls, binding.model, *layers)
@@ -135,7 +135,7 @@ class FastLayers:
     def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
         """Run all layers in one launch in steps of few decodes, if `run_decodes` shows the same results."""
         binding = self._binding
-        if binding.may_stack_layers:
+        if may_stack_layers(binding):
             layers = binding.layer_modules, binding.layers, binding.caches.of_layers
             find = partial(stacked_layers, *layers, block_size)
             binding.stacked = self._compared("steps of few decodes run layer by layer", find, run_decodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -26,14 +26,7 @@ from nanovllm.attention.operator import (
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.model.forward import ForwardPasses
-from nanovllm.model.patches import (
-    AttributePatches,
-    Change,
-    layer_changes,
-    modules_of,
-    redirected_to,
-    tensors_of,
-)
+from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.probe import (
     PROBE_NAME,
     TWO_TOKENS,
@@ -150,6 +143,7 @@ class ModelBinding:
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
+        layer_modules: the decoder layers that hold these, which faster calls may replace.
         mixers: layers that keep states.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
         has_base_model: whether a submodule computes the hidden states, with the head outside of it.
@@ -174,6 +168,7 @@ class ModelBinding:
         with torch.inference_mode(False):
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
         self._lock = lock_of(model)
+        self.layer_modules: list[nn.Module] = []
         self.calls: dict[nn.Module, Callable[..., Any]] = {}
         self.stacked: Any = None  # `StackedLayers`, the layers in one launch
         self.fused_layers: list[Any] = []  # `FusedLayer` in the place of each decoder layer
@@ -192,30 +187,6 @@ class ModelBinding:
             self.has_base_model = self.passes.has_base_model(self.device)
         self.dtype = self.layers[0].dtype if self.layers else model.dtype
         self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
-        self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
-
-    # ------------------------------------------------------------------------------------------------ faster calls
-
-    def weight_addresses(self) -> list[int]:
-        """The address of each parameter and buffer."""
-        return [tensor.data_ptr() for tensor in tensors_of(modules_of(self.model))]
-
-    def has_hooks(self) -> bool:
-        """Whether a live module has forward hooks of its owner."""
-        return self.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(self.model))
-
-    @property
-    def may_stack_layers(self) -> bool:
-        is_alone = self.ranks is None and not self.mixers  # a stack has no all-reduce, and attention alone
-        return self.passes_keywords and not self.is_live and is_alone
-
-    def unstack_layers(self) -> None:
-        """Run layer by layer from now on: a stack reads weights by their old addresses."""
-        if self.stacked is not None:
-            self.uninstall()
-            self.calls, self.stacked = self.stacked.layered_calls, None
-
-    # ---------------------------------------------------------------------------------------------------- steps
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -309,12 +280,6 @@ class ModelBinding:
         with self.installed():
             return self.passes.head(hidden_states)
 
-    def splits_head(self) -> bool:
-        """Whether hidden states and head can be computed separately; see `ForwardPasses.splits_head`."""
-        with self.probing(StateProbe()):
-            splits = self.has_base_model and self.passes.splits_head(self.device)
-            return splits if self.ranks is None else self.ranks.agree(splits)
-
     def release_caches(self) -> None:
         self.uninstall()
         self.caches.release()
@@ -323,12 +288,3 @@ class ModelBinding:
         self.release_caches()
         self.calls, self.stacked = {}, None
         self.fused_layers, self.rotary_changes, self.passes.direct = [], [], None
-
-
-def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
-    """The ModuleList item that contains each attention module: the unit of compilation."""
-    layer_of: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # nested lists come later, so the innermost wins
-        if isinstance(module, nn.ModuleList):
-            layer_of |= {part: layer for layer in module for part in modules_of(layer)}
-    return [layer_of[module] for module in attention if module in layer_of]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, 
 from nanovllm.model.headless import is_headless
 from nanovllm.model.mask_probe import MaskProbe
 from nanovllm.model.module_watch import ModuleWatch
+from nanovllm.model.patches import modules_of
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import Probe, Probing
 from nanovllm.model.state_layers import recurrent_modules
@@ -59,6 +61,7 @@ def build_binding(
         name = type(model.base_model).__name__
         raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
     binding.unshared = unshared
+    binding.layer_modules = decoder_layers(model, [layer.module for layer in binding.layers])
     if is_on_cpu:
         binding.caches.memory = LazyMemory()
     if is_live:
@@ -77,3 +80,12 @@ def _state_layers(model: nn.Module) -> StateLayers:
     from nanovllm.model.mixers import Mixers
 
     return Mixers(model, recurrent)
+
+
+def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
+    """The ModuleList item that contains each attention module: the unit of compilation."""
+    layer_of: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # nested lists come later, so the innermost wins
+        if isinstance(module, nn.ModuleList):
+            layer_of |= {part: layer for layer in module for part in modules_of(layer)}
+    return [layer_of[module] for module in attention if module in layer_of]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from nanovllm.model.patches import AttributePatches, modules_of
 from nanovllm.sampling.sampler import StepReport
-
-logger = logging.getLogger("nanovllm")
 
 
 class _BaseModelOutput(Exception):
@@ -148,16 +145,6 @@ class ForwardPasses:
         except _BaseModelOutput:
             return True
         return False
-
-    def splits_head(self, device: torch.device) -> bool:
-        """Whether hidden states and head, run separately, give the same logits; tried on a few tokens."""
-        positions = torch.arange(4, device=device)[None]
-        try:
-            whole = self.logits(positions, positions, positions[0]).clone()
-            return torch.equal(whole, self.head(self.hidden_states(positions, positions).clone()))
-        except Exception as error:  # whatever a model's own code raises
-            logger.info("%s computes its head with its layers alone: %s", type(self._model).__name__, error)
-            return False
 
     @contextmanager
     def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:

@@ -12,10 +12,21 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES
-from nanovllm.model.patches import modules_of, tensors_of
+from nanovllm.model.patches import modules_of
 
 # Attributes that training toggles, and those set by a step itself.
 _NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES}
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of these modules, without those of submodules."""
+    return [
+        tensor
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    ]
 
 
 class ModuleWatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES, AttentionLayer
@@ -31,17 +31,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             found[id(module)] = module
             pending += [child for child in module._modules.values() if child is not None]
     return list(found.values())
-
-
-def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers of these modules, without those of submodules."""
-    return [
-        tensor
-        for module in modules
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    ]
 
 
 class AttributePatches:

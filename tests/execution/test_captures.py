@@ -80,6 +80,8 @@ def make(monkeypatch):
     """Returns an executor that has not captured anything yet."""
     monkeypatch.setattr(cuda_graphs, "GraphPool", Pool)
     monkeypatch.setattr(cuda_graphs, "use_write_kernel", lambda: None)
+    for name in ("unstack_layers", "weight_addresses", "splits_head"):
+        monkeypatch.setattr(cuda_graphs, name, getattr(Binding, name))
     backend = SimpleNamespace(compiles_each_size=False, inputs=TableInputs(CONFIG.block_size))
     monkeypatch.setattr(cuda_graphs, "build_gpu_attention", lambda *_, **__: backend)
 

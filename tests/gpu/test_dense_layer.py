@@ -13,6 +13,7 @@ from nanovllm.kernels import dense_layer as kernels
 from nanovllm.kernels import layer_stack
 from nanovllm.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
 from nanovllm.model.fast.dense_layers import DenseLayer
+from nanovllm.model.fast.stacked_layers import unstack_layers
 from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
@@ -159,7 +160,7 @@ ENGINE: dict[str, Any] = {"max_num_seqs": 48, "num_kv_blocks": 400, "max_model_l
 def is_used(llm: LLM) -> bool:
     """Whether the layers run by it in steps of more rows than a stack serves; the stack is gone afterwards."""
     binding = llm._engine.model_runner.binding
-    binding.unstack_layers()
+    unstack_layers(binding)
     return all(isinstance(binding.calls[module], DenseLayer) for module in binding.layer_modules)
 
 

@@ -22,6 +22,7 @@ from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.dense_layers import DenseLayer, dense_layer_compilations
 from nanovllm.model.fast.distances import rewriting
 from nanovllm.model.fast.kernel_layers import KernelLayer
+from nanovllm.model.fast.stacked_layers import unstack_layers
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_dense import ReferenceDense
 from tests.support.reference_parts import PARTS
@@ -209,7 +210,7 @@ def test_the_layers_in_one_launch_serve_fewer_rows_and_leave_more_to_it(monkeypa
     ReferenceStack.launches.clear()
     assert launches_of(binding, 4) == [] and ReferenceStack.launches == [2]
     assert launches_of(binding, 16) == [(0, 16), (1, 16)] and ReferenceStack.launches == [2]
-    binding.unstack_layers()
+    unstack_layers(binding)
     assert launches_of(binding, 4) == [] and launches_of(binding, 12) == [(0, 12), (1, 12)]
 
 

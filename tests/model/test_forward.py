@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.execution.capturable import splits_head
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.building import build_binding
 from nanovllm.model.forward import ForwardPasses
@@ -42,7 +43,7 @@ def test_every_family_computes_its_head_apart(family, dtype):
     model = tiny_model(family, dtype=dtype)
     before = Snapshot(model)
     binding = build_binding(model, is_live=True)
-    assert binding.splits_head()
+    assert splits_head(binding)
     parts, whole = parts_and_whole(binding)
     torch.testing.assert_close(parts, whole, rtol=0.02, atol=1e-5 if dtype is torch.float32 else 0.05)
     assert parts.argmax(dim=-1).tolist() == whole.argmax(dim=-1).tolist()
@@ -53,7 +54,7 @@ def test_every_family_computes_its_head_apart(family, dtype):
 @pytest.mark.parametrize("name", SPECIAL)
 def test_what_a_model_does_to_its_logits_is_done_in_the_head(name):
     binding = build_binding(small(name, **SPECIAL[name]), is_live=True)
-    assert binding.splits_head()
+    assert splits_head(binding)
     parts, whole = parts_and_whole(binding)
     torch.testing.assert_close(parts, whole)
 
@@ -71,20 +72,20 @@ def test_a_model_that_makes_logits_of_more_than_hidden_states_is_not_split():
 
     model.__class__ = type("Peeking", (type(model),), {"forward": forward})
     binding = build_binding(model, is_live=True)
-    assert not binding.splits_head()
+    assert not splits_head(binding)
     assert not vars(model.base_model).get("_compiled_call_impl")
 
 
 def test_whether_the_head_is_apart_may_change_with_the_model():
     model = tiny_model("llama")
     binding = build_binding(model, is_live=True)
-    assert binding.splits_head()
+    assert splits_head(binding)
     favour_next_tokens(model)
-    assert not binding.splits_head()
+    assert not splits_head(binding)
 
 
 def test_a_model_that_does_not_call_its_base_model_is_not_split():
-    assert not build_binding(small("OPT", ffn_dim=64, word_embed_proj_dim=64), is_live=True).splits_head()
+    assert not splits_head(build_binding(small("OPT", ffn_dim=64, word_embed_proj_dim=64), is_live=True))
 
 
 def test_an_error_in_a_pass_leaves_the_base_model_as_it_was():

@@ -15,6 +15,7 @@ from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast import kernel_layers
 from nanovllm.model.fast.kernel_layers import KernelLayer
+from nanovllm.model.fast.stacked_layers import unstack_layers
 from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
 from tests.support.reference_parts import PARTS
 from tests.support.reference_stack import ReferenceStack
@@ -148,7 +149,7 @@ def test_layers_in_one_launch_are_compared_with_layers_by_kernels(is_wrong, monk
     ReferenceStack.launches.clear()
     hidden_step(binding, [3])
     assert ReferenceStack.launches == ([] if is_wrong else [2])
-    binding.unstack_layers()
+    unstack_layers(binding)
     assert binding.calls == by_kernels or is_wrong
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.operator import AttentionStep
+from nanovllm.execution.capturable import splits_head
 from nanovllm.fast.layers import FastLayers
 from nanovllm.model.building import build_binding
 from nanovllm.model.fast.rotary_attention import RotaryAttention
@@ -181,4 +182,4 @@ def test_a_head_is_found_apart_behind_a_step_too(fuse):
     binding = fuse(tiny_model("llama"))
     with binding.installed():
         pass
-    assert binding.splits_head()
+    assert splits_head(binding)

@@ -18,6 +18,7 @@ from nanovllm.attention.flex_gpu import GpuFlexPlan
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
+from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.decoder_block import Parts, check_attention, describe_blocks
 from nanovllm.model.fast.distances import check_change, rewriting
 from nanovllm.model.fast.kernel_layers import KernelLayer
@@ -185,6 +186,18 @@ _READ_NO_ELEMENT: tuple[Any, ...] = (
     Tensor.size, Tensor.dim, Tensor.numel,
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")),
 )  # fmt: skip
+
+
+def may_stack_layers(binding: ModelBinding) -> bool:
+    """Whether a binding's layers have attention alone, and neither an all-reduce nor an owner."""
+    return binding.passes_keywords and not (binding.is_live or binding.ranks or binding.mixers)
+
+
+def unstack_layers(binding: ModelBinding) -> None:
+    """Run layer by layer from now on: a stack reads weights by their old addresses."""
+    if binding.stacked is not None:
+        binding.uninstall()
+        binding.calls, binding.stacked = binding.stacked.layered_calls, None
 
 
 def stacked_layers(
