@@ -22,7 +22,6 @@ from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.mixers import Mixers
 from nanovllm.model.module_watch import tensors_of
 from nanovllm.model.patches import modules_of
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
@@ -104,7 +103,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
         # In the graphs' pool, in float32: logits after penalties, and masked logits for filters.
         graphs += 8 * buckets.max_decodes * binding.vocab_size
-        num_layers = len(binding.layers) + (len(binding.mixers.layers) if isinstance(binding.mixers, Mixers) else 0)
+        num_layers = len(binding.layers) + len(binding.mixers.shapes)
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * num_layers
     tiles = buckets.max_tiles * tile_bytes
     splits = sum(split_bytes(options, buckets.max_decodes) for options in of_kinds)

@@ -12,7 +12,6 @@ from nanovllm.attention.first_touch import LazyMemory
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.binding import BindingParts, ModelBinding, StateLayers, lock_of
 from nanovllm.model.experts import EXPERTS
-from nanovllm.model.fast.packed_linears import with_weights_hidden
 from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.model.headless import is_headless
 from nanovllm.model.mask_probe import MaskProbe
@@ -43,6 +42,8 @@ def build_binding(
         refuse_cached_windows(model, probe)
         check_all = partial(check_rows, model, probing, probe)
         if is_on_cpu and not is_live:  # its packed weights will replace the plain ones
+            from nanovllm.model.fast.packed_linears import with_weights_hidden
+
             unshared.update(with_weights_hidden(model, check_all)[1])
         else:
             check_all()

@@ -8,7 +8,8 @@ bit for bit, also in half precision and with routed experts.
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from transformers import DynamicCache
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.config_fields import positions_of
-from nanovllm.model.fast.packed_linears import Hiding
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
+
+Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
 
 NUM_ROWS = 16  # of a pass; so few that it takes as long as reading the weights
 

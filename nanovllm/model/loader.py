@@ -24,12 +24,10 @@ from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.config_fields import positions_of
 from nanovllm.model.exact_activations import check_exact_activations
-from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.headless import is_headless, load_headless, with_stand_in
 from nanovllm.model.limits import check_limits, check_stored_limits
 from nanovllm.model.mistakes import name_mistake, name_tensors
 from nanovllm.model.probe import attending_layers
-from nanovllm.model.quantising import quantise_model
 from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 from nanovllm.model.state_layers import LAYER_TYPES
 from nanovllm.model.unsupported import unsupported
@@ -127,7 +125,11 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     source = find_source(model, tokenizer, config)
     try:
         loaded = load_weights(source, config)
-        memory = memory_for_packing(loaded.model) if _may_pack(config, loaded.model) else None
+        memory = None
+        if _may_pack(config, loaded.model):
+            from nanovllm.model.fast.packed_linears import memory_for_packing
+
+            memory = memory_for_packing(loaded.model)
         return replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config), memory=memory)
     finally:
         if is_gguf(source):
@@ -218,6 +220,8 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
     if config.quantization is not None:
+        from nanovllm.model.quantising import quantise_model
+
         with torch.inference_mode(False):
             quantise_model(module, config.quantization)
     return module

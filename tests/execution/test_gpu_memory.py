@@ -18,6 +18,7 @@ from nanovllm.execution import gpu_memory, memory
 from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
 from nanovllm.kernels import paged_decode
 from nanovllm.kernels.paged_decode import PagedDecode
+from nanovllm.model.binding import StateLayers
 
 H200 = Gpu(132, 232_448)
 GIB = 2**30
@@ -36,7 +37,7 @@ def binding(monkeypatch) -> Any:
     monkeypatch.setattr(Gpu, "from_device", classmethod(lambda *_: H200))
     return SimpleNamespace(
         layers=[layer_of(torch.bfloat16)] * 28, device=torch.device("cpu"), vocab_size=1000, dtype=torch.bfloat16,
-        mixers=None,
+        mixers=StateLayers(),
         caches=SimpleNamespace(num_bytes=lambda num_slots: 1000 * num_slots),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.guard import Hiding
 from nanovllm.model.patches import modules_of
 from nanovllm.model.quantised import QuantisedLinear
 from nanovllm.process.device import find_kernel
@@ -33,7 +34,6 @@ logger = logging.getLogger("nanovllm")
 
 AnyLinear = nn.Linear | QuantisedLinear
 Result = TypeVar("Result")
-Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
 
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 _CHECKED_AT_ONCE = 1 << 20  # elements of a weight, 8 MiB of float64
