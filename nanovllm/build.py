@@ -23,14 +23,13 @@ from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.core.speculation_options import SUFFIX
-from nanovllm.engine import Engine
+from nanovllm.engine import Engine, EngineObservers, NoObservers
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.building import build_binding
 from nanovllm.model.guard import check_row_counted_scales
 from nanovllm.model_runner import ModelRunner, StepPaths
-from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
 from nanovllm.requests.building import build_input_processor
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from nanovllm.features.goals.step_budget import StepBudget
     from nanovllm.model.ranks import Ranks
     from nanovllm.observability.kv_events import KvEventPublisher
+    from nanovllm.observability.step_records import StepHook
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.rank_runner import RankRunner
     from nanovllm.speculation.drafter import Drafter
@@ -170,7 +170,7 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
 
 
 def _budget(
-    model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]
+    model_runner: ModelRunner, observers: EngineObservers, clock: Callable[[], float]
 ) -> tuple[StepBudget | None, dict[str, float]]:
     """The budget that keeps latency goals, if there are any, and costs of tokens for the shares of clients."""
     if model_runner.config.itl_goal is None and model_runner.config.step_costs is None:
@@ -327,14 +327,12 @@ def resolve_options(
     return resolved, choice, pools, paths
 
 
-def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:
-    observers = StepObservers()
+def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> EngineObservers:
+    observers: EngineObservers = (_part("observability.step_records", "StepObservers") or NoObservers)()
     if on_step is not None:
-        observers.append(OnStep(on_step))
+        observers.append(_part("observability.step_records", "OnStep", option="on_step")(on_step))
     if trace is not None:
-        from nanovllm.observability.trace_writer import TraceWriter
-
-        if not isinstance(trace, TraceWriter):
+        if not isinstance(trace, _part("observability.trace_writer", "TraceWriter", option="trace")):
             raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
         trace.check_unused()
         observers.append(trace)

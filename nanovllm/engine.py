@@ -54,7 +54,23 @@ class EngineObservers(Protocol):
         """Report a step read at `time`; advanced: the sequences that got a token or an error from it."""
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
-        """A snapshot of the queues and the first pool of blocks, and counters of steps."""
+        """A snapshot of the scheduler, and figures of recent steps."""
+
+
+class NoObservers:
+    """Nobody follows the engine."""
+
+    def append(self, observer: Any) -> None:
+        raise ValueError(f"{observer} cannot follow this engine, which was built without `nanovllm.observability`.")
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        pass
+
+    def step_ended(self, *arguments: Any) -> None:
+        pass
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        return scheduler.snapshot()
 
 
 @dataclass(slots=True)

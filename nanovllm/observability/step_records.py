@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -183,25 +183,12 @@ class StepObservers:
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """A snapshot of the engine."""
-        manager = scheduler.block_manager
-        num_blocks = manager.num_blocks - 1
         first, last = self._recent[0], self._recent[-1]
         num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=num_blocks,
-            num_used_blocks=num_blocks - len(manager.free_blocks),
-            num_free_blocks=len(manager.free_blocks),
-            num_findable_blocks=manager.num_findable_blocks,
-            prefix_cache_evictions=manager.num_evictions,
+        return replace(
+            scheduler.snapshot(),
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
             hook_error=self.error,
-            num_clients=scheduler.waiting.num_clients,
-            client_gap=scheduler.waiting.gap,
-            cache_groups=group_stats(manager),
-            budget=scheduler.budget.stats(),
-            speculation=None if scheduler.drafting is None else scheduler.drafting.stats(),
-            **asdict(scheduler.stats),
+            cache_groups=group_stats(scheduler.block_manager),
         )

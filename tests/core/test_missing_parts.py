@@ -20,6 +20,7 @@ from tests.support.llms import generate, open_llm, token_ids
         ("features.goals.building", {"itl_goal": 0.1}),
         ("features.shares.client_queue", {"client_weights": {"a": 2.0}}),
         ("observability.kv_events", {"kv_events": "tcp://127.0.0.1:5557"}),
+        ("observability.step_records", {"on_step": print}),
         ("speculation.build", {"speculation": "suffix"}),
         ("execution.prefix_tiers", {"prefix_cache_host_bytes": 1 << 24}),
     ],
@@ -30,17 +31,21 @@ def test_an_option_without_its_folder_is_refused_by_name(module, options, monkey
         open_llm(**options)
 
 
-def test_without_faster_steps_and_shares_the_engine_has_its_own(monkeypatch):
+def test_without_faster_steps_shares_and_records_the_engine_has_its_own(monkeypatch):
     prompts = [[1, 2, 3], [5] * 40]
     with open_llm() as llm:
         expected = token_ids(generate(llm, prompts))
     monkeypatch.setitem(sys.modules, "nanovllm.fast.choice", None)
     monkeypatch.setitem(sys.modules, "nanovllm.features.shares.client_queue", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.observability.step_records", None)
     with open_llm() as llm:
         scheduler = llm._engine.scheduler
         assert isinstance(scheduler.waiting, WaitingQueue) and isinstance(scheduler.budget, WholeBudget)
         assert type(llm._engine.model_runner.paths) is StepPaths
         assert token_ids(generate(llm, prompts)) == expected
+        assert llm.stats().num_output_tokens == 24
+        with pytest.raises(ValueError, match="built without `nanovllm.observability`"):
+            llm._engine.observers.append(print)
 
 
 def test_a_fault_within_a_part_is_not_taken_for_a_missing_folder(monkeypatch):
