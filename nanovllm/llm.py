@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """Ctrl-C while an engine's state changes: it raises at once, and an engine whose books it cut short is dead.
+    """Ctrl-C while an engine's state changes: it raises at once, and an engine dies if its books were cut short.
 
     `nanovllm.LLM` has `InterruptsHeld` instead, which defers it.
     """
@@ -36,10 +36,10 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raise what was deferred."""
+        """Raise a deferred interrupt."""
 
     def pass_on(self) -> None:
-        """Raise what was deferred so far."""
+        """Raise a deferred interrupt now."""
 
     def held_in(self, items: Any) -> Any:
         """The items, with this entered while the generator runs."""

@@ -294,7 +294,7 @@ class Scheduler:
             sequence.num_computed_tokens = sequence.num_counted_tokens = known
             sequence.num_known_tokens = known + 1
             sequence.placed_in_step = step_id
-            if known % block_size == 0 and not is_in_flight:  # `update` registers a block whose last token is in flight
+            if known % block_size == 0 and not is_in_flight:  # A token in flight: `update` registers the block
                 manager.register(sequence, known // block_size - 1, known // block_size, step_id)
             entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
