@@ -306,6 +306,7 @@ def resolve_options(
     choice = choose(layers, device, config)
     choose_paths = _part("fast.choice", "choose_paths")
     paths = StepPaths() if choose_paths is None else choose_paths(choice, binding)
+    paths.build_stage = _part("sampling.request_options", "RequestOptions")
     obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     paths.prepare_layers(binding, config)

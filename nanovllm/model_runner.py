@@ -23,11 +23,12 @@ from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
-from nanovllm.sampling.sampler import Sampler, StepReport
+from nanovllm.sampling.sampler import LogitsStage, Sampler, StepReport
 
 if TYPE_CHECKING:
     from nanovllm.attention.backends import AttentionChoice
     from nanovllm.execution.workers import WorkerProcesses
+    from nanovllm.kernels.cpp_sampling import RowKernels
 
 logger = logging.getLogger("nanovllm")
 
@@ -74,10 +75,14 @@ class StepPaths:
     """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
 
     Attributes:
-        build_sampler: builder of the sampler, for the composition root to replace.
+        build_stage: builder of the sampler's stage; None serves plain requests alone.
     """
 
-    build_sampler: Callable[[], Sampler] = Sampler
+    build_stage: Callable[..., LogitsStage] | None = None
+
+    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
+        """Kernels for the sampler's rows."""
+        return None
 
     def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
         """The part of the model that CUDA graphs cannot capture, in words; None if there is none."""
@@ -124,7 +129,9 @@ class ModelRunner:
         self.config = config
         self.pools: Any = pools
         self.choice, self.paths = choice, paths
-        self.sampler = paths.build_sampler()
+        self.sampler = self._build_sampler(
+            compiles=choice.uses_graphs, row_kernels=paths.row_kernels(choice), build_stage=paths.build_stage
+        )
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
         pools.allocate(binding.caches, config.block_size)
@@ -190,6 +197,9 @@ class ModelRunner:
         self._last_stream = stream
 
     # ------------------------------------------------------------------------------------------ start-up and idle
+
+    def _build_sampler(self, **options: Any) -> Sampler:
+        return Sampler(**options)
 
     def capture_ahead(self) -> bool:
         """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""

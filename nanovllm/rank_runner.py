@@ -72,6 +72,9 @@ class RankRunner(ModelRunner):
             self._launch = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
+    def _build_sampler(self, **options: Any) -> RankSampler:
+        return RankSampler(self.binding, **options)
+
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         if self.workers is None:
             return super().launch(batch)

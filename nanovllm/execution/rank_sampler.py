@@ -41,13 +41,13 @@ class RankSampler(Sampler):
 
     stage: RequestOptions
 
-    def __init__(self, binding: ModelBinding, *, compiles: bool, stage: RequestOptions, **options: Any) -> None:
-        super().__init__(compiles=compiles, stage=stage, **options)
+    def __init__(self, binding: ModelBinding, *, compiles: bool, **options: Any) -> None:
+        super().__init__(compiles=compiles, **options)
         assert binding.ranks is not None
         self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
         self.is_first = self._ranks.rank == 0
         # No cycle: a dropped engine frees its memory at once.
-        stage.new_report = partial(RankLogprobs, sampler=weakref.proxy(self), by_kernel=compiles)
+        self.stage.new_report = partial(RankLogprobs, sampler=weakref.proxy(self), by_kernel=compiles)
         self.step_draws: DrawInputs | None = _UNKNOWN
         self._draw_whole = self.draw
         self.draw = self._draw_on_gpu

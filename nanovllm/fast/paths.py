@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
+from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.execution.rehearsal import rehearse
 from nanovllm.fast.layers import FastLayers
 from nanovllm.model.mixers import Mixers
 from nanovllm.model.state_kernels import add_kernels
 from nanovllm.model_runner import Executor, ModelRunner, StepPaths
+from nanovllm.sampling.row_kernels import load_row_kernels
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
 
 
 class FastPaths(StepPaths):
@@ -18,6 +24,9 @@ class FastPaths(StepPaths):
 
     def __init__(self) -> None:
         self.num_rehearsed = 0
+
+    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
+        return load_row_kernels() if choice.kernels else None
 
     def build_executor(self, runner: ModelRunner) -> Executor:
         binding = runner.binding

@@ -21,15 +21,7 @@ from nanovllm.process.device import to_device
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sampling.sampler import Draw, LogitsStage, Sampler
-
-
-def build_sampler(
-    kind: Callable[..., Sampler] = Sampler, *, compiles: bool = False, row_kernels: Any = None
-) -> Sampler:
-    """A sampler of this kind that serves every option; arguments as for `Sampler`."""
-    stage = RequestOptions(by_kernels=compiles, row_kernels=row_kernels)
-    return kind(compiles=compiles, row_kernels=row_kernels, stage=stage)
+from nanovllm.sampling.sampler import Draw, LogitsStage
 
 
 class RequestOptions(LogitsStage):

@@ -89,12 +89,18 @@ class Sampler:
     Args:
         compiles: use our GPU kernels.
         row_kernels: C++ kernels for CPUs, `kernels.cpp_sampling.RowKernels`.
-        stage: the server of options beyond temperature and filters; None refuses them.
+        build_stage: builder of the stage, called with `by_kernels` and `row_kernels`; None builds a `LogitsStage`.
     """
 
-    def __init__(self, *, compiles: bool = False, row_kernels: Any = None, stage: LogitsStage | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        compiles: bool = False,
+        row_kernels: Any = None,
+        build_stage: Callable[..., LogitsStage] | None = None,
+    ) -> None:
         self._row_kernels = row_kernels
-        self.stage = stage or LogitsStage()
+        self.stage = LogitsStage() if build_stage is None else build_stage(by_kernels=compiles, row_kernels=row_kernels)
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:

@@ -26,7 +26,8 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.input_processor import spellings_of
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sampling.request_options import build_sampler
+from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -288,7 +289,7 @@ def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(opt
         request([1], temperature=temperature),
         *(request([1], temperature=temperature, **options) for _ in "ab"),
     ]
-    tokens = build_sampler().sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
+    tokens = Sampler(build_stage=RequestOptions).sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
     assert tokens[0] >= 0
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
@@ -323,7 +324,9 @@ def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transfor
         )
         for seed in range(num_draws)
     ]  # fmt: skip
-    tokens = build_sampler().sample(logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws)
+    tokens = Sampler(build_stage=RequestOptions).sample(
+        logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws
+    )
 
     expected, ids = logits.clone(), torch.tensor([history])
     expected[:, [token for token in range(size) if token not in allowed]] = -torch.inf

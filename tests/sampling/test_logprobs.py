@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,9 +11,7 @@ from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
 from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.fast import choice
 from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
-from nanovllm.sampling.sampler import Sampler
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
@@ -278,11 +277,11 @@ def test_only_a_step_with_a_request_that_asks_for_more_than_tokens_makes_a_repor
     assert len(asked.outputs[0].logprobs) == 2
 
 
-def test_an_engine_with_a_plain_sampler_draws_the_same_tokens_and_refuses_other_options_by_name(monkeypatch):
+def test_an_engine_without_further_options_draws_the_same_tokens_and_refuses_them_by_name(monkeypatch):
     plain, asking = SamplingParams(max_tokens=3, top_p=0.9, seed=1), SamplingParams(max_tokens=3, logprobs=1)
     with open_llm() as llm:
         [expected] = generate(llm, [[5, 6]], plain)
-    monkeypatch.setattr(choice, "_build_sampler", lambda *_: Sampler())
+    monkeypatch.setitem(sys.modules, "nanovllm.sampling.request_options", None)
     with open_llm() as llm:
         [drawn] = generate(llm, [[5, 6]], plain)
         with pytest.raises(StepError, match="has options besides temperature and filters"):

@@ -21,7 +21,8 @@ from nanovllm.sampling.filters import masses
 from nanovllm.sampling.logprobs import Measured, StepLogprobs
 from nanovllm.sampling.noise import noise_keys
 from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.request_options import build_sampler
+from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.sampling.sampler import Sampler
 from tests.support.nuclei import nuclei_that_end_exactly
 
 FILTERS: list[dict[str, float]] = [
@@ -203,7 +204,7 @@ def test_requests_of_all_kinds_sample_the_same(dtype, in_flight):
     results = []
     for row_kernels in (None, kernels()):
         report = StepLogprobs(row_kernels=row_kernels)
-        sampler = build_sampler(row_kernels=row_kernels)
+        sampler = Sampler(row_kernels=row_kernels, build_stage=RequestOptions)
         changed = sampler.stage.change_logits(logits.clone(), sequences, positions, latest, {})
         tokens = sampler.sample(logits.clone(), sequences, positions, latest, report).tolist()
         results.append((changed, tokens, report._sampled))

@@ -23,7 +23,8 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
-from nanovllm.sampling.request_options import build_sampler
+from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value, temperature_p_value
 from tests.support.nuclei import nuclei_that_end_exactly
 
@@ -40,7 +41,8 @@ def request(seed: int = 0, *, num_output_tokens: int = 0, eos: tuple[int, ...] =
 
 
 def draw(logits: Tensor, requests: list[Sequence], positions: list[int] | None = None) -> list[int]:
-    return build_sampler().sample(logits.clone(), requests, positions or list(range(1, len(requests) + 1))).tolist()
+    positions = positions or list(range(1, len(requests) + 1))
+    return Sampler(build_stage=RequestOptions).sample(logits.clone(), requests, positions).tolist()
 
 
 def random_logits(num_rows: int, vocab_size: int, *, scale: float = 2.0, seed: int = 0) -> Tensor:
