@@ -23,7 +23,14 @@ from nanovllm.observability.step_records import StepHook
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.intake import Intake, IntakeClosedError
-from nanovllm.requests.preparation import check_request_ids, num_samples, text_size, texts_of
+from nanovllm.requests.preparation import (
+    check_request_ids,
+    compiles_form,
+    num_samples,
+    prepare_ahead,
+    text_size,
+    texts_of,
+)
 from nanovllm.requests.scoring import AsyncScoring
 from nanovllm.requests.tokenization import AsyncTokenization
 from nanovllm.streaming.engine_thread import EngineThread
@@ -85,7 +92,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         self._look_at_queue = engine.check_queue
         self._preparing: dict[str, Preparation] = {}  # of requests that are not queued yet
         self._intake = Intake(is_parallel=getattr(self.tokenizer, "is_fast", False))
-        self._intake.submit(engine.input_processor.prepare, compiles=True)
+        self._intake.submit(partial(prepare_ahead, engine.input_processor), compiles=True)
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
     def generate(
@@ -222,7 +229,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
 
         async def prepared() -> None:
             await self._check_queue(count)
-            compiles, words = self._input_processor.compiles(sampling_params), texts_of(sampling_params)
+            compiles, words = compiles_form(self._input_processor, sampling_params), texts_of(sampling_params)
             work = self.prepare(prepare_and_queue, (texts, words), compiles=compiles, client=client)
             await asyncio.wrap_future(await work)
 

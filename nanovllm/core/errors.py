@@ -79,6 +79,17 @@ class PromptTooLongError(ValueError):
     """The prompt leaves no room for a new token within max_model_len."""
 
 
+def too_long(has: str, max_model_len: int) -> PromptTooLongError:
+    """The error for a prompt; `has` says how long it is."""
+    return PromptTooLongError(
+        f"the prompt has {has}, which leaves no room for a new one within max_model_len "
+        # In OpenAI's words, which LiteLLM and others look for.
+        f"({max_model_len}): this model's maximum context length is {max_model_len} tokens. Shorten it to at most "
+        f"{max_model_len - 1} tokens (truncate_prompt_tokens does), or "
+        "raise max_model_len if the model and the KV cache allow."
+    )
+
+
 class QueueFullError(RuntimeError):
     """The queue holds `max_queue` requests; nothing was added, and the call can be retried later."""
 

@@ -50,6 +50,7 @@ from nanovllm.replicas.token_columns import TokenColumns, TokenSender
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.intake import Intake as ClientTurns
 from nanovllm.requests.output_processor import Request
+from nanovllm.requests.preparation import prepare_ahead
 from nanovllm.requests.scores import AnswerLogits
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import EngineInterface
@@ -229,7 +230,8 @@ def main(descriptor: int, front: int) -> None:
     OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))
-    prepare = functools.partial(engine.input_processor.prepare, is_tried=True)  # the front has test-compiled it
+    # The front has test-compiled each form.
+    prepare = functools.partial(prepare_ahead, engine.input_processor, is_tried=True)
     threading.Thread(target=prepare, name="nanovllm-prepare", daemon=True).start()
     intake = Intake(thread, reporter, engine.input_processor)
     for message in messages:

@@ -39,6 +39,7 @@ from nanovllm.core.sequence import NewRequest, Resumed
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.replicas.token_columns import TokenColumns
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.preparation import compiles_form
 from nanovllm.requests.prompts import ChatPrompt
 from nanovllm.requests.scores import AnswerLogits
 
@@ -123,7 +124,7 @@ class SentRequest(Struct, array_like=True):
 
     def compiles(self, input_processor: InputProcessor) -> bool:
         """Whether `to_new` compiles a structured output, which may take half a second."""
-        return "structured_output" in self.params and input_processor.compiles(self._sampling_params())
+        return "structured_output" in self.params and compiles_form(input_processor, self._sampling_params())
 
     def _sampling_params(self) -> SamplingParams:
         processors = () if self.answer_ids is None else (AnswerLogits(self.answer_ids),)

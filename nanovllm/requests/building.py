@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.core.config import EngineConfig
 from nanovllm.requests.chat import ChatTemplate
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.pieces import Pieces
 
 if TYPE_CHECKING:
     from nanovllm.requests.grammar.compiler import GrammarCompiler
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 def build_input_processor(
     tokenizer: Any, config: EngineConfig, limits: RequestLimits, clock: Callable[[], float] = time.monotonic
 ) -> InputProcessor:
-    """An input processor with chats and structured outputs; arguments as for `InputProcessor`."""
-    return InputProcessor(tokenizer, config, limits, clock, make_chat=_chat, make_grammars=_grammars)
+    """An input processor that serves every kind; arguments as for `InputProcessor`."""
+    texts = Pieces(tokenizer)
+    return InputProcessor(tokenizer, config, limits, clock, make_chat=_chat, make_grammars=_grammars, texts=texts)
 
 
 def _chat(processor: InputProcessor) -> ChatTemplate:

@@ -7,22 +7,19 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import PromptTooLongError
+from nanovllm.core.errors import PromptTooLongError, too_long
 from nanovllm.core.option_stats import Goals
 from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
-from nanovllm.requests.intake import checkpoint, form_turn
-from nanovllm.requests.pieces import Pieces, too_long
-from nanovllm.requests.prompts import ChatPrompt, plain_prompt
+from nanovllm.requests.prompts import ChatPrompt, Texts, plain_prompt
 
 if TYPE_CHECKING:
     from nanovllm.requests.chat import ChatTemplate
@@ -84,6 +81,7 @@ class InputProcessor:
         clock: the engine's, in seconds; never goes back.
         make_chat, make_grammars: builders of chat templates and grammar compilers, called at the first use of each;
             None refuses them.
+        texts: tokenising of texts; None for `Texts`.
     """
 
     def __init__(
@@ -94,6 +92,7 @@ class InputProcessor:
         clock: Callable[[], float] = time.monotonic,
         make_chat: Callable[[InputProcessor], ChatTemplate] | None = None,
         make_grammars: Callable[[InputProcessor], GrammarCompiler] | None = None,
+        texts: Texts | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -101,7 +100,7 @@ class InputProcessor:
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
         self.goals: Callable[[], Goals] = lambda: config  # Goals in force, which may follow the costs
-        self._pieces = Pieces(tokenizer)
+        self.texts = texts or Texts()
         self._make_chat = make_chat
         self._make_grammars = make_grammars
 
@@ -118,28 +117,6 @@ class InputProcessor:
         if self._make_grammars is None:
             raise ValueError("this engine was built without structured outputs; leave structured_output out.")
         return self._make_grammars(self)
-
-    def prepare(self, *, is_tried: bool = False) -> None:
-        """Prepare for the first structured output and the first message that spells a control token.
-
-        Args:
-            is_tried: as in `GrammarCompiler.matcher`.
-        """
-        if self.tokenizer is None:
-            return
-        with form_turn():
-            with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
-                self.limits.check_head()
-                self.grammars.prepare(is_tried=is_tried)
-            if not is_tried:
-                self._pieces.prepare()
-                self.chat.prepare()
-
-    def compiles(self, sampling_params: Any) -> bool:
-        """Whether parameters have a structured output that is not compiled yet."""
-        params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
-        forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
-        return not all(form is None or self.grammars.is_known(form) for form in forms)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -188,7 +165,7 @@ class InputProcessor:
                 if id(params) not in prepared:
                     check_params(params, self.limits, self.goals, has_tokenizer=self.tokenizer is not None)
                     words, form = params.bad_words, params.structured_output
-                    spellings = words and spellings_of(words, self.tokenizer)
+                    spellings = words and self.texts.spellings_of(words)
                     prepared[id(params)] = {"bad_words": spellings, "matcher": form and self.grammars.matcher(form)}
             except (TypeError, ValueError) as error:
                 if count == 1:
@@ -238,7 +215,7 @@ class InputProcessor:
                 raise ValueError("the prompt is an empty string; it needs at least one token.")
             text("the prompt", prompt)
             options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack it
-            prompt = self._pieces.encode(
+            prompt = self.texts.encode(
                 prompt,
                 lambda piece: list(self.tokenizer(piece, add_special_tokens=False)["input_ids"]),
                 lambda given: list(self.tokenizer(given, **options)["input_ids"]),
@@ -251,22 +228,6 @@ class InputProcessor:
             if isinstance(item, bool) or not isinstance(item, numbers.Integral):
                 raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
         return [int(item) for item in items]
-
-
-def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word at the start of a text and after a space, without duplicates.
-
-    Raises ValueError for a word without tokens.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for word in bad_words:
-        checkpoint()
-        for spelling in (word.lstrip(), " " + word.lstrip()):
-            token_ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
-            if not token_ids:
-                raise ValueError(f"bad_words holds {word!r}, for which the tokenizer has no tokens. Remove it.")
-            found[token_ids] = None
-    return tuple(found)
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from nanovllm.core.errors import PromptTooLongError
+from nanovllm.core.errors import too_long
 from nanovllm.requests.intake import checkpoint
+from nanovllm.requests.prompts import Texts
 
 PIECE_CHARS = 2048  # 1 to 10 ms
 LONG_TOKEN = 8  # bytes; every vocabulary has a longer token
@@ -49,18 +50,7 @@ ALTERNATIVES = frozenset(
 BYTES_SHRUNK_BY_NFC = 3  # maximum: three Hangul letters of three bytes make a syllable of three
 
 
-def too_long(has: str, max_model_len: int) -> PromptTooLongError:
-    """The error for a prompt; `has` says how long it is."""
-    return PromptTooLongError(
-        f"the prompt has {has}, which leaves no room for a new one within max_model_len "
-        # In OpenAI's words, which LiteLLM and others look for.
-        f"({max_model_len}): this model's maximum context length is {max_model_len} tokens. Shorten it to at most "
-        f"{max_model_len - 1} tokens (truncate_prompt_tokens does), or "
-        "raise max_model_len if the model and the KV cache allow."
-    )
-
-
-class Pieces:
+class Pieces(Texts):
     """Safe cuts of a tokenizer's texts; thread-safe.
 
     Args:
@@ -68,6 +58,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
 
     def prepare(self) -> None:
@@ -77,15 +68,6 @@ class Pieces:
     def encode(
         self, text: str, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]], limit: int | None
     ) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            encode: tokenises a piece, without special tokens around it.
-            whole: tokenises a text with them, if they are wanted.
-            limit: maximum of the model's length; None for any number of tokens.
-
-        Raises PromptTooLongError for a text that has as many tokens, as soon as that is known.
-        """
         if limit is not None and len(text) > LONG_TOKEN * limit:
             self._check_bytes(text, limit)
         checkpoint()
@@ -103,6 +85,9 @@ class Pieces:
                 raise too_long(f"{len(ids)} tokens in the first {begin} of its {len(text)} characters", limit)
             checkpoint()
         return ids + specials[1]
+
+    def spellings_of(self, bad_words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        return spellings_of(bad_words, self._tokenizer)
 
     def _check_bytes(self, text: str, limit: int) -> None:
         num_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -194,6 +179,22 @@ class Pieces:
         """Bytes of a text before normalisation that one token may stand for."""
         longest = self._max_token_bytes
         return longest if longest is None or not self._state("normalizer") else longest * BYTES_SHRUNK_BY_NFC
+
+
+def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word at the start of a text and after a space, without duplicates.
+
+    Raises ValueError for a word without tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        checkpoint()
+        for spelling in (word.lstrip(), " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            if not token_ids:
+                raise ValueError(f"bad_words holds {word!r}, for which the tokenizer has no tokens. Remove it.")
+            found[token_ids] = None
+    return tuple(found)
 
 
 def alternatives(pattern: str) -> list[str]:

@@ -1,13 +1,15 @@
-"""Checks of requests before they are prepared: the sizes of their texts, and ids in use."""
+"""Preparation of requests: checks of ids and sizes before it, and work that is done ahead of the first request."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as SequenceABC
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.requests.intake import LONG_CHARS
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.intake import LONG_CHARS, form_turn
 
 # Cost of a message or field in a chat template, as a number of tokenised characters.
 CHARS_PER_VALUE = 16
@@ -58,3 +60,27 @@ def texts_of(sampling_params: Any) -> list[Any]:
     forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
     words: list[Any] = [one.bad_words for one in params if isinstance(one, SamplingParams)]
     return words + [form.to_dict() for form in forms if form is not None]
+
+
+def prepare_ahead(processor: InputProcessor, *, is_tried: bool = False) -> None:
+    """Prepare for the first structured output and the first message that spells a control token.
+
+    Args:
+        is_tried: as in `GrammarCompiler.matcher`.
+    """
+    if processor.tokenizer is None:
+        return
+    with form_turn():
+        with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
+            processor.limits.check_head()
+            processor.grammars.prepare(is_tried=is_tried)
+        if not is_tried:
+            processor.texts.prepare()
+            processor.chat.prepare()
+
+
+def compiles_form(processor: InputProcessor, sampling_params: Any) -> bool:
+    """Whether parameters have a structured output that is not compiled yet."""
+    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
+    forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
+    return not all(form is None or processor.grammars.is_known(form) for form in forms)

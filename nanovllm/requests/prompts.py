@@ -1,11 +1,36 @@
-"""Prompts other than plain text and plain token ids."""
+"""Prompts: how texts become token ids, and forms other than plain text and plain token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _FORMS = ("prompt", "prompt_token_ids")
+
+
+class Texts:
+    """How texts are tokenised: at once, and without bad words, which are refused. `Pieces` lets others go between."""
+
+    def encode(
+        self, text: str, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]], limit: int | None
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            encode: tokenises a piece, without special tokens around it.
+            whole: tokenises a text with them, if they are wanted.
+            limit: maximum of the model's length; None for any number of tokens.
+
+        Raises PromptTooLongError for a text that has as many tokens, if that is known before the end.
+        """
+        return whole(text)
+
+    def prepare(self) -> None:
+        """Prepare for the first text."""
+
+    def spellings_of(self, bad_words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word at the start of a text and after a space, without duplicates."""
+        raise ValueError("this engine was built without bad words; leave bad_words out.")
 
 
 class ChatPrompt(list[int]):

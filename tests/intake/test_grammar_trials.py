@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
+from nanovllm import AsyncLLM, SamplingParams, StructuredOutput, async_llm
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.building import build_input_processor
@@ -22,7 +22,8 @@ from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, MaskBudget
 from nanovllm.requests.grammar.trial_process import NICENESS
 from nanovllm.requests.grammar.trials import MAX_TRIALS, TRIALS, Trials
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.requests.preparation import prepare_ahead
 from tests.support.async_llms import OPTIONS, bounded, collect
 from tests.support.structured import allowed, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -213,7 +214,7 @@ async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
 def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monkeypatch):
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=(EOS,))
     processor = build_input_processor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits)
-    processor.prepare()
+    prepare_ahead(processor)
     monkeypatch.setattr(compiler, "open_vocabulary", lambda *_: pytest.fail("it reads the vocabulary"))
     monkeypatch.setattr(Tokenizer, "from_str", lambda *_: pytest.fail("it copies the tokenizer"))
     assert allowed(processor.grammars.matcher(StructuredOutput(regex="a")))
@@ -223,6 +224,6 @@ def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monk
 @bounded
 async def test_an_asynchronous_engine_prepares_without_a_request(monkeypatch):
     prepared = threading.Event()
-    monkeypatch.setattr(InputProcessor, "prepare", lambda _: prepared.set())
+    monkeypatch.setattr(async_llm, "prepare_ahead", lambda _: prepared.set())
     async with AsyncLLM(model(), tokenizer=tiny_tokenizer(), **OPTIONS):
         assert await asyncio.to_thread(prepared.wait, 60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.errors import QueueFullError
-from nanovllm.requests import input_processor
+from nanovllm.requests import pieces
 from nanovllm.requests.intake import LONG_CHARS, Intake, form_turn
 from nanovllm.requests.preparation import text_size
 from tests.support.async_llms import OPTIONS, bounded, offline
@@ -32,14 +32,14 @@ async def ended(outputs: Any) -> list[int]:
 def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The words of each call that spells some."""
     calls: list[tuple[str, ...]] = []
-    spellings_of = input_processor.spellings_of
+    spellings_of = pieces.spellings_of
 
     def watched(words: tuple[str, ...], tokenizer: Any) -> Any:
         if words:
             calls.append(words)
         return spellings_of(words, tokenizer)
 
-    monkeypatch.setattr("nanovllm.requests.input_processor.spellings_of", watched)
+    monkeypatch.setattr("nanovllm.requests.pieces.spellings_of", watched)
     return calls
 
 

@@ -23,7 +23,7 @@ from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.requests.input_processor import spellings_of
+from nanovllm.requests.pieces import spellings_of
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.request_options import RequestOptions
