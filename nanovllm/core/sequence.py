@@ -7,39 +7,20 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
-from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, RequestMetrics, TokenLogprobs
+from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import Matcher
 
 SCHEDULING_KEY = attrgetter("key")  # Order of scheduling of a Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedSample:
-    """Tokens of a sample from another engine; with a finish_reason it has ended there."""
+class Progress(Protocol):
+    """Progress of a request in an earlier engine; its tokens are recomputed."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Progress and metrics of a request when its engine died, for the engine that continues it.
-
-    samples: one each, in order of their index.
-    prompt_logprobs: complete if any sample has a token.
-    error: of a sample with finish_reason "error".
-    """
-
-    samples: list[ResumedSample]
-    metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    error: str | None = None
-    error_kind: ErrorKind | None = None
+    def restore(self, sample: Any) -> None:
+        """Restore a new sample, of `requests.output_processor`: all tokens known, none computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +35,7 @@ class NewRequest:
     client: clients of one priority get equal shares of the engine, or those of `EngineConfig.client_weights`.
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
-    resumed: progress in an earlier engine; its tokens are recomputed.
+    resumed: progress in an earlier engine.
     matcher: of params.structured_output, before the first token; each sample copies it.
     """
 
@@ -68,7 +49,7 @@ class NewRequest:
     timeout: float | None = None
     arrival_time: float = 0.0
     output_kind: OutputKind = OutputKind.FINAL
-    resumed: Resumed | None = None
+    resumed: Progress | None = None
     matcher: Matcher | None = None
     client: str = ""
 

@@ -109,8 +109,8 @@ class Reporter(Observer):
                 self._unreported.add(new.request_id)
             else:
                 counts = [0] * new.params.n
-                if new.resumed is not None:
-                    counts = [len(sample.token_ids) for sample in new.resumed.samples]
+                if request.resumed is not None:
+                    counts = [len(sample.token_ids) for sample in request.resumed.samples]
                 self._num_sent[new.request_id] = counts
 
     def abort(self, sent: Abort) -> None:

@@ -35,12 +35,13 @@ from nanovllm.core.outputs import (
     TokenLogprobs,
 )
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
-from nanovllm.core.sequence import NewRequest, Resumed
+from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.replicas.token_columns import TokenColumns
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.preparation import compiles_form
 from nanovllm.requests.prompts import ChatPrompt
+from nanovllm.requests.resumption import Resumed
 from nanovllm.requests.scores import AnswerLogits
 
 # ----------------------------------------------------------------------------------------------- to the engine process

@@ -17,10 +17,11 @@ from nanovllm.core.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from nanovllm.core.sequence import NewRequest, Resumed, ResumedSample
+from nanovllm.core.sequence import NewRequest
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
+from nanovllm.requests.resumption import Resumed, ResumedSample
 from nanovllm.requests.scores import AnswerLogits
 
 # Deaths of replicas without a token for the request, after which the request counts as their cause.

@@ -14,7 +14,6 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.merging import merged, merged_metrics
-from nanovllm.requests.resumption import restore
 
 
 @dataclass(slots=True)
@@ -78,11 +77,9 @@ class Sample:
         self._finished_time: float | None = None
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
-        if request.resumed is not None:
-            self._resume(request.resumed.metrics)
 
-    def _resume(self, before: RequestMetrics) -> None:
-        """Read the tokens of a resumed sequence, which were all sent before."""
+    def catch_up(self, before: RequestMetrics) -> None:
+        """Read the tokens of a restored sequence, which were all sent before."""
         sequence, params = self.sequence, self.sequence.params
         self._max_itl = before.max_itl
         token_ids = sequence.output_token_ids
@@ -226,7 +223,6 @@ class Request:
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
-        self.has_token = new.resumed is not None and any(sample.token_ids for sample in new.resumed.samples)
         seeds = sample_seeds(new.params.seed, new.params.n, engine_seed=config.seed, request_number=number)
         self.sequences = [
             Sequence(
@@ -245,13 +241,14 @@ class Request:
         if len(seeds) > 1:
             for sequence in self.sequences:
                 sequence.samples = self.sequences
-        if new.resumed is not None:
-            for sequence in self.sequences:
-                restore(sequence, new.resumed)
         self.samples = [
             Sample(new, sequence, input_processor.tokenizer, record_itl=config.record_itl)
             for sequence in self.sequences
         ]
+        if new.resumed is not None:
+            for sample in self.samples:
+                new.resumed.restore(sample)
+        self.has_token = any(sequence.num_output_tokens for sequence in self.sequences)
 
     def metrics(self) -> RequestMetrics:
         """The request's metrics so far."""

@@ -3,15 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.core.features import REPLICAS, refuse
-from nanovllm.core.outputs import OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import Resumed, ResumedSample, Sequence
+from nanovllm.requests.output_processor import Sample
 
 ENDED = ("stop", "error")  # finish reasons after which no token follows
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSample:
+    """Tokens of a sample from another engine; with a finish_reason it has ended there."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Progress and metrics of a request when its engine died, for the engine that continues it.
+
+    samples: one each, in order of their index.
+    prompt_logprobs: complete if any sample has a token.
+    error: of a sample with finish_reason "error".
+    """
+
+    samples: list[ResumedSample]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+    def restore(self, sample: Sample) -> None:
+        """Restore a new sample's progress, as after a preemption: all tokens known, none computed."""
+        sequence, before = sample.sequence, self.metrics
+        own = self.samples[sequence.index]
+        sequence.token_ids.extend(own.token_ids)
+        sequence.num_known_tokens = sequence.num_counted_tokens = len(sequence.token_ids)
+        if own.logprobs is not None:
+            sequence.logprobs = list(own.logprobs)
+        if sequence.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            sequence.prompt_logprobs = list(self.prompt_logprobs)
+        sequence.finish_reason, sequence.stop_reason = own.finish_reason, own.stop_reason
+        sequence.is_finished = own.finish_reason is not None
+        if own.finish_reason == "error":
+            sequence.error, sequence.error_kind = self.error, self.error_kind
+        sequence.scheduled_time, sequence.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
+        sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs sum over samples
+        sample.catch_up(before)
 
 
 def continuation(output: RequestOutput, params: SamplingParams, max_model_len: int) -> tuple[SamplingParams, Resumed]:
@@ -67,20 +111,3 @@ class Resuming:
         )
         stream: Iterator[RequestOutput] = self._stream(replace(request, resumed=progress, prompt=output.prompt))
         return stream
-
-
-def restore(sequence: Sequence, resumed: Resumed) -> None:
-    """Restore a new sequence's progress, as after a preemption: all tokens known, none computed."""
-    sample, before = resumed.samples[sequence.index], resumed.metrics
-    sequence.token_ids.extend(sample.token_ids)
-    sequence.num_known_tokens = sequence.num_counted_tokens = len(sequence.token_ids)
-    if sample.logprobs is not None:
-        sequence.logprobs = list(sample.logprobs)
-    if sequence.prompt_logprobs is not None and resumed.prompt_logprobs is not None:
-        sequence.prompt_logprobs = list(resumed.prompt_logprobs)
-    sequence.finish_reason, sequence.stop_reason = sample.finish_reason, sample.stop_reason
-    sequence.is_finished = sample.finish_reason is not None
-    if sample.finish_reason == "error":
-        sequence.error, sequence.error_kind = resumed.error, resumed.error_kind
-    sequence.scheduled_time, sequence.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
-    sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs sum over samples

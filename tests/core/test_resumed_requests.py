@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.core.outputs import OutputKind, RequestMetrics
-from nanovllm.core.sequence import Resumed, ResumedSample
+from nanovllm.requests.resumption import Resumed, ResumedSample
 from tests.support import structured
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts
