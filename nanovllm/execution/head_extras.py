@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,40 @@ from nanovllm.execution.late_draw import LateDraw
 from nanovllm.execution.mask_buffer import build_mask_buffer
 from nanovllm.execution.step_inputs import Packing
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured, StepLogprobs
 from nanovllm.sampling.penalties import PENALTY_INPUTS, LatestTokens, clear_entries, penalty_entries, write_tokens
 
 _LEAST_TOKENS = 2**20  # of the buffer; it grows when a step needs more, and graphs are captured anew
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
+
+
+class DrawExtras(NamedTuple):
+    """Options of a step's rows that a captured graph applies in addition to `draw`.
+
+    num_top: logprobs of the drawn token and of this many top tokens; None: no logprobs.
+    has_masks: whether rows have masks of structured outputs.
+    """
+
+    penalises: bool = False
+    num_top: int | None = None
+    has_masks: bool = False
+
+
+def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
+    """The extras of these rows for a captured graph; None if they need `Sampler.sample`."""
+    penalises, num_top, has_masks = False, None, False
+    for sequence, position in zip(sequences, positions, strict=True):
+        params = sequence.params
+        if sequence.changes_logits:
+            if params.needs_host_sampler:
+                return None
+            penalises = penalises or params.penalises
+            has_masks = has_masks or params.structured_output is not None
+        if position - sequence.num_prompt_tokens < params.min_tokens:
+            return None
+        if params.logprobs is not None:
+            num_top = max(num_top or 0, params.logprobs)
+    return DrawExtras(penalises, num_top, has_masks)
 
 
 class HeadExtras:

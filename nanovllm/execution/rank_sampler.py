@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import Sequence
-from nanovllm.execution.head_extras import HeadExtras
+from nanovllm.execution.head_extras import DrawExtras, HeadExtras, draw_extras
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, best_on_cpu, draw_extras
+from nanovllm.sampling.draw import DrawInputs, DrawTensors, best_on_cpu
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32

@@ -11,7 +11,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -200,32 +200,3 @@ def best_on_cpu(
         scores[rows] = torch.cat([best.values for best in drawn])
         token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
     return scores, token_ids
-
-
-class DrawExtras(NamedTuple):
-    """Options of a step's rows that a captured graph applies in addition to `draw`.
-
-    num_top: logprobs of the drawn token and of this many top tokens; None: no logprobs.
-    has_masks: whether rows have masks of structured outputs.
-    """
-
-    penalises: bool = False
-    num_top: int | None = None
-    has_masks: bool = False
-
-
-def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-    """The extras of these rows for a captured graph; None if they need `Sampler.sample`."""
-    penalises, num_top, has_masks = False, None, False
-    for sequence, position in zip(sequences, positions, strict=True):
-        params = sequence.params
-        if sequence.changes_logits:
-            if params.needs_host_sampler:
-                return None
-            penalises = penalises or params.penalises
-            has_masks = has_masks or params.structured_output is not None
-        if position - sequence.num_prompt_tokens < params.min_tokens:
-            return None
-        if params.logprobs is not None:
-            num_top = max(num_top or 0, params.logprobs)
-    return DrawExtras(penalises, num_top, has_masks)

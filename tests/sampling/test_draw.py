@@ -11,8 +11,9 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.execution.head_extras import DrawExtras, draw_extras
 from nanovllm.sampling import sampler
-from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
+from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
 from tests.support.nuclei import nuclei_that_end_exactly
