@@ -347,12 +347,11 @@ class BlockManager(BlockPool):
 
     def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
         """Give `target`, which has no blocks, those of the first tokens of `source`; check `can_fork` first."""
-        target.block_table = self._shared(source.block_table, num_tokens)
+        target.block_table = self._shared(source.block_table, num_tokens, self, 0)
         target.num_computed_tokens = target.num_counted_tokens = num_tokens
 
-    def _shared(self, table: list[int], num_tokens: int, pool: BlockPool | None = None, group: int = 0) -> list[int]:
+    def _shared(self, table: list[int], num_tokens: int, pool: BlockPool, group: int) -> list[int]:
         """The first blocks of a table, with one more reference each; the begun one is a copy."""
-        pool = pool or self
         num_full, begun = divmod(num_tokens, self.block_size)
         shared = table[:num_full]
         pool.pin(shared)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
@@ -123,9 +123,7 @@ class LLM:
                 bar.update()
         return [outputs[request.request_id] for request in requests]
 
-    def _long_call(
-        self, requests: Sequence[NewRequest], bar: tqdm
-    ) -> AbstractContextManager[Callable[[], None] | None]:
+    def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Any:
         """Around the steps of `generate`; gives a function to call after each."""
         return nullcontext()
 

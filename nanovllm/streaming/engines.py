@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, StepError
 from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.requests.input_processor import InputProcessor
-
-if TYPE_CHECKING:
-    from nanovllm.engine import EngineObservers
 
 
 class EngineInterface(Protocol):
@@ -22,11 +19,9 @@ class EngineInterface(Protocol):
     config: EngineConfig
     input_processor: InputProcessor
     tokenizer: Any
+    observers: Any  # see `EngineObservers`
     clock: Callable[[], float]
     outputs: deque[RequestOutput]
-
-    @property
-    def observers(self) -> EngineObservers: ...
 
     @property
     def wake(self) -> Callable[[], None] | None:

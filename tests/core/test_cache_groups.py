@@ -9,12 +9,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.operator import AttentionStep
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.core.errors import StepError
 from nanovllm.replicas.pool_stats import PoolStats
 from tests.support.layer_kinds import WINDOW, expected, model, prompts
-from tests.support.llms import fail_in_step
+from tests.support.llms import check_engine, fail_in_step
 from tests.support.logprobs import assert_right
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -43,7 +42,7 @@ def open_llm(family: str, **options: Any) -> LLM:
 
 def generate(llm: LLM, params: Any = GREEDY) -> list[Any]:
     outputs = llm.generate(prompts(), params, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return outputs
 
 

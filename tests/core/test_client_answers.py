@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support import structured
 from tests.support.async_llms import bounded, collect
 from tests.support.async_llms import open_llm as open_async_llm
-from tests.support.llms import generate, open_llm, shared_llm, token_ids
+from tests.support.llms import check_engine, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts
 
 LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -36,7 +35,7 @@ def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_bl
         assert tokens_of(outputs) == expected
         stats = llm.stats()
         assert stats.num_preemptions > 0 and (stats.num_clients, stats.client_gap) == (0, 0.0)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

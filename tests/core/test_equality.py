@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.operator import ATTENTION_NAME
-from nanovllm.cache.block_checks import check_scheduler
 from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.llms import check_engine
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
@@ -28,7 +28,7 @@ def expected(family):
 
 def generate(llm, batch):
     outputs = llm.generate(batch, GREEDY, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return [output.outputs[0].token_ids for output in outputs]
 
 

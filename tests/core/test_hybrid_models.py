@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
 from nanovllm.model.building import build_binding
 from nanovllm.model.state_layers import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
-from tests.support.llms import fail_in_step
+from tests.support.llms import check_engine, fail_in_step
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -37,7 +36,7 @@ def prompts_of(class_name: str) -> list[list[int]]:
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -145,7 +144,7 @@ def test_a_stream_goes_on_behind_a_failed_step(crossed, monkeypatch):
         with pytest.raises((StepError, RuntimeError)):
             list(read)
         assert list(other)[-1].outputs[0].token_ids == expected[3]
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 def test_samples_and_aborted_streams_change_no_token(crossed):
@@ -157,7 +156,7 @@ def test_samples_and_aborted_streams_change_no_token(crossed):
         samples = SamplingParams(n=2, top_k=1, max_tokens=ANSWER, ignore_eos=True)
         outputs = llm.generate(prompts, samples, use_tqdm=False)
         assert [[sample.token_ids for sample in output.outputs] for output in outputs] == [[e, e] for e in expected]
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 def test_padding_and_other_sequences_do_not_reach_a_state():

@@ -13,8 +13,8 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, EngineDeadError, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.process.interrupts import InterruptsHeld, interrupts_let_through
+from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
@@ -109,7 +109,7 @@ def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap
         assert (tokens(seen[-1]), seen[-1].outputs[0].text) == expected()[0], interrupt.place
         (after,) = llm.generate(OTHER, PARAMS, use_tqdm=False)
         assert (tokens(after), after.outputs[0].text) == expected()[1], interrupt.place
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         stats = llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), interrupt.place
         assert not llm._inboxes and not llm._engine.outputs and not llm._engine._deadlines
@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_wit
         (after,) = llm.generate(OTHER, SAMPLES, use_tqdm=False)
         for output, expected_output in zip((seen[-1], after), whole, strict=True):
             assert_same_reports(output, expected_output, interrupt.place)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
     assert len(places) >= 8
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.engine import LaunchedStep
 from nanovllm.rank_runner import RankRunner
 from nanovllm.sampling.logprobs import StepLogprobs
+from tests.support.llms import check_engine
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
 
@@ -83,7 +83,7 @@ def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_und
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
         assert calls == ["read", "interrupted"]
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.execution.learned_costs import relative_decode_cost
 from nanovllm.features.goals import building
@@ -20,6 +19,7 @@ from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support.llms import check_engine
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -35,7 +35,7 @@ def answers(params: Any = GREEDY, **options: Any) -> list[list[list[int]]]:
     prompts = random_prompts(9, low=3, high=200)
     with open_llm(max_num_seqs=4, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         assert (llm.stats().budget is None) == ("itl_goal" not in options)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 

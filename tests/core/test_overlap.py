@@ -15,6 +15,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.config import EngineConfig
+from tests.support.llms import check_engine
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -39,7 +40,7 @@ def assert_idle_and_whole(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert len(llm._engine.scheduler.in_flight) == len(llm._engine._in_flight) == 0
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
 
 
 @functools.cache

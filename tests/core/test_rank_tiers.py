@@ -10,13 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from nanovllm import LLM
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cli.main import main
 from nanovllm.core.errors import DeviceError
 from nanovllm.execution import prefix_tiers, rank_tiers
 from nanovllm.execution.rank_tiers import RankOrders
 from nanovllm.rank_runner import RankRunner
-from tests.support.llms import OPTIONS, generate, token_ids
+from tests.support.llms import OPTIONS, check_engine, generate, token_ids
 from tests.support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -43,7 +42,7 @@ def expected(folder: str) -> list[list[int]]:
 def answers(llm: LLM) -> tuple[list[list[int]], list[int]]:
     """Tokens and numbers of cached tokens."""
     outputs = generate(llm, PROMPTS, priority=[0, 1])
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     llm._engine.tiers.books.check()
     return token_ids(outputs), [output.num_cached_tokens for output in outputs]
 

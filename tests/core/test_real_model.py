@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.model.default_model import ensure_default_model
+from tests.support.llms import check_engine
 from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts
 
 pytestmark = pytest.mark.usefixtures("small_default_cache")
@@ -61,7 +61,7 @@ def check_tokens(numbers, *, num_tokens=NUM_NEW_TOKENS, together=True, warm=Fals
                 outputs = llm.generate([prompts()[number] for number in batch], params, use_tqdm=False)
                 for number, output in zip(batch, outputs, strict=True):
                     assert output.outputs[0].token_ids == right[number], f"prompt {number}, {options}"
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         return llm.stats()
 
 

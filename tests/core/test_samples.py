@@ -20,6 +20,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
 from tests.support.chi_squared import SIGNIFICANCE, p_value
+from tests.support.llms import check_engine
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
@@ -44,7 +45,7 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return outputs
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.books import TierBooks
@@ -21,7 +20,7 @@ from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.core.errors import StepError
 from nanovllm.observability.kv_events import KvEventPublisher, in_schema
 from tests.support.class_cases import own_answers
-from tests.support.llms import fail_in_step
+from tests.support.llms import check_engine, fail_in_step
 from tests.support.scheduling import Loop
 from tests.support.tiers import make_tiered_scheduler
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
@@ -81,7 +80,7 @@ def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int
 
 
 def check_books(llm: LLM) -> None:
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     if llm._engine.tiers is not None:
         llm._engine.tiers.books.check()
 

@@ -10,10 +10,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
 from nanovllm.build import build_engine
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.observability.timeline import read_trace
 from nanovllm.server.live.engine_snapshot import STEP_VALUES, step_row
 from tests.support.layer_kinds import WINDOW, model, prompts
+from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -141,7 +141,7 @@ def test_a_hook_that_is_interrupted_loses_nothing():
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 12
         assert llm.stats().hook_error is None
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 def test_a_hook_that_cannot_be_called_is_refused():

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, ErrorKind, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.model.default_model import ensure_default_model
+from tests.support.llms import check_engine
 from tests.support.structured import EOS, FORMS, check_text, form, model, open_llm, reference
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -34,7 +34,7 @@ def results(outputs: list[Any]) -> list[Any]:
 
 def answers(llm: LLM, params: Any, prompts: Any = None) -> list[Any]:
     outputs = llm.generate(PROMPTS if prompts is None else prompts, params, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     assert llm.stats().num_used_blocks == 0
     return outputs
 

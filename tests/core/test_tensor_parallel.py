@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, EmbeddingParams, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.llms import check_engine
 from tests.support.structured import FORMS, check_text, form
 from tests.support.tiny_models import save_tiny
 
@@ -53,7 +53,7 @@ def pair(folder):
 
 def generate(llm, params, batch=None):
     outputs = llm.generate(prompts() if batch is None else batch, params, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return outputs
 
 

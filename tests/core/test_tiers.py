@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.tiers import books, reading, segments, tiered_blocks
 from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.directory import CacheDirectory
@@ -29,7 +28,7 @@ from nanovllm.kernels import processor_classes
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
-from tests.support.llms import OPTIONS, generate, open_llm, token_ids
+from tests.support.llms import OPTIONS, check_engine, generate, open_llm, token_ids
 from tests.support.tiny_models import save_tiny
 
 SHARED = list(range(40, 104))  # four blocks of 16
@@ -66,7 +65,7 @@ def run_in(
     """Tokens and numbers of cached tokens of a new engine, and its statistics of tiers."""
     with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options)) as llm:
         outputs = generate(llm, prompts, priority=[*range(len(prompts))])
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         llm._engine.tiers.books.check()
         return token_ids(outputs), cached(outputs), llm.stats().tiers
 
@@ -85,7 +84,7 @@ def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family
         generate(llm, OTHERS)
         again = generate(llm, PROMPTS)
         stats = llm.stats().tiers
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         llm._engine.tiers.books.check()
     assert token_ids(again) == expected
     assert min(cached(again)) >= 64 and stats.num_loaded_blocks > 0 and stats.host_bytes > 0

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import DeviceError
 from nanovllm.core.sampling_params import _STAGES
 from nanovllm.execution import rehearsal
 from nanovllm.execution.rehearsal import rehearsal_batch, rehearse_at_start
 from tests.support.layer_kinds import model
+from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -103,7 +103,7 @@ def test_answers_are_the_same_after_every_rehearsal(folder, way, caplog):
         assert (tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)) == before
         llm.reset_prefix_cache()
         assert (tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)) == before
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 @pytest.mark.parametrize("build", [partial(model, "Gemma3Text"), partial(tiny_class_model, "Qwen3NextForCausalLM")],

@@ -15,7 +15,6 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution import cuda_graphs
 from nanovllm.execution.state_graphs import StateGraphExecutor
 from nanovllm.fast import graph_paths
@@ -23,6 +22,7 @@ from nanovllm.fast.layers import FastLayers
 from nanovllm.model import state_kernels
 from tests.support.class_cases import own_answers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.llms import check_engine
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 NUM_TOKENS = 14
@@ -86,6 +86,6 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
         for _ in range(2):
             found = [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY, use_tqdm=False)]
             assert found == own_answers(model, prompts(), NUM_TOKENS)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         assert llm.stats().num_preemptions > 0
         assert llm.stats().prefix_cache_hits > 0

@@ -15,12 +15,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flex_gpu_options
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution import cuda_graphs
 from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.layer_kinds import expected, model, prompts
+from tests.support.llms import check_engine
 
 NUM_NEW_TOKENS = 18
 OPTIONS: dict[str, Any] = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
@@ -62,5 +62,5 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, family, num_groups, o
         for _ in range(2):
             found = [o.outputs[0].token_ids for o in llm.generate(prompts(), greedy, use_tqdm=False)]
             assert found == expected(family, NUM_NEW_TOKENS)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         assert (llm.stats().num_preemptions > 0) == (family == "GptOss")

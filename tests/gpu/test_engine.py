@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.rehearsal import rehearse
@@ -28,6 +27,7 @@ from nanovllm.model import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
 from tests.support.equality import prompts as long_prompts
+from tests.support.llms import check_engine
 from tests.support.other_models import small
 from tests.support.overlap import requests
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, favour_next_tokens, tiny_model, tiny_tokenizer, widen
@@ -50,7 +50,7 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return [
         (o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason, o.error)
         for o in outputs

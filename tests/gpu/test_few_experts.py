@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
+from tests.support.llms import check_engine
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs a GPU of sm_90 or later"
@@ -228,7 +228,7 @@ def answers(model: Any, lengths: tuple[int, ...], **options: Any) -> tuple[list[
     given: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 12}
     with LLM(copy.deepcopy(model), **(given | options)) as llm:
         outputs = [llm.generate(prompts(lengths), params, use_tqdm=False) for _ in range(2)][-1]
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         return [output.outputs[0] for output in outputs], llm.stats()
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.state_graphs import StateGraphExecutor
 from nanovllm.kernels.state_checks import first_wrong
 from nanovllm.speculation import costs
 from tests.support.class_cases import own_answers
+from tests.support.llms import check_engine
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
@@ -61,7 +61,7 @@ def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list
         assert all(layer.kernel_forward is not None for layer in runner.binding.mixers.layers)
         for _ in range(rounds):
             found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
-            check_scheduler(llm._engine.scheduler)
+            check_engine(llm)
         if llm.config.cuda_graphs:
             assert runner.executor._forwards.graphs
             assert all(shape.num_tiles == 0 for shape in runner.executor._forwards.graphs)

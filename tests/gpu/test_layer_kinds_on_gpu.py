@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.execution.buckets import GraphShape
 from tests.support.gpu_steps import GpuStep, backend_of, run
 from tests.support.layer_kinds import MODELS, expected, model, prompts
+from tests.support.llms import check_engine
 from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -87,7 +87,7 @@ def answers(source: Any, rounds: int, **options: Any) -> tuple[list[list[list[in
     with LLM(source, **(OPTIONS | own | options)) as llm:
         for _ in range(rounds):
             found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         runner = llm._engine.model_runner
         assert runner.backend.__class__.__name__ != "SdpaAttention"
         several = len(runner.binding.layers) > 1 and len({layer.traits for layer in runner.binding.layers}) > 1

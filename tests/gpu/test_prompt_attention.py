@@ -12,9 +12,9 @@ import transformers
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.tiles import spans_of
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.kernels.prompt_attention import TOLERANCE as START_TOLERANCE
 from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
+from tests.support.llms import check_engine
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer, widen
 
 CUDA = torch.device("cuda")
@@ -278,7 +278,7 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
         with LLM(module, tokenizer=tiny_tokenizer(), max_model_len=1500, **given, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=0)
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            check_scheduler(llm._engine.scheduler)
+            check_engine(llm)
         assert calls
         ours = [
             entry[token].logprob

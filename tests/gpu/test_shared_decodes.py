@@ -10,10 +10,10 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import shared_prefixes
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, why_not
 from nanovllm.kernels.wide_attention import WideAttention
 from tests.support.equality import model
+from tests.support.llms import check_engine
 from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case, wide_group_and_others
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -167,7 +167,7 @@ def test_an_engine_whose_decodes_share_blocks_answers_the_same_in_float32(monkey
             ) as llm:  # fmt: skip
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert (llm.stats().num_preemptions > 0) == (pool == 40)
-                check_scheduler(llm._engine.scheduler)
+                check_engine(llm)
             answers.append([[sample.token_ids for sample in output.outputs] for output in outputs])
             assert (max(counts) > 1) == shares
     assert answers[0] == answers[1]

@@ -18,6 +18,7 @@ from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.structured import keep_bits, keep_bits_by_kernel
+from tests.support.llms import check_engine
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import random_prompts, save_tiny
 
@@ -131,7 +132,7 @@ def requests(*, is_structured: bool = True) -> tuple[list[list[int]], list[Sampl
 def answers(llm: LLM, prompts: Any, params: Any) -> list[Any]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(outputs)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     assert llm.stats().num_used_blocks == 0
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
 

@@ -10,10 +10,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.host_memory import HostMemory
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.batch import Copy
 from nanovllm.execution.prefix_tiers import PrefixTiers
 from tests.support.layer_kinds import model
+from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
@@ -75,7 +75,7 @@ def rounds(llm: LLM, count: int = 2, prompts: list[list[int]] = PROMPTS) -> list
         for begin in range(0, len(prompts), 5 + number):
             outputs = llm.generate(prompts[begin : begin + 5 + number], GREEDY, use_tqdm=False)
             found += [output.outputs[0].token_ids for output in outputs]
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     if llm._engine.tiers is not None:
         llm._engine.tiers.books.check()
     return found

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.model.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED
+from tests.support.llms import check_engine
 from tests.support.models_page import PAGE, VERSION, page, served_row
 from tests.support.rank_pair import one_pair_of_processes
 from tests.support.tiny_classes import class_names, tiny_class_model
@@ -112,7 +112,7 @@ def assert_served_or_refused(class_name: str, case: Case, own: Own, num_tokens: 
         assert_listed(served_row(class_name, llm._engine.model_runner.binding))
         answers = engine_answers(llm, case, prompts, num_tokens)
         assert_reports(llm, model, prompts[1])
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
     expected = own.answers if num_tokens == NUM_TOKENS else own_answers(model, prompts, num_tokens)
     assert len({token for tokens in expected for token in tokens}) > 2, "its tokens do not depend on the prompts"
     for found in answers:
@@ -151,7 +151,7 @@ def known_reasons(class_name: str) -> set[str | None]:
 def assert_own_tokens(llm: LLM, own: Own) -> None:
     prompts = own.prompts[2:5]  # of 1.5, 4 and 3 windows; the live module has the others
     (found,) = engine_answers(llm, SAVED_CASE, prompts, SAVED_TOKENS)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     expected = [tokens[:SAVED_TOKENS] for tokens in own.answers[2:5]]
     assert len({token for tokens in expected for token in tokens}) > 1, "its tokens do not depend on the prompts"
     assert found == expected

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.kernels.cpp_states import StateKernels, load_state_kernels
 from nanovllm.kernels.processor_classes import VARIABLE, targets
 from nanovllm.kernels.state_checks import first_wrong
 from nanovllm.model import state_kernels
 from tests.support.class_cases import own_answers
+from tests.support.llms import check_engine
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 # Of each function that a kernel replaces, and the states that stay in their slots.
@@ -70,7 +70,7 @@ def test_decodes_over_slots_give_the_tokens_of_transformers_with_hits_and_preemp
             assert generate(llm, asked) == expected
         assert llm.stats().num_preemptions > 0
         assert llm.stats().prefix_cache_hits > 0
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
 
 
 @pytest.mark.parametrize("class_name", CLASSES)

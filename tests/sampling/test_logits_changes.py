@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from nanovllm import LLM, ErrorKind, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.pieces import spellings_of
@@ -29,6 +28,7 @@ from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.request_options import RequestOptions
 from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
+from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 POOLS: dict[str, dict[str, Any]] = {
@@ -187,7 +187,7 @@ def test_a_processor_sees_every_token_and_acts_as_in_transformers(pool, overlap)
     params = [SamplingParams(temperature=0.0, max_tokens=25, **options[n % 3]) for n in range(6)]
     with open_llm(model, pool, overlap=overlap) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         inputs = torch.tensor([prompt])
         own = {"logits_processor": LogitsProcessorList([Counting()])} if number % 3 < 2 else {}
@@ -248,7 +248,7 @@ def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message
         (alone,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
         failing = SamplingParams(temperature=0.0, max_tokens=8, logits_processors=processor)
         bad, good = llm.generate([[5, 6, 7], [5, 6, 7]], [failing, params], use_tqdm=False)
-        check_scheduler(llm._engine.scheduler)
+        check_engine(llm)
         assert llm.stats().num_used_blocks == 0
     assert good.outputs[0].token_ids == alone.outputs[0].token_ids
     assert bad.outputs[0].finish_reason == "error"

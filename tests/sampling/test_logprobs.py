@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
+from tests.support.llms import check_engine
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
@@ -28,7 +28,7 @@ def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM
 
 def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return outputs
 
 

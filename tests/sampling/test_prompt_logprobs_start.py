@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
+from tests.support.llms import check_engine
 from tests.support.logprobs import assert_right
 from tests.support.tiny_models import random_prompts, tiny_model
 
@@ -56,7 +56,7 @@ def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
     with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
         for _ in ("cold", "warm"):
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            check_scheduler(llm._engine.scheduler)
+            check_engine(llm)
             for output, wanted in zip(outputs, params, strict=True):
                 assert_right(model, output, wanted)
         assert any(output.num_cached_tokens >= 64 for output in outputs if output.prompt_logprobs is not None)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.core.errors import StepError
 from nanovllm.speculation.drafter import DraftRequest
 from tests.support.class_cases import own_answers
-from tests.support.llms import fail_in_step
+from tests.support.llms import check_engine, fail_in_step
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
@@ -72,7 +71,7 @@ def open_llm(family: str, **options: Any) -> LLM:
 
 def answers(llm: LLM, name: str) -> list[Any]:
     outputs = llm.generate(prompts(), params_of(name), use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return [[(c.token_ids, c.logprobs and [*map(list, c.logprobs)]) for c in output.outputs] for output in outputs]
 
 

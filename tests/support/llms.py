@@ -62,11 +62,16 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, error: 
     monkeypatch.setattr(sampler, "sample", failing)
 
 
+def check_engine(llm: LLM) -> None:
+    """Verify the block manager's invariants against every sequence of an engine."""
+    check_scheduler(llm._engine.scheduler)
+
+
 def assert_idle_and_whole(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
 
 
 def ends_within(seconds: float, function: Callable[[], Any]) -> bool:

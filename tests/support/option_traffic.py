@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
+from tests.support.llms import check_engine
 from tests.support.structured import FORMS, form
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -48,7 +48,7 @@ def random_traffic(
 def answers(llm: LLM, seed: int, **sizes: Any) -> list[list[tuple[Any, ...]]]:
     """Each sample's tokens, end and reported tokens, whose log-probabilities depend on a device's rounding."""
     outputs = llm.generate(*random_traffic(seed, **sizes), use_tqdm=False)
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     return [
         [
             (sample.token_ids, sample.finish_reason, [set(reported) for reported in sample.logprobs or ()])

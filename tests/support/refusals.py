@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
+from tests.support.llms import check_engine
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 128}
@@ -41,7 +41,7 @@ def refused(kind: type[Exception], *arguments: Any, llm: LLM | None = None, **op
     with pytest.raises(kind) as caught:
         llm.generate(*arguments, use_tqdm=False, **options)
     assert llm.stats() == before, "work had started, or something was left in the queue"
-    check_scheduler(llm._engine.scheduler)
+    check_engine(llm)
     assert answer_of(llm) == expected_answer()
     return str(caught.value)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
@@ -203,7 +202,3 @@ class Replica:
 
     def stats(self) -> EngineStats:
         return self.observers.stats(self.scheduler)
-
-    def check_integrity(self) -> None:
-        """Check the block manager's invariants; raises RuntimeError for a broken one."""
-        check_scheduler(self.scheduler)

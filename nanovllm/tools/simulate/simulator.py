@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
@@ -133,7 +134,7 @@ class _Run:
             else:
                 self._step(heapq.heappop(begins)[1])
         for replica in self._replicas:
-            replica.check_integrity()
+            check_scheduler(replica.scheduler)
 
     def _arrive(self, time: float, number: int, arrival: float) -> None:
         config = self._replicas[0].config
