@@ -70,7 +70,7 @@ class NoObservers:
         pass
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
-        return scheduler.snapshot()
+        return EngineStats.of_scheduler(scheduler)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
-from dataclasses import asdict
 from typing import Protocol
 
 from sortedcontainers import SortedKeyList
@@ -21,7 +20,7 @@ from nanovllm.core.admission import Admission, Drafting, OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import BudgetStats
-from nanovllm.core.outputs import EngineStats, FinishReason, SchedulerStats
+from nanovllm.core.outputs import FinishReason, SchedulerStats
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 
@@ -408,28 +407,6 @@ class Scheduler:
             raise RuntimeError("preempt_all() while a step is in flight")
         for sequence in list(self.running):
             self.preempt(sequence)
-
-    def snapshot(self) -> EngineStats:
-        """The queues, the first pool of blocks, and counters of steps."""
-        manager = self.block_manager
-        num_blocks = manager.num_blocks - 1
-        return EngineStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_blocks=num_blocks,
-            num_used_blocks=num_blocks - len(manager.free_blocks),
-            num_free_blocks=len(manager.free_blocks),
-            num_findable_blocks=manager.num_findable_blocks,
-            prefix_cache_evictions=manager.num_evictions,
-            recent_hit_rate=None,
-            recent_budget_use=None,
-            hook_error=None,
-            num_clients=self.waiting.num_clients,
-            client_gap=self.waiting.gap,
-            budget=self.budget.stats(),
-            speculation=None if self.drafting is None else self.drafting.stats(),
-            **asdict(self.stats),
-        )
 
     # --------------------------------------------------------------------------------------------------- outcome
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanovllm.core.option_stats import BudgetStats, SpeculationStats, TierStats
 
@@ -290,6 +290,29 @@ class EngineStats:
     budget: BudgetStats | None = None
     tiers: TierStats | None = None
     speculation: SpeculationStats | None = None
+
+    @classmethod
+    def of_scheduler(cls, scheduler: Any) -> EngineStats:
+        """Queues, the first pool of blocks, and counters of a `Scheduler`; None where observers know more."""
+        manager = scheduler.block_manager
+        num_blocks = manager.num_blocks - 1
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=num_blocks,
+            num_used_blocks=num_blocks - len(manager.free_blocks),
+            num_free_blocks=len(manager.free_blocks),
+            num_findable_blocks=manager.num_findable_blocks,
+            prefix_cache_evictions=manager.num_evictions,
+            recent_hit_rate=None,
+            recent_budget_use=None,
+            hook_error=None,
+            num_clients=scheduler.waiting.num_clients,
+            client_gap=scheduler.waiting.gap,
+            budget=scheduler.budget.stats(),
+            speculation=None if scheduler.drafting is None else scheduler.drafting.stats(),
+            **asdict(scheduler.stats),
+        )
 
 
 @dataclass(frozen=True, slots=True)

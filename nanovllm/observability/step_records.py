@@ -186,7 +186,7 @@ class StepObservers:
         first, last = self._recent[0], self._recent[-1]
         num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
         return replace(
-            scheduler.snapshot(),
+            EngineStats.of_scheduler(scheduler),
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
             hook_error=self.error,

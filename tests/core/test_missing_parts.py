@@ -44,7 +44,7 @@ def test_without_faster_steps_shares_and_records_the_engine_has_its_own(monkeypa
         assert type(llm._engine.model_runner.paths) is StepPaths
         assert token_ids(generate(llm, prompts)) == expected
         assert llm.stats().num_output_tokens == 24
-        with pytest.raises(ValueError, match="built without `nanovllm.observability`"):
+        with pytest.raises(ValueError, match=r"built without `nanovllm\.observability`"):
             llm._engine.observers.append(print)
 
 
