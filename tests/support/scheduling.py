@@ -540,6 +540,7 @@ class Loop(LoopChecks):
     def abort(self, sequence: Sequence) -> None:
         self.seen["aborted in flight"] += sequence.num_in_flight_tokens > 0
         self.scheduler.finish(sequence, "abort")
+        self.num_steps_without_progress = 0
         check(not sequence.block_table, "an aborted request holds blocks")
         self.check()
 
