@@ -28,7 +28,7 @@ FEATURES = {
     "recurrent states": r"[Mm]ixer|record_bytes|StateBlocks|is_record|are_records|keeps_records|KeptStates|state_reads|"
     r"state_writes|recurrent",
     "tensor parallelism": r"\branks?\b|Rank|tensor_parallel|WorkerProcesses|when_failed",
-    "client shares": r"client_weights|ClientQueue|is_shared\b|\.account\b|share_bound|slot_exchange|SlotExchange",
+    "client shares": r"client_weights|ClientQueue|is_shared\b|\.account\b|slot_exchange|SlotExchange",
     "latency goals": r"itl_goal|ttft_goal|StepBudget|step_costs|LearnedCosts",
     "forks and beams": r"\bfork|Fork|[Bb]eam",
     "structured output": r"structured_output|StructuredOutput|[Mm]atcher|[Gg]rammar",

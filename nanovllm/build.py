@@ -100,7 +100,7 @@ def build_engine(
 
 
 def _part(module: str, name: str, *, option: str | None = None) -> Any:
-    """A class or function of a part; None if its folder is missing, and no option asks for it.
+    """A class or function of a part; None, said once in the log, if it is missing and no option asks for it.
 
     Raises ValueError that names the option and the folder.
     """
@@ -115,6 +115,7 @@ def _part(module: str, name: str, *, option: str | None = None) -> Any:
             ) from None
         if not f"nanovllm.{module}".startswith(missing):
             raise
+        logger.info("%s is not installed: the engine runs without it", missing)
         return None
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class EngineObservers(Protocol):
-    """Followers of an engine, called in its thread; they may not raise."""
+    """Followers of an engine, called in its thread; none of these calls but `append` may raise."""
 
     def append(self, observer: Any) -> None:
         """Add one more, from any thread."""

@@ -53,7 +53,10 @@ class Queue(Protocol):
         """Forget a sequence that ended and is in no queue."""
 
     def in_order(self) -> Iterable[Sequence]:
-        """Waiting sequences in the order of admission, which follows charges made while it is iterated."""
+        """All waiting sequences in the order of admission."""
+
+    def startable(self) -> Iterable[Sequence]:
+        """The sequences of `in_order` that may start now; their order follows charges made while it is iterated."""
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
         """Order of prompts in a step that holds few chunks: the least goes first."""
@@ -96,6 +99,9 @@ class WaitingQueue:
     def in_order(self) -> Iterable[Sequence]:
         waiting: Iterable[Sequence] = self._waiting
         return waiting
+
+    def startable(self) -> Iterable[Sequence]:
+        return self.in_order()
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
         return (sequence.key[0] // 1,)
@@ -310,7 +316,7 @@ class Scheduler:
     def _admit(self, step: OpenStep, prefills: list[Sequence], victim: Sequence | None) -> None:
         """Start waiting sequences while budget, slots and blocks that `prefills` leave last; one for a victim."""
         slots = self.config.max_num_seqs - len(self.running) + (victim is not None)
-        waiting = self.waiting.in_order() if victim is None else [self.waiting.first]
+        waiting = self.waiting.startable() if victim is None else [self.waiting.first]
         admitted: list[Sequence] = []
         for sequence, size, hits in self.admission.walk(waiting, step, prefills, slots, victim):
             if victim is not None:

@@ -46,7 +46,7 @@ class RankSampler(Sampler):
         assert binding.ranks is not None
         self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
         self.is_first = self._ranks.rank == 0
-        # No cycle: a dropped engine frees its memory at once.
+        # A report does not keep the sampler, which knows the binding's caches.
         self.stage.new_report = partial(RankLogprobs, sampler=weakref.proxy(self), by_kernel=compiles)
         self.step_draws: DrawInputs | None = _UNKNOWN
         self._draw_whole = self.draw

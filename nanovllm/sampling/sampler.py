@@ -61,11 +61,7 @@ class LogitsStage:
 
     def begin_report(self, batch: ScheduledBatch, layout: BatchLayout) -> StepReport:
         """The report of a step in which some sequence is not plain."""
-        asking = next(entry.sequence for entry in batch.entries if not entry.sequence.is_plain)
-        raise ValueError(
-            f"request {asking.request_id!r} has options besides temperature and filters, which this engine was built "
-            "without; leave them out."
-        )
+        raise _refused([entry.sequence for entry in batch.entries])
 
     def inputs(self, layout: BatchLayout, sequences: SequenceABC[Sequence], previous: Tensor | None) -> Any:
         """Inputs of `apply` for these sampled rows; `previous` has the tokens of the step before, on the device."""
@@ -80,7 +76,15 @@ class LogitsStage:
         report: Any,
     ) -> Tensor:
         """Tokens of these rows as `Sampler.sample` returns them, by `draw` of changed logits."""
-        return draw(logits, sequences, positions)
+        raise _refused(sequences)
+
+
+def _refused(sequences: SequenceABC[Sequence]) -> ValueError:
+    asking = next(sequence for sequence in sequences if not sequence.is_plain)
+    return ValueError(
+        f"request {asking.request_id!r} has options besides temperature and filters, which this engine was built "
+        "without; leave them out."
+    )
 
 
 class Sampler:

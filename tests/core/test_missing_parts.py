@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+import nanovllm.build
 from nanovllm.model_runner import StepPaths
 from nanovllm.scheduler import WaitingQueue, WholeBudget
 from tests.support.llms import generate, open_llm, token_ids
@@ -46,6 +50,15 @@ def test_without_faster_steps_shares_and_records_the_engine_has_its_own(monkeypa
         assert llm.stats().num_output_tokens == 24
         with pytest.raises(ValueError, match=r"built without `nanovllm\.observability`"):
             llm._engine.observers.append(print)
+
+
+def test_every_part_that_is_asked_for_is_there():
+    """Else an engine would run without it, and only the log would say so."""
+    source = Path(nanovllm.build.__file__).read_text(encoding="utf-8")
+    parts = re.findall(r'_part\("([\w.]+)", "(\w+)"', source)
+    assert len(parts) > 8
+    for module, name in parts:
+        assert hasattr(import_module(f"nanovllm.{module}"), name), (module, name)
 
 
 def test_a_fault_within_a_part_is_not_taken_for_a_missing_folder(monkeypatch):

@@ -205,6 +205,9 @@ def test_positions_follow_the_shares_of_clients():
         "live-b": 1,
         "live-a": 3,
     }
+    scheduler.running[0].account.served += 2 * scheduler.waiting.bound  # Its client starts nothing for a while
+    assert [sequence.request_id for sequence in scheduler.waiting.startable()] == ["3"]
+    assert with_queue_positions(snapshot, engine, {"2": "live-a"}).queue_positions == {"live-a": 3}
 
 
 def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_arrival():

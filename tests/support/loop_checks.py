@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -82,9 +81,7 @@ class LoopChecks:
         check(
             queue.num_clients == len(clients), f"{queue.num_clients} clients are counted, {len(clients)} have requests"
         )
-        check(
-            sorted(queue.in_order(math.inf), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request"
-        )
+        check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
         self.seen["clients beside each other"] += len(clients) > 1
 
     def _check_partial_prefills(self) -> None:

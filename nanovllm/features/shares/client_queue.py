@@ -200,13 +200,12 @@ class ClientQueue:
 
     # ---------------------------------------------------------------------------------------------------- order
 
-    def in_order(self, bound: float | None = None) -> Iterable[Sequence]:
-        """Waiting sequences in the order of admission, which follows charges made while it is iterated.
+    def in_order(self) -> Iterable[Sequence]:
+        return self._by_share(math.inf) if self.is_shared else self._waiting
 
-        One that did not start before the next is asked for is passed by clients served at most `bound` more; None
-        stands for `self.bound`.
-        """
-        return self._by_share(self.bound if bound is None else bound) if self.is_shared else self._waiting
+    def startable(self) -> Iterable[Sequence]:
+        """See `Queue`; a sequence that did not start is passed by clients served at most `bound` more."""
+        return self._by_share(self.bound) if self.is_shared else self._waiting
 
     def _by_share(self, bound: float) -> Iterator[Sequence]:
         """Level by level; with ageing the level of the oldest is first."""
