@@ -56,10 +56,10 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     reached = closure(ENTRIES, without=(COMPOSITION_ROOT,))
     yield "closure of the engine, functions' imports too: files", len(reached), 58
     yield "closure of the engine: lines", num_lines(reached), 8_700
-    yield "closure of the engine: tokens", num_tokens(reached), 51_150
+    yield "closure of the engine: tokens", num_tokens(reached), 51_200
     yield "folders that the engine cannot do without", int(printed_by("deletions.py").split()[-1]), 0
     yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 139
-    yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_490
+    yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_500
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 251
     for file, function, max_lines, max_tokens in (
         ("scheduler.py", "schedule", 47, 569),
@@ -83,8 +83,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 483_800
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 612_600
+    yield "package: tokens", num_tokens(PYTHON), 483_850
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 612_700
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 90_750
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
