@@ -100,7 +100,7 @@ class Admission:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break
             if held_back is not None and sequence.client != held_back:
-                break  # Other clients pass it until their service exceeds the bound
+                break  # A start of another client could exceed the bound of shares
             if sequence.num_in_flight_tokens:
                 continue  # It was preempted; its token in flight is read first
             if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
