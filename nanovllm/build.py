@@ -214,7 +214,7 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
         vocab_size=loaded.vocab_size,
         num_logits=binding.vocab_size,
         model_name=loaded.name,
-        has_base_model=binding.has_base_model,
+        has_base_model=binding.passes.has_base_model,
         has_head=loaded.has_head,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
         sampling_defaults=loaded.sampling_defaults if model_runner.config.generation_config == "auto" else {},

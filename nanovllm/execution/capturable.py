@@ -80,7 +80,7 @@ def has_hooks(binding: ModelBinding) -> bool:
 def splits_head(binding: ModelBinding) -> bool:
     """Whether hidden states and head, run separately, give the same logits; tried on a few tokens, on all ranks."""
     with binding.probing(StateProbe()):
-        splits = binding.has_base_model and _computes_parts(binding)
+        splits = binding.passes.has_base_model and _computes_parts(binding)
         return splits if binding.ranks is None else bool(binding.ranks.agree(splits))
 
 

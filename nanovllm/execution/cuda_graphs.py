@@ -37,6 +37,7 @@ from nanovllm.execution.stacked_steps import StackedSteps, build_stacked_steps, 
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.stacked_layers import unstack_layers
+from nanovllm.model.forward import head_step
 from nanovllm.process.device import find_kernel, own_code, to_device
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -190,7 +191,8 @@ class GraphExecutor:
         """The forward pass of the packed step, captured by shape."""
         inputs, sample_rows = self._attention_step(shape), self._draw_inputs.sample_rows
         if self._splits_head:
-            states = self._binding.hidden_step(*inputs).index_select(0, sample_rows)
+            hidden_states = self._binding.passes.hidden_states
+            states = self._binding.compute_step(hidden_states, *inputs).index_select(0, sample_rows)
         else:
             states = self._binding.forward_step(*inputs, sample_rows)
         if self._states is None:
@@ -203,12 +205,13 @@ class GraphExecutor:
         """Logits of the hidden states, and tokens if the head draws; captured by number of samples."""
         assert self._states is not None
         states = self._states[: head.num_samples]
-        self._take_logits(self._binding.head(states) if self._splits_head else states, head)
+        self._take_logits(head_step(self._binding, states) if self._splits_head else states, head)
 
     def _run_whole(self, shape: GraphShape, head: HeadShape, report: StepLogprobs | None) -> None:
         """The step as one forward pass from tokens to logits."""
         rows = self._draw_inputs.sample_rows[: head.num_samples]
-        self._take_logits(self._binding.forward_step(*self._attention_step(shape), rows, report), head)
+        compute = partial(self._binding.passes.whole, report)
+        self._take_logits(self._binding.compute_step(compute, *self._attention_step(shape), rows), head)
 
     def _take_logits(self, logits: Tensor, head: HeadShape) -> None:
         count = head.num_samples

@@ -68,22 +68,18 @@ class DirectExecutor:
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
         binding.mixers.begin_step(layouts[-1], device)
-        if report is not None and not report.needs_logits:
-            report.take_states(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
-            return partial(self._draw_nothing, sample_rows)
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         return partial(self._draw, logits, batch, layout, report)
 
     def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepReport | None) -> Tensor:
         with torch.no_grad():
             sampler, sequences = self._sampler, batch.sampling
+            if report is not None and not report.needs_logits:  # embeddings have no tokens
+                self._sampled = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+                return self._sampled
             inputs = None if report is None else sampler.stage.inputs(layout, sequences, self._sampled)
             positions = layout.sampled_positions.tolist()
             self._sampled = sampler.sample(logits, sequences, positions, inputs, report)
-        return self._sampled
-
-    def _draw_nothing(self, sample_rows: Tensor) -> Tensor:
-        self._sampled = torch.zeros_like(sample_rows)  # embeddings have no tokens
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:

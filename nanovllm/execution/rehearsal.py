@@ -92,7 +92,7 @@ def rehearsal_batch(binding: ModelBinding, config: EngineConfig, number: int) ->
     longest = min(config.max_model_len - 1, config.max_num_batched_tokens)
     if binding.device.type not in DEVICES or binding.ranks is not None or longest < _PROMPT_TOKENS:
         return None
-    found = _rehearsals(embeds=binding.has_base_model, drafts=bool(config.speculation) and not binding.mixers)
+    found = _rehearsals(embeds=binding.passes.has_base_model, drafts=bool(config.speculation) and not binding.mixers)
     if number >= 3 * len(found):
         return None
     (params, num_samples, copies), form = found[number // 3], number % 3

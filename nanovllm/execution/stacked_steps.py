@@ -31,6 +31,7 @@ from nanovllm.execution.step_inputs import Packing
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.distances import difference_of_rows, rewriting
 from nanovllm.model.fast.stacked_step import StackedStep
+from nanovllm.model.forward import head_step
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, draw
 from nanovllm.sampling.noise import GAMMA_32, signed_32
@@ -222,7 +223,9 @@ def build_stacked_steps(
         step = StackedStep(binding.model, binding.stacked, binding.vocab_size, config.max_model_len, options)
         steps = StackedSteps(step, config.block_size, **parts)
         run_few_decodes(
-            binding, config, lambda layout: steps.check(layout, binding.head(run_layers(layout)[: layout.num_tokens]))
+            binding,
+            config,
+            lambda layout: steps.check(layout, head_step(binding, run_layers(layout)[: layout.num_tokens])),
         )
     except (NotFusedError, launch_error, torch.OutOfMemoryError) as error:
         logger.info("steps of few decodes run as two graphs: %s", error)

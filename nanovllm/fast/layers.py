@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from nanovllm.core.errors import NotFusedError
@@ -22,7 +23,7 @@ from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import may_stack_layers, stacked_layers
 from nanovllm.model.mixers import Mixers
-from nanovllm.model.probe import probe_model
+from nanovllm.model.probe import StateProbe
 from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ class FastLayers:
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         binding = self._binding
-        with merging(binding.model, binding.layer_modules):
-            probe_model(binding.model, binding.probing, binding.mixers.layer_types)
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=binding.device)
+        with merging(binding.model, binding.layer_modules), binding.probing(StateProbe()):
+            binding.passes.logits(tokens, tokens, 0)
 
     def fuse_rotary(self) -> None:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""

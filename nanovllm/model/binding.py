@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -25,16 +26,14 @@ from nanovllm.attention.operator import (
 )
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.probe import (
     PROBE_NAME,
-    TWO_TOKENS,
-    Batch,
     Masks,
     Probe,
     Probing,
     StateProbe,
+    plain_probe,
     probe_model,
     probing_with,
 )
@@ -54,13 +53,7 @@ def lock_of(model: Any) -> threading.RLock:
 
 
 class StateLayers:
-    """Layers that keep states instead of K and V; false if the model has none, as by default.
-
-    Attributes:
-        layer_types: types of layers in configs besides those with attention alone, and whether such a layer attends.
-    """
-
-    layer_types: Mapping[str, bool] = {}
+    """Layers that keep states instead of K and V; false if the model has none, as by default."""
 
     def __bool__(self) -> bool:
         return False
@@ -113,10 +106,61 @@ class Watch(Protocol):
         """(weights changed, structure changed) since the last call; without `with_structure` the latter is False."""
 
 
+class WholePass:
+    """Forward passes of a causal language model, from tokens to logits; paged attention or a probe must be installed.
+
+    Args:
+        vocab_size: number of tokens that can be sampled.
+
+    Attributes:
+        has_base_model: whether hidden states can be computed apart from logits, as `ForwardPasses` does.
+    """
+
+    has_base_model = False
+
+    def __init__(self, model: Any, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+
+    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
+
+        Args:
+            token_ids, positions: [1, num_rows] int64.
+            sample_rows: [num_samples] int64; 0 for all rows.
+
+        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
+        """
+        logits: Tensor = self._model(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            return_dict=True,
+            **kwargs,
+        ).logits[0]
+        num_logits = logits.shape[1]
+        if num_logits == self._vocab_size:
+            return logits
+        if num_logits < self._vocab_size:
+            raise RuntimeError(
+                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
+                "engine was built. Build a new engine."
+            )
+        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
+
+    def of_step(self, report: StepReport | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """Logits of a step, whose report gets whatever else it reads: here nothing; see `logits`."""
+        return self.logits(*inputs, **kwargs)
+
+    def drop_copies(self) -> None:
+        """Drop everything that keeps the model's weights besides the model."""
+
+
 class BindingParts(NamedTuple):
     """Parts of a binding that a plain model can do without.
 
-    batch_for: makes the batch of the first probe, for a model.
+    probe_for: makes the first probe of a model.
     masks_for: makes the masks of each probe, for the config of a text model.
     check: raises UnsupportedModelError for a model that an engine would compute wrongly.
     implementations: names of `transformers` implementations besides attention, by attribute of configs.
@@ -124,7 +168,7 @@ class BindingParts(NamedTuple):
 
     states: StateLayers = StateLayers()
     rope: Rope = Rope()
-    batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS
+    probe_for: Callable[[Any], Probe] = plain_probe
     masks_for: Callable[[Any], Masks] = lambda _: Masks()
     check: Callable[[Probing, Probe], object] = lambda *_: None
     implementations: Mapping[str, str] = MappingProxyType({})
@@ -146,7 +190,8 @@ class ModelBinding:
         layer_modules: the decoder layers that hold these, which faster calls may replace.
         mixers: layers that keep states.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
-        has_base_model: whether a submodule computes the hidden states, with the head outside of it.
+        passes: forward passes; `ForwardPasses` has those in two parts.
+        patches: changes of the model in force.
         min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
         watch: detects changes of a live module; None if it is not live.
         ranks: `Ranks` of a sharded model.
@@ -173,18 +218,16 @@ class ModelBinding:
         self.stacked: Any = None  # `StackedLayers`, the layers in one launch
         self.fused_layers: list[Any] = []  # `FusedLayer` in the place of each decoder layer
         self.rotary_changes: list[Change] = []
-        self._patches, self._is_installed = AttributePatches(), False
+        self.patches, self._is_installed = AttributePatches(), False
         self.mixers = parts.states
         self.rope = parts.rope
         self._implementations = parts.implementations
         self._masks_for = parts.masks_for
-        probe = probe_model(model, self.probing, self.mixers.layer_types, parts.batch_for)
+        probe = probe_model(model, self.probing, parts.probe_for)
         self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
         parts.check(self.probing, probe)
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, probe.logits.shape[1])
-        self.passes = ForwardPasses(model, self._patches, self.vocab_size)
-        with self.probing(StateProbe()):
-            self.has_base_model = self.passes.has_base_model(self.device)
+        self.passes: Any = WholePass(model, self.vocab_size)
         self.dtype = self.layers[0].dtype if self.layers else model.dtype
         self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
 
@@ -201,21 +244,21 @@ class ModelBinding:
                     self.uninstall()
 
     def install(self, attention_name: str = ATTENTION_NAME) -> None:
-        self._patches.undo()  # leftovers of an interrupt
+        self.patches.undo()  # leftovers of an interrupt
         changes = [*redirected_to(self.model, attention_name, self._implementations), *self.rope.changes]
         handle = None if self.passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, self.caches.kinds, handle) + self.rotary_changes
         calls = *self.calls.items(), *zip(self.layer_modules, self.fused_layers, strict=False)
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in calls]
         changes += self.mixers.step_changes(self.caches.of_records)
-        self._patches.apply(changes)
+        self.patches.apply(changes)
         self._is_installed = True
 
     def uninstall(self) -> None:
         """Restore the module to its state before `installed`; may be called again after an interrupt."""
         with self._lock:
             self._is_installed = False
-            self._patches.undo()
+            self.patches.undo()
 
     @contextmanager
     def probing(self, probe: StateProbe) -> Iterator[None]:
@@ -224,8 +267,8 @@ class ModelBinding:
             self.uninstall()  # a model that is not live stays hooked between steps
             probe.masks = self._masks_for(self.model.config.get_text_config(decoder=True))
             try:
-                self._patches.apply(redirected_to(self.model, PROBE_NAME, self._implementations))
-                self._patches.apply([*self.rope.changes, *self.mixers.probing_changes()])
+                self.patches.apply(redirected_to(self.model, PROBE_NAME, self._implementations))
+                self.patches.apply([*self.rope.changes, *self.mixers.probing_changes()])
                 yield
             finally:
                 self.uninstall()
@@ -246,14 +289,25 @@ class ModelBinding:
             token_ids, positions: [num_rows] int64.
             slot_mapping: [num_rows] int64, the cache slot of each row's K and V.
             sample_rows: [num_samples] int64.
-            report: receives logits of prompt rows, piece by piece, and hidden states of embedded rows.
+            report: of the sampler's stage; None if every sequence is plain.
+
+        The logits are empty if the report needs none.
         """
-        inputs, direct = (token_ids[None], positions[None], sample_rows), self.passes.direct
+        compute = partial(self.passes.of_step, report)
+        return self.compute_step(compute, step, token_ids, positions, slot_mapping, sample_rows)
+
+    def compute_step(
+        self,
+        compute: Callable[..., Tensor],
+        step: AttentionStep,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        *rows: Tensor,
+    ) -> Tensor:
+        """The result of a function of `passes` over the paged caches; other arguments as in `forward_step`."""
         with self._in_step(step, slot_mapping) as extra:
-            if report is not None and report.reads_rows:
-                return self.passes.reported(report, *inputs, **extra)
-            compute = direct if direct is not None and direct.is_ready else self.passes.logits
-            return compute(*inputs, **extra)
+            return compute(token_ids[None], positions[None], *rows, **extra)
 
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -270,16 +324,6 @@ class ModelBinding:
                 self.uninstall()  # again: an interrupt may have cut the first one short
                 raise
 
-    def hidden_step(self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
-        """Hidden states [num_rows, hidden_size] over the paged caches; arguments as in `forward_step`."""
-        with self._in_step(step, slot_mapping) as extra:
-            return self.passes.hidden_states(token_ids[None], positions[None], **extra)
-
-    def head(self, hidden_states: Tensor) -> Tensor:
-        """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
-        with self.installed():
-            return self.passes.head(hidden_states)
-
     def release_caches(self) -> None:
         self.uninstall()
         self.caches.release()
@@ -287,4 +331,5 @@ class ModelBinding:
     def close(self) -> None:
         self.release_caches()
         self.calls, self.stacked = {}, None
-        self.fused_layers, self.rotary_changes, self.passes.direct = [], [], None
+        self.fused_layers, self.rotary_changes = [], []
+        self.passes.drop_copies()

@@ -12,6 +12,7 @@ from nanovllm.attention.first_touch import LazyMemory
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.binding import BindingParts, ModelBinding, StateLayers, lock_of
 from nanovllm.model.experts import EXPERTS
+from nanovllm.model.forward import split_passes
 from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.model.headless import is_headless
 from nanovllm.model.mask_probe import MaskProbe
@@ -19,7 +20,8 @@ from nanovllm.model.module_watch import ModuleWatch
 from nanovllm.model.patches import modules_of
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import Probe, Probing
-from nanovllm.model.state_layers import recurrent_modules
+from nanovllm.model.state_layers import LAYER_TYPES, recurrent_modules
+from nanovllm.model.unsupported import attending_layers, unsupported
 
 if TYPE_CHECKING:
     from nanovllm.model.ranks import Ranks
@@ -53,12 +55,13 @@ def build_binding(
         states=_state_layers(model),
         rope=PinnedRope(model),
         masks_for=MaskProbe.from_config,
-        batch_for=RowBatches.for_model,
+        probe_for=_probe_for,
         check=check,
         implementations=EXPERTS,
     )
     binding = ModelBinding(model, is_live=is_live, parts=parts)
-    if is_headless(model) and not binding.has_base_model:
+    split_passes(binding)
+    if is_headless(model) and not binding.passes.has_base_model:
         name = type(model.base_model).__name__
         raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
     binding.unshared = unshared
@@ -73,6 +76,12 @@ def build_binding(
 
         split_logits(binding, ranks, head)
     return binding
+
+
+def _probe_for(model: Any) -> Probe:
+    batch, others = RowBatches.for_model(model), LAYER_TYPES if recurrent_modules(model) else {}
+    attending = attending_layers(type(model).__name__, model.config.get_text_config(decoder=True), others)
+    return Probe(batch=batch, attending=attending, is_mixed=bool(others), refused=unsupported)
 
 
 def _state_layers(model: nn.Module) -> StateLayers:

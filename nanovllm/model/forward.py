@@ -1,4 +1,4 @@
-"""A causal language model's own forward: whole, or in two parts, the hidden states and the head."""
+"""A causal language model's own forward in two parts, the hidden states and the head; and what reads them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.model.binding import ModelBinding, WholePass
 from nanovllm.model.patches import AttributePatches, modules_of
-from nanovllm.sampling.sampler import StepReport
+from nanovllm.model.probe import StateProbe
+from nanovllm.sampling.logprobs import StepLogprobs
 
 
 class _BaseModelOutput(Exception):
@@ -24,6 +26,8 @@ class _BaseModelOutput(Exception):
 class ForwardPasses:
     """Forward passes of one model, whole or split at the head; paged attention or a probe must be installed.
 
+    In the place of `WholePass` in a binding.
+
     Both parts run the model's own forward with its base model replaced, so that its operations on hidden states and
     logits (norms, scales, soft caps) are kept.
 
@@ -35,44 +39,40 @@ class ForwardPasses:
     def __init__(self, model: Any, patches: AttributePatches, vocab_size: int) -> None:
         self._model = model
         self._patches = patches
-        self._vocab_size = vocab_size
+        self.logits = WholePass(model, vocab_size).logits
+        self.has_base_model = False  # until it is known
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
         self.direct: Any = None  # `DirectPass` or `Trial`, for steps
 
     def with_logits_of(self, vocab_size: int) -> ForwardPasses:
         """The passes with logits of other tokens."""
-        return ForwardPasses(self._model, self._patches, vocab_size)
+        passes = ForwardPasses(self._model, self._patches, vocab_size)
+        passes.has_base_model = self.has_base_model
+        return passes
 
-    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
-        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
+    def of_step(self, report: StepLogprobs | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """Logits of a step as by `logits`, empty if the report needs none; fills the report."""
+        if report is not None and not report.needs_logits:
+            token_ids, positions, sample_rows = inputs
+            states = self.hidden_states(token_ids, positions, **kwargs)
+            report.take_states(states, sample_rows)
+            return states.new_empty(len(sample_rows), 0)
+        return self.whole(report, *inputs, **kwargs)
 
-        Args:
-            token_ids, positions: [1, num_rows] int64.
-            sample_rows: [num_samples] int64; 0 for all rows.
+    def whole(self, report: StepLogprobs | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """As `of_step`, with logits even if the report needs none."""
+        if report is not None and report.reads_rows:
+            return self.reported(report, *inputs, **kwargs)
+        direct = self.direct
+        compute: Callable[..., Tensor] = direct if direct is not None and direct.is_ready else self.logits
+        return compute(*inputs, **kwargs)
 
-        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
-        """
-        logits: Tensor = self._model(
-            input_ids=token_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=sample_rows,
-            return_dict=True,
-            **kwargs,
-        ).logits[0]
-        num_logits = logits.shape[1]
-        if num_logits == self._vocab_size:
-            return logits
-        if num_logits < self._vocab_size:
-            raise RuntimeError(
-                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
-                "engine was built. Build a new engine."
-            )
-        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
+    def drop_copies(self) -> None:
+        self.direct = None
 
     def reported(
-        self, report: StepReport, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
+        self, report: StepLogprobs, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
     ) -> Tensor:
         """As `logits`; also fills the report (prompt logprobs, embeddings) from the same pass of the layers."""
         inputs = token_ids, positions
@@ -126,7 +126,7 @@ class ForwardPasses:
         with self._base_model_as(lambda *args, **kwargs: output):
             return self.logits(no_tokens, no_tokens, 0)
 
-    def has_base_model(self, device: torch.device) -> bool:
+    def calls_base_model(self, device: torch.device) -> bool:
         """Whether a submodule computes the hidden states and the head lies outside of it, tried on one token.
 
         Some models (OPT) call parts of the submodule directly.
@@ -155,3 +155,17 @@ class ForwardPasses:
             yield
         finally:
             self._patches.undo(down_to=num_changes)
+
+
+def split_passes(binding: ModelBinding) -> None:
+    """Let a binding compute hidden states apart from logits, if its model does."""
+    binding.passes = passes = ForwardPasses(binding.model, binding.patches, binding.vocab_size)
+    with binding.probing(StateProbe()):
+        passes.has_base_model = passes.calls_base_model(binding.device)
+
+
+def head_step(binding: ModelBinding, hidden_states: Tensor) -> Tensor:
+    """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
+    with binding.installed():
+        logits: Tensor = binding.passes.head(hidden_states)
+        return logits

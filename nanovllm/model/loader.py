@@ -27,10 +27,9 @@ from nanovllm.model.exact_activations import check_exact_activations
 from nanovllm.model.headless import is_headless, load_headless, with_stand_in
 from nanovllm.model.limits import check_limits, check_stored_limits
 from nanovllm.model.mistakes import name_mistake, name_tensors
-from nanovllm.model.probe import attending_layers
 from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 from nanovllm.model.state_layers import LAYER_TYPES
-from nanovllm.model.unsupported import unsupported
+from nanovllm.model.unsupported import attending_layers, unsupported
 from nanovllm.requests.chat import with_chat_template
 
 if TYPE_CHECKING:

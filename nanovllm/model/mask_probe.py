@@ -41,12 +41,20 @@ class MaskProbe(Masks):
         self._functions[mask.untyped_storage().data_ptr()] = mask, mask_function
         return mask
 
-    def knows(self, mask: Tensor) -> bool:
-        return mask.untyped_storage().data_ptr() in self._functions
+    def check(self, layer: str, mask: Tensor) -> None:
+        if mask.untyped_storage().data_ptr() not in self._functions:
+            raise unsupported("own mask", layer)
 
-    def sight(self, mask: Tensor | None) -> StateKind | None:
-        if mask is None:
-            return FULL
+    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> StateKind:
+        sight = FULL if mask is None else self._sight(mask)
+        if sight is None:
+            raise unsupported("other mask", layer)
+        if window is not None and sight.window != window:
+            seen = f"a sliding window of {window} tokens, while the mask has {sight.window or 'none'}"
+            raise unsupported("window of the mask", layer, seen)
+        return sight
+
+    def _sight(self, mask: Tensor) -> StateKind | None:
         address = mask.untyped_storage().data_ptr()
         if address not in self._sights:
             found = _sight_of(self._functions[address][1], self.sizes, mask.device)

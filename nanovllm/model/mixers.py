@@ -34,7 +34,7 @@ from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.model.binding import StateLayers
 from nanovllm.model.patches import Change
 from nanovllm.model.state_chunks import Chunk, StepChunks
-from nanovllm.model.state_layers import LAYER_TYPES, CacheStates, StateLayer, StateName
+from nanovllm.model.state_layers import CacheStates, StateLayer, StateName
 from nanovllm.model.unsupported import unsupported
 from nanovllm.process.device import to_device
 
@@ -130,8 +130,6 @@ class Mixers(StateLayers):
         layers: those of the forward pass, in its order, once a probe has run.
         kernels: for decodes of layers that have a `kernel_forward`; see `state_kernels`.
     """
-
-    layer_types = LAYER_TYPES
 
     def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
         config = model.config.get_text_config(decoder=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from nanovllm.attention.operator import SINKS, AttentionLayer
 from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.unsupported import reason_of_layer_type, unsupported
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # a keyword argument of the model, to see which layers receive it
@@ -28,25 +27,37 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # in configs
-
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers, in configs
 
 MaskFunction = Callable[..., Tensor]  # (batch, head, query, key indices) -> whether the query sees the key
 
 
+def refused(reason: str, subject: str, detail: str = "") -> UnsupportedModelError:
+    """The error of an unsupported trait.
+
+    Args:
+        reason: key of `nanovllm.model.unsupported.REASONS`, which explains it.
+        subject: the model, or its layer.
+        detail: the observation, put in parentheses.
+    """
+    seen = f" ({detail})" if detail else ""
+    return UnsupportedModelError(f"{subject} is not supported: {reason}{seen}.", reason=reason)
+
+
 class Masks:
-    """Masks of one forward pass: by default each row sees all earlier positions."""
+    """Masks of one forward pass: by default each row sees all earlier positions, and no layer has a window."""
 
     def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
         """A placeholder [1, 1, num_queries, num_keys] for a mask."""
         return torch.zeros(1, 1, *shape, dtype=torch.bool, device=device)
 
-    def knows(self, mask: Tensor) -> bool:
-        """Whether a tensor is a placeholder, or a view of one."""
-        return True
+    def check(self, layer: str, mask: Tensor) -> None:
+        """Refuse a tensor that is neither a placeholder nor a view of one."""
 
-    def sight(self, mask: Tensor | None) -> StateKind | None:
-        """The visible positions of a layer with this mask; None for a mask of another kind."""
+    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> StateKind:
+        """The visible positions of a layer's mask; refuses others, and a `sliding_window` argument that differs."""
+        if window is not None:
+            raise refused("window of the mask", layer, f"a sliding window of {window} tokens")
         return FULL
 
 
@@ -93,12 +104,16 @@ class Probe(StateProbe):
     """Records the arguments of each attention layer in one forward pass, and refuses unimplemented features.
 
     Attributes:
-        attending: indices of layers with attention, if the config tells.
         batch: tokens of the pass.
+        attending: indices of layers with attention, if the config tells.
+        is_mixed: whether some layers may keep states instead.
+        refused: the error of a trait, as by `refused`.
     """
 
     batch: Batch = TWO_TOKENS
     attending: Sequence[int] | None = None
+    is_mixed: bool = False
+    refused: Callable[..., UnsupportedModelError] = refused
     layers: list[AttentionLayer] = field(default_factory=list)
     passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
     _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
@@ -116,22 +131,22 @@ class Probe(StateProbe):
         """Record a layer; raises UnsupportedModelError, which names the layer and the unsupported feature."""
         name = f"layer {len(self.layers)} ({type(module).__name__})"
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-            raise unsupported("both directions", name)
+            raise self.refused("both directions", name)
         if any(layer.module is module for layer in self.layers):
-            raise unsupported("repeated layers", name)
+            raise self.refused("repeated layers", name)
         if key.shape[:3] != value.shape[:3]:
-            raise unsupported("uneven keys", name, f"{tuple(key.shape)} and {tuple(value.shape)}")
+            raise self.refused("uneven keys", name, f"{tuple(key.shape)} and {tuple(value.shape)}")
         if query.shape[2] != key.shape[2]:
-            raise unsupported("other keys", name)
+            raise self.refused("other keys", name)
         self.passes_keywords &= PROBE_ARGUMENT in kwargs
         window, softcap, sinks = (kwargs.pop(extra, None) for extra in ("sliding_window", "softcap", SINKS))
         for argument, given in kwargs.items():
             is_off = given is None or (isinstance(given, (bool, int, float)) and not given)
             if not is_off and argument not in _HARMLESS:
-                raise unsupported("unknown argument", name, repr(argument))
+                raise self.refused("unknown argument", name, repr(argument))
         if sinks is not None and sinks.shape != query.shape[1:2]:
-            raise unsupported("unknown argument", name, f"sinks of {tuple(sinks.shape)}, not one a head")
-        sight = self._sight(name, mask, window or None)
+            raise self.refused("unknown argument", name, f"sinks of {tuple(sinks.shape)}, not one a head")
+        sight = self.masks.sight(name, mask, window or None)
         traits = LayerTraits(
             query.shape[1], key.shape[1], query.shape[3], value.shape[3], sight, softcap or None, sinks is not None,
             self._shared_with(key, value),
@@ -139,16 +154,6 @@ class Probe(StateProbe):
         super().record(module, query, key, value, scaling, mask, kwargs)
         self._states.append((key, value))
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
-
-    def _sight(self, name: str, mask: Tensor | None, window: int | None) -> StateKind:
-        """The visible positions of the layer's mask; refuses a `sliding_window` argument that contradicts it."""
-        sight = self.masks.sight(mask)
-        if sight is None:
-            raise unsupported("other mask", name)
-        if window is not None and sight.window != window:
-            seen = f"a sliding window of {window} tokens, while the mask has {sight.window or 'none'}"
-            raise unsupported("window of the mask", name, seen)
-        return sight
 
     def _shared_with(self, key: Tensor, value: Tensor) -> int | None:
         """The earlier layer with the same K and V tensors, or None."""
@@ -158,17 +163,26 @@ class Probe(StateProbe):
         return None
 
 
+def plain_probe(model: Any) -> Probe:
+    """The probe of a model in which every layer attends; refuses others by their type in the config."""
+    text_config = model.config.get_text_config(decoder=True)
+    for index, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
+        if layer_type not in ATTENTION_TYPES:
+            layer = f"layer {index} of {type(model).__name__}"
+            raise refused("layer type", layer, f"{layer_type!r} is not attention, such as a recurrent state")
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    return Probe(attending=None if num_layers is None else range(num_layers))
+
+
 def probe_model(
     model: Any,
     probing: Probing,
-    layer_types: Mapping[str, bool],
-    batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS,
+    probe_for: Callable[[Any], Probe] = plain_probe,
 ) -> Probe:
     """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
 
     Args:
-        layer_types: further types of layers in configs, and whether such a layer attends. With some, not every layer
-            needs to.
+        probe_for: makes the probe of a model.
     """
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -176,11 +190,8 @@ def probe_model(
         raise UnsupportedModelError(f"{name} is on several devices ({', '.join(devices)}); put it on one.")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
-    batch = batch_for(model)
-    text_config = model.config.get_text_config(decoder=True)
-    attending = attending_layers(name, text_config, layer_types)
-    expected = None if attending is None else len(attending)
-    probe = Probe(batch=batch, attending=attending)
+    probe = probe_for(model)
+    batch, expected = probe.batch, None if probe.attending is None else len(probe.attending)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
@@ -200,30 +211,14 @@ def probe_model(
             raise
         except Exception as error:
             failure = error
-    if len(probe.layers) != expected and not layer_types and (failure is None or not probe.layers):
+    if len(probe.layers) != expected and not probe.is_mixed and (failure is None or not probe.layers):
         failed = "" if failure is None else f", and a probe of {len(token_ids)} tokens failed ({failure})"
         seen = f"{len(probe.layers)} of {expected} layers reached the attention interface of `transformers`{failed}"
-        raise unsupported("own attention", f"{name} cannot be served: a layer of it", seen)
+        raise probe.refused("own attention", f"{name} cannot be served: a layer of it", seen)
     if failure is not None:
         seen = f"could not run a probe of {len(token_ids)} tokens: {failure}"
-        raise unsupported("more inputs than tokens", name, seen) from failure
+        raise probe.refused("more inputs than tokens", name, seen) from failure
     return probe
-
-
-def attending_layers(name: str, text_config: Any, others: Mapping[str, bool]) -> Sequence[int] | None:
-    """Indices of the layers with attention, by the config; None if it does not tell. Refuses unknown types.
-
-    Args:
-        others: further types of layers, and whether such a layer attends.
-    """
-    layer_types = getattr(text_config, "layer_types", None)
-    for index, layer_type in enumerate(layer_types or ()):
-        if layer_type not in _LAYER_TYPES and layer_type not in others:
-            raise unsupported(reason_of_layer_type(layer_type), f"layer {index} of {name}", f"of type {layer_type!r}")
-    if layer_types:
-        return [index for index, layer_type in enumerate(layer_types) if others.get(layer_type, True)]
-    num_layers = getattr(text_config, "num_hidden_layers", None)
-    return None if num_layers is None else range(num_layers)
 
 
 Probing = Callable[[StateProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
@@ -243,8 +238,8 @@ def probing_with(probe: StateProbe) -> Iterator[None]:
 
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Replaces attention: each token attends to itself alone."""
-    if attention_mask is not None and not _current.probe.masks.knows(attention_mask):
-        raise unsupported("own mask", f"a layer of attention ({type(module).__name__})")
+    if attention_mask is not None:
+        _current.probe.masks.check(f"a layer of attention ({type(module).__name__})", attention_mask)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _current.probe.record(module, query, key, value, scaling, attention_mask, dict(kwargs))
     own = value.transpose(1, 2)

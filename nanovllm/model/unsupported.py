@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.probe import ATTENTION_TYPES
 
 OWN_GENERATE = "Use the model's own generate()."
 ONE_RANK = "Set tensor_parallel_size to 1."
@@ -152,3 +154,19 @@ def reason_of_layer_type(layer_type: str) -> str:
     """The key of REASONS for a layer type of a `transformers` config."""
     is_sparse = any(word in layer_type for word in ("sparse", "indexed", "compressed"))
     return _TYPES_OF_LAYERS.get(layer_type, "sparse attention" if is_sparse else "layer type")
+
+
+def attending_layers(name: str, text_config: Any, others: Mapping[str, bool]) -> Sequence[int] | None:
+    """Indices of the layers with attention, by the config; None if it does not tell. Refuses unknown types.
+
+    Args:
+        others: further types of layers, and whether such a layer attends.
+    """
+    layer_types = getattr(text_config, "layer_types", None)
+    for index, layer_type in enumerate(layer_types or ()):
+        if layer_type not in ATTENTION_TYPES and layer_type not in others:
+            raise unsupported(reason_of_layer_type(layer_type), f"layer {index} of {name}", f"of type {layer_type!r}")
+    if layer_types:
+        return [index for index, layer_type in enumerate(layer_types) if others.get(layer_type, True)]
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    return None if num_layers is None else range(num_layers)

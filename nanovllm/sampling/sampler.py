@@ -6,7 +6,7 @@ batch, whether chunked, preempted or resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from typing import Any, Protocol
@@ -29,25 +29,8 @@ class StepReport(Protocol):
     """Results of a step besides its tokens."""
 
     @property
-    def reads_rows(self) -> bool:
-        """Whether it reads more from the forward pass than logits of sampled rows."""
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether it reads hidden states."""
-
-    @property
     def needs_logits(self) -> bool:
         """Whether any row needs logits."""
-
-    def prompt_rows_in_pieces(self, device: torch.device) -> Iterator[Tensor]:
-        """Rows of the flat batch [num_rows] int64, piece by piece; `add_prompt` takes their logits in this order."""
-
-    def add_prompt(self, logits: Tensor) -> None:
-        """Add logits [num_rows, vocab_size] of the next piece."""
-
-    def take_states(self, hidden_states: Tensor, sample_rows: Tensor) -> None:
-        """Keep hidden states [num_rows, hidden_size] of some of sample_rows [num_samples], if it reads any."""
 
     def to_host(self) -> StepReport:
         """Copy all results to the host, asynchronously; they arrive with the step's tokens."""

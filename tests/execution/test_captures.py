@@ -35,6 +35,7 @@ class Binding:
         self.head_is_apart = True
         self.hidden = torch.zeros(8, 4)
         self.is_stacked, self.stacked = True, None
+        self.passes = SimpleNamespace(hidden_states=None)
 
     def unstack_layers(self) -> None:
         self.is_stacked = False
@@ -45,13 +46,13 @@ class Binding:
     def splits_head(self) -> bool:
         return self.head_is_apart
 
-    def hidden_step(self, *_: Any) -> torch.Tensor:
+    def compute_step(self, *_: Any) -> torch.Tensor:
         return self.hidden
 
     def forward_step(self, *_: Any) -> torch.Tensor:
         return self.hidden + 1
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def head_step(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
 
@@ -80,7 +81,7 @@ def make(monkeypatch):
     """Returns an executor that has not captured anything yet."""
     monkeypatch.setattr(cuda_graphs, "GraphPool", Pool)
     monkeypatch.setattr(cuda_graphs, "use_write_kernel", lambda: None)
-    for name in ("unstack_layers", "weight_addresses", "splits_head"):
+    for name in ("unstack_layers", "weight_addresses", "splits_head", "head_step"):
         monkeypatch.setattr(cuda_graphs, name, getattr(Binding, name))
     backend = SimpleNamespace(compiles_each_size=False, inputs=TableInputs(CONFIG.block_size))
     monkeypatch.setattr(cuda_graphs, "build_gpu_attention", lambda *_, **__: backend)

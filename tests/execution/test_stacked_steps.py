@@ -33,6 +33,7 @@ from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.layers import FastLayers
 from nanovllm.kernels import layer_stack
 from nanovllm.model.building import build_binding
+from nanovllm.model.forward import head_step
 from nanovllm.sampling.draw import DrawInputs
 from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
@@ -69,7 +70,8 @@ class Harness:
         decodes.step = tables = StepTables.from_inputs(inputs)
         plan = GpuFlexPlan([SimpleNamespace(decodes=decodes)], [tables])  # type: ignore[list-item]
         step = AttentionStep(plan, shape.num_rows)
-        states = self.binding.hidden_step(step, inputs.token_ids, inputs.positions, inputs.slot_mapping)
+        rows = inputs.token_ids, inputs.positions, inputs.slot_mapping
+        states = self.binding.compute_step(self.binding.passes.hidden_states, step, *rows)
         return states[inputs.sample_rows]
 
     def build(self) -> StackedSteps | None:
@@ -185,7 +187,7 @@ def test_a_step_draws_what_its_model_finds_most_probable(monkeypatch):
     harness = Harness(tiny_model("llama", dtype=torch.bfloat16))
     draw, layout = launch_of(harness, batch_of(3, 3))
     assert harness.begun == []
-    logits = harness.binding.head(harness.run_layers(layout)[:3]).float()
+    logits = head_step(harness.binding, harness.run_layers(layout)[:3]).float()
     drawn = draw().result()
     assert harness.begun == [layout] and len(drawn) == 3
     for token, row in zip(drawn, logits, strict=True):

@@ -79,7 +79,7 @@ def test_the_page_of_models_has_the_reasons_and_classes_of_the_tables():
 def assert_reports(llm: LLM, model: Any, prompt: list[int]) -> None:
     """Log-probabilities of a prompt and its embedding are the model's own, or refused where the page says so."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    if not llm._engine.model_runner.binding.has_base_model:
+    if not llm._engine.model_runner.binding.passes.has_base_model:
         for ask in (partial(llm.generate, sampling_params=params), llm.embed):
             with pytest.raises(ValueError, match="has no base model apart from its head"):
                 ask([prompt], use_tqdm=False)

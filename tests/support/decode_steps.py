@@ -55,5 +55,6 @@ def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) 
     plan = GpuFlexPlan([SimpleNamespace(decodes=backend)], [backend.step])  # type: ignore[list-item]
     step = AttentionStep(plan, num_rows)
     tokens = (torch.arange(num_rows) * 7 + 3) % VOCAB_SIZE
-    states = binding.hidden_step(step, tokens, torch.tensor(positions + padding), torch.tensor(slots + padding))
+    inputs = tokens, torch.tensor(positions + padding), torch.tensor(slots + padding)
+    states = binding.compute_step(binding.passes.hidden_states, step, *inputs)
     return states[:count].clone()

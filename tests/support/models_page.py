@@ -117,7 +117,7 @@ _WITHOUT_RANKS = {
 
 def lacking_features(class_name: str, binding: ModelBinding) -> str:
     found = [_WITHOUT_RANKS[ONE_RANK[class_name]]] if class_name in ONE_RANK else []
-    if not binding.has_base_model:
+    if not binding.passes.has_base_model:
         found.append("log-probabilities of prompts, `embed`, `score`")
     return ", ".join(found)
 
