@@ -28,7 +28,6 @@ from nanovllm.sampling.sampler import LogitsStage, Sampler, StepReport
 if TYPE_CHECKING:
     from nanovllm.attention.backends import AttentionChoice
     from nanovllm.execution.workers import WorkerProcesses
-    from nanovllm.kernels.cpp_sampling import RowKernels
 
 logger = logging.getLogger("nanovllm")
 
@@ -80,9 +79,9 @@ class StepPaths:
 
     build_stage: Callable[..., LogitsStage] | None = None
 
-    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
-        """Kernels for the sampler's rows."""
-        return None
+    def sampler_parts(self, choice: AttentionChoice) -> dict[str, Any]:
+        """Arguments of the sampler: its draws, and its stage."""
+        return {} if self.build_stage is None else {"stage": self.build_stage(by_kernels=choice.uses_graphs)}
 
     def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
         """The part of the model that CUDA graphs cannot capture, in words; None if there is none."""
@@ -129,9 +128,7 @@ class ModelRunner:
         self.config = config
         self.pools: Any = pools
         self.choice, self.paths = choice, paths
-        self.sampler = self._build_sampler(
-            compiles=choice.uses_graphs, row_kernels=paths.row_kernels(choice), build_stage=paths.build_stage
-        )
+        self.sampler = self._build_sampler(**paths.sampler_parts(choice))
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
         pools.allocate(binding.caches, config.block_size)
@@ -198,8 +195,8 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------ start-up and idle
 
-    def _build_sampler(self, **options: Any) -> Sampler:
-        return Sampler(**options)
+    def _build_sampler(self, **parts: Any) -> Sampler:
+        return Sampler(**parts)
 
     def capture_ahead(self) -> bool:
         """Rehearse an option or capture a usual shape while idle; False if none is left, or for a live module."""

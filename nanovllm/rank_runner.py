@@ -72,8 +72,8 @@ class RankRunner(ModelRunner):
             self._launch = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
-    def _build_sampler(self, **options: Any) -> RankSampler:
-        return RankSampler(self.binding, **options)
+    def _build_sampler(self, **parts: Any) -> RankSampler:
+        return RankSampler(self.binding, compiles=self.choice.uses_graphs, **parts)
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         if self.workers is None:

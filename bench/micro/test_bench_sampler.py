@@ -14,9 +14,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.request_options import RequestOptions
-from nanovllm.sampling.sampler import Sampler
 
 VOCAB_SIZE = 152_000
 NUM_OUTPUT_TOKENS = 200
@@ -62,7 +62,7 @@ def test_sampling(benchmark: BenchmarkFixture, kind: str) -> None:
     # Of a language model's steepness, so that a nucleus is as small as it is there.
     logits = 5 * torch.randn(BATCH, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits = logits.to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
-    sequences, sampler = requests(KINDS[kind]), Sampler(compiles=DEVICE.type == "cuda", build_stage=RequestOptions)
+    sequences, sampler = requests(KINDS[kind]), fast_sampler(compiles=DEVICE.type == "cuda", build_stage=RequestOptions)
     positions = [len(sequence.token_ids) for sequence in sequences]
 
     def copy_of_logits() -> tuple[tuple[torch.Tensor], dict[str, Any]]:

@@ -110,7 +110,7 @@ class GraphExecutor:
         sampler = self._sampler
         count = len(sequences)
         extras = self._extras.needed(sequences, positions)
-        draws = None if extras is None else sampler.draw_inputs(sequences, positions)
+        draws = None if extras is None else self._extras.draw_inputs(sequences, positions)
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)

@@ -24,6 +24,7 @@ from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.module_watch import tensors_of
 from nanovllm.model.patches import modules_of
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
 from nanovllm.sampling.sampler import Sampler
 
@@ -59,7 +60,7 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     backend: AttentionBackend = NoAttention()
     if not choice.uses_graphs:
         backend = _AttentionOncePerKind(choice.build(binding.layers, binding.device, config, uncompiled=True))
-    sampler = _MeasuredSampler(Sampler(compiles=choice.uses_graphs), binding.device)
+    sampler = _MeasuredSampler(fast_sampler(compiles=choice.uses_graphs), binding.device)
     binding.caches.allocate(2 * config.block_size)
     executor = DirectExecutor(binding, backend, config.block_size, sampler)  # type: ignore[arg-type]
     torch.cuda.empty_cache()

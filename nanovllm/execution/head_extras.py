@@ -16,6 +16,7 @@ from nanovllm.execution.late_draw import LateDraw
 from nanovllm.execution.mask_buffer import build_mask_buffer
 from nanovllm.execution.step_inputs import Packing
 from nanovllm.process.device import find_kernel
+from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured, StepLogprobs
 from nanovllm.sampling.penalties import PENALTY_INPUTS, LatestTokens, clear_entries, penalty_entries, write_tokens
 
@@ -62,6 +63,8 @@ class HeadExtras:
     def __init__(self, max_samples: int, device: torch.device) -> None:
         self._max_samples = max_samples
         self._device = device
+        self.draw_inputs: Callable[[SequenceABC[Sequence], SequenceABC[int]], DrawInputs | None]
+        self.draw_inputs = DrawInputs.from_sequences
         self._penalise = find_kernel("penalties", "penalise")
         self._measure = find_kernel("logprobs", "measure")
         self._masks = build_mask_buffer(max_samples, device)

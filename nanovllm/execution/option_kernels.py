@@ -19,8 +19,8 @@ import torch
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.process.device import DEVICE_LOCK, find_kernel
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.penalties import PENALTY_FIELDS
-from nanovllm.sampling.sampler import Sampler
 
 _AT_ONCE = 32
 
@@ -56,7 +56,7 @@ def option_calls(vocab_size: int, dtype: torch.dtype, device: torch.device) -> l
 
 def _draw_calls(vocab_size: int, dtype: torch.dtype, device: torch.device, inputs: Any) -> list[Callable[[], Any]]:
     """Kernels of draws and filters: of the model's logits, and of float32 ones, which a penalty or a bias leaves."""
-    draw, own = Sampler(compiles=True).draw, draw_tensors(inputs)
+    draw, own = fast_sampler(compiles=True).draw, draw_tensors(inputs)
     calls: list[Callable[[], Any]] = []
     floor_launches, masked = find_kernel("filter_floors", "floor_launches"), find_kernel("bit_masks", "masked")
     masks = _token_masks(vocab_size, device)

@@ -21,8 +21,9 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.execution.head_extras import DrawExtras, HeadExtras, draw_extras
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, best_on_cpu
+from nanovllm.sampling.draw import DrawInputs, DrawTensors
 from nanovllm.sampling.embeddings import EmbeddedRows
+from nanovllm.sampling.fast_draws import best_on_cpu
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.request_options import RequestOptions
@@ -41,8 +42,8 @@ class RankSampler(Sampler):
 
     stage: RequestOptions
 
-    def __init__(self, binding: ModelBinding, *, compiles: bool, **options: Any) -> None:
-        super().__init__(compiles=compiles, **options)
+    def __init__(self, binding: ModelBinding, *, compiles: bool, **parts: Any) -> None:
+        super().__init__(**parts)
         assert binding.ranks is not None
         self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
         self.is_first = self._ranks.rank == 0
@@ -67,9 +68,12 @@ class RankSampler(Sampler):
         return self.step_draws
 
     def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
+        """The inputs of `draw` for these rows; None if they need `sample`."""
         if self.step_draws is not _UNKNOWN:
             return self.step_draws
-        return super().draw_inputs(sequences, positions) if draw_extras(sequences, positions) == DrawExtras() else None
+        if draw_extras(sequences, positions) != DrawExtras():
+            return None
+        return DrawInputs.from_sequences(sequences, positions)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size], gathered from the ranks' shards."""
@@ -88,7 +92,7 @@ class RankSampler(Sampler):
         draws = self.draw_inputs(sequences, positions)
         if draws is not None:
             if logits.device.type == "cpu":
-                return self._draw_on_cpu(logits, draws)
+                return self._draw_together_on_cpu(logits, draws)
             return self.draw(logits, draws.to_device(logits.device), has_filters=draws.has_filters())
         whole = self.whole_logits(logits)
         if self.is_first:
@@ -110,7 +114,7 @@ class RankSampler(Sampler):
         first = self._ranks.rank * self._shards.width
         return first, max(0, min(self._vocab_size - first, self._shards.width))
 
-    def _draw_on_cpu(self, logits: Tensor, inputs: DrawInputs) -> Tensor:
+    def _draw_together_on_cpu(self, logits: Tensor, inputs: DrawInputs) -> Tensor:
         if self._shards is None or inputs.has_filters():
             scores, token_ids = best_on_cpu(self.whole_logits(logits), inputs)
             return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
@@ -136,12 +140,12 @@ class RankSampler(Sampler):
 class RankExtras(HeadExtras):
     """Captured heads of several ranks only draw; rank 0's host sampler serves all other options."""
 
-    def __init__(self, sampler: Sampler, max_samples: int, device: torch.device) -> None:
+    def __init__(self, sampler: Any, max_samples: int, device: torch.device) -> None:
         super().__init__(max_samples, device)
-        self._sampler = sampler
+        self.draw_inputs = sampler.draw_inputs
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-        return None if self._sampler.draw_inputs(sequences, positions) is None else DrawExtras()
+        return None if self.draw_inputs(sequences, positions) is None else DrawExtras()
 
 
 class RankLogprobs(StepLogprobs):

@@ -15,8 +15,9 @@ from torch import Tensor
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.sampling.draw import DRAW_INPUTS, DrawInputs, DrawTensors
+from nanovllm.sampling.draw import DRAW_DTYPES, DrawInputs, DrawTensors
 
+DRAW_INPUTS = tuple(StepInput(name, dtype, ("samples",)) for name, dtype in DRAW_DTYPES.items())
 _ON_DEVICE: dict[Any, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import StepPaths
+from nanovllm.sampling.fast_draws import sampler_parts
+
+
+class LivePaths(StepPaths):
+    """Steps one by one, as the model is; draws alone are faster."""
+
+    def sampler_parts(self, choice: AttentionChoice) -> dict[str, Any]:
+        return sampler_parts(build_stage=self.build_stage)
 
 
 def choose_paths(choice: AttentionChoice, binding: ModelBinding) -> StepPaths:
@@ -14,7 +24,7 @@ def choose_paths(choice: AttentionChoice, binding: ModelBinding) -> StepPaths:
 
         return GraphPaths(has_mixers=bool(binding.mixers))
     if binding.is_live and not (choice.compiles or choice.kernels or binding.mixers):
-        return StepPaths()
+        return LivePaths()
     from nanovllm.fast.paths import FastPaths
 
     return FastPaths()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
@@ -13,10 +13,8 @@ from nanovllm.fast.layers import FastLayers
 from nanovllm.model.mixers import Mixers
 from nanovllm.model.state_kernels import add_kernels
 from nanovllm.model_runner import Executor, ModelRunner, StepPaths
+from nanovllm.sampling.fast_draws import sampler_parts
 from nanovllm.sampling.row_kernels import load_row_kernels
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.cpp_sampling import RowKernels
 
 
 class FastPaths(StepPaths):
@@ -25,8 +23,9 @@ class FastPaths(StepPaths):
     def __init__(self) -> None:
         self.num_rehearsed = 0
 
-    def row_kernels(self, choice: AttentionChoice) -> RowKernels | None:
-        return load_row_kernels() if choice.kernels else None
+    def sampler_parts(self, choice: AttentionChoice) -> dict[str, Any]:
+        row_kernels = load_row_kernels() if choice.kernels else None
+        return sampler_parts(compiles=choice.uses_graphs, row_kernels=row_kernels, build_stage=self.build_stage)
 
     def build_executor(self, runner: ModelRunner) -> Executor:
         binding = runner.binding

@@ -1,8 +1,4 @@
-"""One token per row of logits, by the Gumbel-max rule: the inputs of the draw, and the draw on each device.
-
-`draw` computes all rows alike, so that a CUDA graph can capture it. On a CPU it goes row by row, in C++ or in torch, so
-that a row's noise stays within the cache.
-"""
+"""One token per row of logits, by the Gumbel-max rule: the inputs of the draw, and the draw on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,32 +16,24 @@ from torch import Tensor
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sampling_params import COLD_TEMPERATURE
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import to_device
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely, keep_likely_by_sort, least_levels
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 
-if TYPE_CHECKING:
-    from nanovllm.kernels.cpp_sampling import RowKernels
-
-_UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
 # The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
 _MAX_TEMPERATURE = float(2**126)
 
 
-# Inputs of `draw` besides the logits, in their order in a packed step.
-DRAW_INPUTS = tuple(
-    StepInput(name, dtype, ("samples",))
-    for name, dtype in {
-        "noise_keys": np.int64,
-        "inverse_temperatures": np.float32,
-        "noise_scales": np.float32,
-        **{name: stage.dtype for name, stage in FILTERS.items()},
-        "is_cold": np.int32,
-    }.items()
-)
+# Types of the inputs of `draw` besides the logits, in their order in a packed step.
+DRAW_DTYPES: dict[str, type[np.generic]] = {
+    "noise_keys": np.int64,
+    "inverse_temperatures": np.float32,
+    "noise_scales": np.float32,
+    **{name: stage.dtype for name, stage in FILTERS.items()},
+    "is_cold": np.int32,
+}
 _options = attrgetter("temperature", *FILTERS)
-_Fields: Any = cast(Any, namedtuple("_Fields", [each.name for each in DRAW_INPUTS]))  # dynamic: opaque to type checkers
+_Fields: Any = cast(Any, namedtuple("_Fields", list(DRAW_DTYPES)))  # dynamic: opaque to type checkers
 
 
 class DrawTensors(_Fields):
@@ -113,27 +101,17 @@ def draw(logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True) -> Te
 
     Returns [num_rows] int64; NON_FINITE for a row with NaN or infinity.
     """
-    return torch.cat([_draw_piece(rows, own, has_filters) for rows, own in _pieces(logits, inputs)])
+    return torch.cat([_draw_piece(rows, own, has_filters) for rows, own in pieces(logits, inputs)])
 
 
-def floors_by_sort(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
-    """`kernels.filter_floors.filter_floors` in torch, for filters without a kernel."""
-    offsets, floors = [], []
-    for rows, own in _pieces(logits, inputs):
-        levels, own_offsets = _levels(rows, own)
-        offsets.append(own_offsets)
-        floors.append(keep_likely_by_sort(levels, own.filters)[:, 0])
-    return torch.cat(offsets), torch.cat(floors)
-
-
-def _pieces(logits: Tensor, inputs: DrawTensors) -> Iterator[tuple[Tensor, DrawTensors]]:
+def pieces(logits: Tensor, inputs: DrawTensors) -> Iterator[tuple[Tensor, DrawTensors]]:
     for rows, *own in zip(*(tensor.split(FILTERED_AT_ONCE) for tensor in (logits, *inputs)), strict=True):
         yield rows, DrawTensors(*own)
 
 
 def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tensor:
     if has_filters:
-        scores, _ = _levels(logits, inputs)
+        scores, _ = levels_of(logits, inputs)
         keep_likely_by_sort(scores, inputs.filters)
     else:
         scores = logits.float() * inputs.inverse_temperatures.where(inputs.noise_scales > 0, 1.0)[:, None]
@@ -142,61 +120,10 @@ def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tenso
     return torch.where(best.isfinite(), token_ids, NON_FINITE)
 
 
-def _levels(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
+def levels_of(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
     """Levels (logits - offset) / temperature in float32, and offsets: maxima of rows with filters or cold, else 0."""
     logits = logits.float()
     is_relative = torch.stack([values > 0 for values in (*inputs.filters, inputs.is_cold)]).any(dim=0)
     offsets = logits.amax(dim=-1).masked_fill(~is_relative, 0.0)
     inverse = inputs.inverse_temperatures.where(inputs.noise_scales > 0, 1.0)
     return (logits - offsets[:, None]) * inverse[:, None], offsets
-
-
-def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:
-    """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
-
-    The kernels' noise differs from torch's in its last digits. Where these might decide, one row in twenty thousand,
-    torch draws, so the tokens are the same with and without kernels. So it does for rows with a filter that
-    they lack.
-    """
-    if row_kernels is None or not row_kernels.can_read(logits):
-        scores, token_ids = best_on_cpu(logits, inputs)
-        return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
-    least = least_levels(torch.from_numpy(inputs.min_p))  # -inf where it is off
-    token_ids = torch.from_numpy(row_kernels.draw(logits, inputs, least))
-    is_left = token_ids.numpy() == _UNSURE
-    for name in FILTERS.keys() - row_kernels.filters:
-        is_left |= getattr(inputs, name) != 0
-    rows = np.flatnonzero(is_left)
-    if len(rows):
-        token_ids[rows] = draw_on_cpu(logits[rows], DrawInputs(*(values[rows] for values in inputs)))
-    return token_ids
-
-
-def best_on_cpu(
-    logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
-) -> tuple[Tensor, Tensor]:
-    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
-
-    Args:
-        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
-        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
-
-    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
-    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
-    """
-    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
-    largest = own_largest if largest is None else largest
-    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
-    rows = np.flatnonzero(inputs.noise_scales).tolist()
-    if rows:
-        is_all = len(rows) == len(logits)
-        chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
-        levels = chosen.float() - tops[:, None].float()
-        levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
-        levels = keep_likely(levels, [values[rows] for values in inputs.filters])
-        counters = token_counters(logits.shape[1], logits.device, first_token)
-        pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
-        drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]
-        scores[rows] = torch.cat([best.values for best in drawn])
-        token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
-    return scores, token_ids

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nanovllm.core import sampling_params
 
-NUCLEUS_WIDTH = 1024  # number of top tokens searched first
 FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes per token
 
 # Coefficients of e^x (polynomial of Cephes' expf, Moshier 1992), with each product and sum rounded to float32.
@@ -42,17 +41,6 @@ def masses(levels: Tensor) -> Tensor:
     return power.mul_(scale).double().add_(_ROUNDING).sub_(_ROUNDING)
 
 
-def total_masses(logits: Tensor, largest: Tensor) -> Tensor:
-    """Sums of the masses of logits [num_rows, vocab_size] float32 relative to their largest [num_rows, 1].
-
-    Returns [num_rows, 1] float64.
-    """
-    if logits.device.type != "cpu" or len(logits) <= 1:
-        return masses(logits - largest).sum(dim=-1, keepdim=True)
-    pairs = zip(logits.split(1), largest.split(1), strict=True)  # single rows stay in the processor's cache
-    return torch.cat([total_masses(row, top) for row, top in pairs])
-
-
 def least_levels(min_p: Tensor) -> Tensor:
     """Smallest levels (logit minus the row's largest, float32) that min_p keeps; the same in any batch."""
     return min_p.double().log().float()
@@ -64,87 +52,61 @@ class Filter(NamedTuple):
     Args:
         dtype: of its inputs, one per row, 0 if the filter is off.
         encode: option values [num_rows] float64 -> inputs, any dtype.
-        floor: (logits [num_rows, vocab_size] float32 after earlier filters, their num_ordered largest or all in
-            descending order, inputs [num_rows, 1]) -> smallest logit to keep [num_rows, 1]. Given all logits in
-            order, it must not synchronise with the device.
-        num_ordered: (inputs, vocab_size) -> number of each row's largest logits that `floor` needs.
+        floor: (logits [num_rows, vocab_size] float32 after earlier filters in descending order, inputs [num_rows, 1])
+            -> smallest logit to keep [num_rows, 1], without synchronising with the device.
     """
 
     dtype: type[np.int32] | type[np.float32]
     encode: Callable[[NDArray[np.float64]], NDArray[Any]]
-    floor: Callable[[Tensor, Tensor, Tensor], Tensor]
-    num_ordered: Callable[[NDArray[Any], int], int] = lambda inputs, vocab_size: 1
+    floor: Callable[[Tensor, Tensor], Tensor]
 
 
-def _top_k_floor(logits: Tensor, ordered: Tensor, top_k: Tensor) -> Tensor:
+def _top_k_floor(ordered: Tensor, top_k: Tensor) -> Tensor:
     last = ordered.shape[1] - 1
     return ordered.gather(1, (top_k - 1).clamp(0, last).long()).masked_fill(top_k > last + 1, -torch.inf)
 
 
-def _top_p_floor(logits: Tensor, ordered: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
     """The logit at which the cumulative mass of the most probable tokens reaches top_p."""
-    top = ordered[:, :1]
-    target = total_masses(logits, top) * top_p
-    floor, is_reached = _crossing(ordered, top, target)
-    # A nucleus is nearly always small, and on a CPU top-k costs a tenth of a sort.
-    if ordered.shape[1] < logits.shape[1] and not is_reached.all():
-        rows = (~is_reached[:, 0]).nonzero()[:, 0]
-        floor[rows] = _crossing(logits[rows].sort(dim=-1, descending=True).values, top[rows], target[rows])[0]
-    return floor
+    total = masses(ordered - ordered[:, :1]).sum(dim=-1, keepdim=True)
+    return crossing(ordered, total * top_p)[0]
 
 
-def _crossing(ordered: Tensor, top: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def crossing(ordered: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(first ordered logit at which the cumulative mass reaches the target, else the last; whether it is reached)."""
-    reached = masses(ordered - top).cumsum(dim=-1)
+    reached = masses(ordered - ordered[:, :1]).cumsum(dim=-1)
     num_before = (reached < target).sum(dim=-1, keepdim=True)  # tokens before the target is reached
     last = ordered.shape[1] - 1
     return ordered.gather(1, num_before.clamp(max=last)), num_before <= last
 
 
 _FILTERS = {
-    "top_k": Filter(
-        np.int32, lambda k: np.where((k > 0) & (k < 2**31 - 1), k, 0), _top_k_floor,
-        lambda k, vocab_size: int(k[k < vocab_size].max(initial=1)),
-    ),
+    "top_k": Filter(np.int32, lambda k: np.where((k > 0) & (k < 2**31 - 1), k, 0), _top_k_floor),
     "top_p": Filter(
-        np.float32, lambda p: np.where(p.astype(np.float32) < 1, np.maximum(p, np.finfo(np.float32).tiny), 0),
-        _top_p_floor, lambda p, vocab_size: NUCLEUS_WIDTH,
+        np.float32,
+        lambda p: np.where(p.astype(np.float32) < 1, np.maximum(p, np.finfo(np.float32).tiny), 0),
+        _top_p_floor,
     ),
-    "min_p": Filter(np.float32, lambda p: p, lambda logits, ordered, min_p: ordered[:, :1] + least_levels(min_p)),
-}  # fmt: skip
+    "min_p": Filter(np.float32, lambda p: p, lambda ordered, min_p: ordered[:, :1] + least_levels(min_p)),
+}
 FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in order of application
 
 
-def keep_likely(logits: Tensor, inputs: list[NDArray[Any]]) -> Tensor:
-    """Set logits of unlikely tokens to -inf, filter by filter, as in `transformers`; on a CPU.
+def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
+    """Set logits of unlikely tokens to -inf, filter by filter, as in `transformers`.
 
-    Tokens as probable as the last kept one are kept too. A filter costs nothing for rows that do not use it.
+    Tokens as probable as the last kept one are kept too. Nothing depends on data, so a CUDA graph can capture it.
 
     Args:
         logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
-        inputs: [num_rows] of each filter.
-    """
-    for stage, values in zip(FILTERS.values(), inputs, strict=True):
-        rows = np.flatnonzero(values)
-        if len(rows):
-            is_all, values = len(rows) == len(logits), values[rows]
-            own = logits if is_all else logits[rows]
-            ordered = own.topk(min(stage.num_ordered(values, own.shape[1]), own.shape[1])).values
-            own.masked_fill_(own < stage.floor(own, ordered, torch.from_numpy(values)[:, None]), -torch.inf)
-            if not is_all:
-                logits[rows] = own
-    return logits
-
-
-def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
-    """`keep_likely` for any device, without data-dependent control flow, so a CUDA graph can capture it.
+        inputs: [num_rows] of each filter, 0 where it is off.
 
     Returns the smallest kept logit of each row, [num_rows, 1]; -inf keeps all.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     floor = torch.full_like(logits[:, :1], -torch.inf)
     for stage, values in zip(FILTERS.values(), inputs, strict=True):
-        own = stage.floor(logits, ordered, values[:, None])
+        own = stage.floor(ordered, values[:, None])
         floor = floor.maximum(own.where(values[:, None] > 0, -torch.inf))
         for left in (logits, ordered):
             left.masked_fill_(left < floor, -torch.inf)

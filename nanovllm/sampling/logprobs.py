@@ -22,7 +22,7 @@ from nanovllm.core.outputs import Logprob, TokenLogprobs
 from nanovllm.core.sequence import Sequence
 from nanovllm.process.device import find_kernel, to_device, to_host
 from nanovllm.sampling.embeddings import EmbeddedRows
-from nanovllm.sampling.filters import total_masses
+from nanovllm.sampling.fast_draws import total_masses
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels

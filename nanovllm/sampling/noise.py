@@ -35,10 +35,9 @@ def signed_32(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def token_counters(vocab_size: int, device: torch.device, first_token: int = 0) -> Tensor:
-    """Counters [vocab_size] int32 of the token ids from first_token on."""
-    first = first_token + 1
-    return torch.arange(first, first + vocab_size, dtype=torch.int32, device=device) * signed_32(GAMMA_32)
+def token_counters(vocab_size: int, device: torch.device) -> Tensor:
+    """Counters [vocab_size] int32 of the token ids."""
+    return torch.arange(1, 1 + vocab_size, dtype=torch.int32, device=device) * signed_32(GAMMA_32)
 
 
 def _mixed_32(values: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanovllm.core.errors import KernelBuildError
 from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs, draw_on_cpu
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.fast_draws import draw_on_cpu
 from nanovllm.sampling.filters import FILTERS, masses
 from nanovllm.sampling.noise import noise_keys
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.sequence import Sequence
-from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs, draw, draw_on_cpu, floors_by_sort
-from nanovllm.sampling.filters import FILTERS
-from nanovllm.sampling.noise import GAMMA_32, signed_32
+from nanovllm.sampling.draw import DrawInputs, draw
 
 Draw = Callable[[Tensor, SequenceABC[Sequence], SequenceABC[int]], Tensor]  # arguments and result: see `Sampler.sample`
 
@@ -74,30 +70,19 @@ class Sampler:
     """Samples rows of logits; stateless with respect to requests.
 
     Args:
-        compiles: use our GPU kernels.
-        row_kernels: C++ kernels for CPUs, `kernels.cpp_sampling.RowKernels`.
-        build_stage: builder of the stage, called with `by_kernels` and `row_kernels`; None builds a `LogitsStage`.
+        draw: draw of rows on any device, with the arguments of `draw.draw`; CUDA graphs capture it.
+        draw_on_cpu: draw of logits on a CPU from their `DrawInputs`; None for `draw`.
+        stage: options beyond temperature and filters; None refuses them.
     """
 
     def __init__(
         self,
-        *,
-        compiles: bool = False,
-        row_kernels: Any = None,
-        build_stage: Callable[..., LogitsStage] | None = None,
+        draw: Callable[..., Tensor] = draw,
+        draw_on_cpu: Callable[[Tensor, DrawInputs], Tensor] | None = None,
+        stage: LogitsStage | None = None,
     ) -> None:
-        self._row_kernels = row_kernels
-        self.stage = LogitsStage() if build_stage is None else build_stage(by_kernels=compiles, row_kernels=row_kernels)
-        kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
-        self.draw: Callable[..., Tensor] = draw
-        if kernel is not None:
-            self.draw = partial(kernel, gamma=signed_32(GAMMA_32), non_finite=NON_FINITE, nothing_left=NOTHING_LEFT)
-            if FILTERS.keys() - (find_kernel("filter_floors", "FILTERS") or ()):
-                self.draw = partial(self.draw, floors_of=floors_by_sort)
-
-    def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
-        """The inputs of `draw` for these rows; None if they need `sample`."""
-        return DrawInputs.from_sequences(sequences, positions)
+        self.draw, self._draw_on_cpu = draw, draw_on_cpu
+        self.stage = LogitsStage() if stage is None else stage
 
     def sample(
         self,
@@ -128,6 +113,6 @@ class Sampler:
         if not sequences:  # a step of chunks alone
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         inputs = DrawInputs.from_sequences(sequences, positions)
-        if logits.device.type == "cpu":
-            return draw_on_cpu(logits, inputs, self._row_kernels)
+        if self._draw_on_cpu is not None and logits.device.type == "cpu":
+            return self._draw_on_cpu(logits, inputs)
         return self.draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())

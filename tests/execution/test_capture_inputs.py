@@ -27,8 +27,9 @@ from nanovllm.fast import graph_paths
 from nanovllm.fast.layers import FastLayers
 from nanovllm.requests.grammar import mask_threads
 from nanovllm.sampling import draw as draws
-from nanovllm.sampling import logprobs, sampler
+from nanovllm.sampling import fast_draws, logprobs
 from nanovllm.sampling.draw import DrawTensors
+from nanovllm.sampling.filters import FILTERS
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.structured import keep_bits
 from nanovllm.speculation import costs
@@ -62,6 +63,12 @@ class Kernels:
     def find(self, file: str, name: str) -> Any:
         own = {"penalise": self.penalise, "measure": self.measure, "TokenMasks": TokenMasks}
         return own.get(name)
+
+    def find_draw(self, file: str, name: str) -> Any:
+        def draw_on_gpu(*inputs: Any, gamma: int, non_finite: int, nothing_left: int, **given: Any) -> Tensor:
+            return self.draw(*inputs, **given)
+
+        return {"draw_on_gpu": draw_on_gpu, "FILTERS": FILTERS}[name]
 
     def refuse_if(self, is_wrong: Any, what: str) -> None:
         if bool(is_wrong):
@@ -155,8 +162,7 @@ def kernels(monkeypatch) -> Kernels:
     monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
     for module in (head_extras, mask_buffer):
         monkeypatch.setattr(module, "find_kernel", own.find)
-    monkeypatch.setattr(sampler, "draw", own.draw)
-    monkeypatch.setattr(sampler, "find_kernel", lambda *_: None)
+    monkeypatch.setattr(fast_draws, "find_kernel", own.find_draw)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     threads = mask_threads.MaskThreads

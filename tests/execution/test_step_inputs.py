@@ -17,8 +17,8 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import GroupTables, NewRequest, Sequence
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.step_inputs import Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
-from nanovllm.sampling.draw import DRAW_INPUTS, DrawInputs
+from nanovllm.execution.step_inputs import DRAW_INPUTS, Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
+from nanovllm.sampling.draw import DrawInputs
 from tests.support.shared_decodes import changing_steps
 
 SHAPE = GraphShape(8, 8, 0)

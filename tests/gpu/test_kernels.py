@@ -19,8 +19,8 @@ from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawTensors
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
-from nanovllm.sampling.sampler import Sampler
 from tests.support.dense_rotary import dense_rotate
 from tests.support.gpu_steps import run
 from tests.support.paged_cases import MIXED_STEPS, PagedCase
@@ -235,7 +235,7 @@ def drawn_with(keys, inverse_temperatures, noise_scales):
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_rows):
     """Where the two best scores are not so near that rounding decides; the logits are of float32 and of bfloat16."""
-    sampler = Sampler(compiles=True)
+    sampler = fast_sampler(compiles=True)
     generator = torch.Generator("cuda").manual_seed(vocab_size)
     for dtype in (torch.float32, torch.bfloat16):
         logits = (4 * torch.randn(num_rows, vocab_size, generator=generator, device="cuda")).to(dtype)
@@ -253,7 +253,7 @@ def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_ro
 
 
 def test_rows_that_are_not_finite_give_no_token():
-    sampler = Sampler(compiles=True)
+    sampler = fast_sampler(compiles=True)
     logits = torch.randn(5, 512, device="cuda")
     logits[0, 7] = torch.nan
     logits[1, 500] = torch.inf

@@ -15,10 +15,10 @@ from nanovllm.execution.buckets import HeadShape
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.request_options import RequestOptions
-from nanovllm.sampling.sampler import Sampler
 
 # By name, since their files need Triton, and this one is read where the tests are skipped too.
 filter_floors: Any = find_kernel("filter_floors", "filter_floors")
@@ -142,17 +142,17 @@ def test_the_kernels_draw_what_the_form_in_torch_draws(vocab_size, dtype):
     )
     requests = mixed_requests(len(logits))
     inputs = inputs_of(requests)
-    sampler = Sampler(compiles=True, build_stage=RequestOptions)
+    sampler = fast_sampler(compiles=True, build_stage=RequestOptions)
     drawn, expected = sampler.draw(logits, inputs), draw(logits, inputs)
     assert (drawn != expected).sum() <= 1
-    on_host = Sampler(build_stage=RequestOptions).sample(logits.cpu(), requests, [5] * len(requests))
+    on_host = fast_sampler(build_stage=RequestOptions).sample(logits.cpu(), requests, [5] * len(requests))
     assert (drawn.cpu() != on_host).sum() <= 1
     assert torch.equal(sampler.sample(logits, requests, [5] * len(requests)), drawn)
 
 
 @pytest.mark.parametrize("draws", [draw, None], ids=["torch", "kernels"])
 def test_a_graph_of_the_draw_follows_its_inputs(draws):
-    draws = draws or Sampler(compiles=True).draw
+    draws = draws or fast_sampler(compiles=True).draw
     logits = torch.randn(32, 5000, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
     static = DrawTensors(*(torch.zeros_like(tensor) for tensor in inputs_of(mixed_requests(32))))
     draws(logits, static)
@@ -178,7 +178,7 @@ def test_rows_that_are_not_finite_give_no_token_behind_filters():
     logits[2] = -torch.inf
     logits[3, :19_999] = -torch.inf  # one token is left
     for options in FILTERS:
-        drawn = Sampler(compiles=True).draw(logits, inputs_of([request(n, **options) for n in range(5)])).tolist()
+        drawn = fast_sampler(compiles=True).draw(logits, inputs_of([request(n, **options) for n in range(5)])).tolist()
         assert drawn[:3] == [-1] * 3 and drawn[3] == 19_999 and drawn[4] >= 0
 
 
@@ -277,7 +277,7 @@ def test_no_option_makes_the_host_wait(compiles):
         {"allowed_token_ids": [3, 9, 2999]}, {"logit_bias": {5: 3.0}}, {"min_tokens": 9, "stop_token_ids": [4]},
     ]  # fmt: skip
     requests = [request(n, (1, 2, 3), 1, **own) for n, own in enumerate(options)]
-    sampler = Sampler(compiles=compiles, build_stage=RequestOptions)
+    sampler = fast_sampler(compiles=compiles, build_stage=RequestOptions)
     latest = LatestTokens(-1 - np.arange(len(options)), torch.arange(50).cuda())
     logits = torch.randn(len(options), 3000, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
 

@@ -16,7 +16,7 @@ from nanovllm.core.errors import StepError
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.structured import keep_bits, keep_bits_by_kernel
 from tests.support.llms import check_engine
 from tests.support.structured import EOS, form
@@ -86,7 +86,7 @@ def test_a_draw_with_masks_is_the_draw_from_masked_logits(vocab_size, dtype):
         right = draw(expected, inputs, has_filters=has_filters)
         assert (right[[2, 3, 4, 7]] == NON_FINITE).all()
         right[2] = NOTHING_LEFT  # forbidden by the request, not missing from the model
-        drawn = Sampler(compiles=True).draw(given, inputs, has_filters=has_filters, masks=masks)
+        drawn = fast_sampler(compiles=True).draw(given, inputs, has_filters=has_filters, masks=masks)
         assert drawn[[2, 3, 4, 7]].tolist() == right[[2, 3, 4, 7]].tolist()
         assert (drawn != right).sum() <= 1, "rounding may decide between two"
     assert torch.equal(given.nan_to_num(), logits.nan_to_num()), "log-probabilities are of the logits as they come"

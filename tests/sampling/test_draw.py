@@ -12,10 +12,10 @@ from nanovllm import SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.head_extras import DrawExtras, draw_extras
-from nanovllm.sampling import sampler
+from nanovllm.sampling import fast_draws
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely, keep_likely_by_sort
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.fast_draws import fast_sampler, keep_likely
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
 from tests.support.nuclei import nuclei_that_end_exactly
 
 CPU = torch.device("cpu")
@@ -64,11 +64,11 @@ def test_the_kernels_of_a_gpu_get_floors_from_torch_where_they_lack_a_filter(mon
     count = FILTERED_AT_ONCE + 30
     logits, inputs = random_logits(count, 300), DrawInputs.from_sequences(requests_of(count), [5] * count)
     known = {"draw_on_gpu": lambda logits, inputs, floors_of=None, **_: floors_of and floors_of(logits, inputs)}
-    monkeypatch.setattr(sampler, "find_kernel", lambda file, name: known[name])
+    monkeypatch.setattr(fast_draws, "find_kernel", lambda file, name: known[name])
     known["FILTERS"] = FILTERS.keys()
-    assert Sampler(compiles=True).draw(logits, inputs.to_device(CPU)) is None
+    assert fast_sampler(compiles=True).draw(logits, inputs.to_device(CPU)) is None
     known["FILTERS"] = {"top_k", "top_p"}
-    offsets, floors = Sampler(compiles=True).draw(logits, inputs.to_device(CPU))
+    offsets, floors = fast_sampler(compiles=True).draw(logits, inputs.to_device(CPU))
     levels = (logits - offsets[:, None]) * torch.from_numpy(inputs.inverse_temperatures)[:, None]
     kept = keep_likely(levels.clone(), inputs.filters)
     assert torch.equal(kept > -torch.inf, levels >= floors[:, None])
@@ -82,7 +82,7 @@ def test_the_captured_draw_takes_the_tokens_that_a_cpu_takes(dtype):
     logits, requests, positions = random_logits(count, 500).to(dtype), requests_of(count), list(range(2, count + 2))
     logits[5, 3], logits[6, 3], logits[7] = torch.nan, torch.inf, -torch.inf
     drawn = draw(logits, DrawInputs.from_sequences(requests, positions).to_device(CPU)).tolist()
-    assert drawn == Sampler().sample(logits, requests, positions).tolist()
+    assert drawn == fast_sampler().sample(logits, requests, positions).tolist()
     assert drawn[5:8] == [NON_FINITE] * 3 and min(drawn[8:]) >= 0
 
 

@@ -23,10 +23,10 @@ from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.pieces import spellings_of
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.request_options import RequestOptions
-from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -289,7 +289,9 @@ def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(opt
         request([1], temperature=temperature),
         *(request([1], temperature=temperature, **options) for _ in "ab"),
     ]
-    tokens = Sampler(build_stage=RequestOptions).sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
+    tokens = (
+        fast_sampler(build_stage=RequestOptions).sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
+    )
     assert tokens[0] >= 0
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
@@ -324,7 +326,7 @@ def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transfor
         )
         for seed in range(num_draws)
     ]  # fmt: skip
-    tokens = Sampler(build_stage=RequestOptions).sample(
+    tokens = fast_sampler(build_stage=RequestOptions).sample(
         logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws
     )
 

@@ -15,14 +15,14 @@ from nanovllm import SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
-from nanovllm.sampling.draw import DrawInputs, best_on_cpu, draw_on_cpu
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.fast_draws import best_on_cpu, draw_on_cpu, fast_sampler
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import masses
 from nanovllm.sampling.logprobs import Measured, StepLogprobs
 from nanovllm.sampling.noise import noise_keys
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.request_options import RequestOptions
-from nanovllm.sampling.sampler import Sampler
 from tests.support.nuclei import nuclei_that_end_exactly
 
 FILTERS: list[dict[str, float]] = [
@@ -204,7 +204,7 @@ def test_requests_of_all_kinds_sample_the_same(dtype, in_flight):
     results = []
     for row_kernels in (None, kernels()):
         report = StepLogprobs(row_kernels=row_kernels)
-        sampler = Sampler(row_kernels=row_kernels, build_stage=RequestOptions)
+        sampler = fast_sampler(row_kernels=row_kernels, build_stage=RequestOptions)
         changed = sampler.stage.change_logits(logits.clone(), sequences, positions, latest, {})
         tokens = sampler.sample(logits.clone(), sequences, positions, latest, report).tolist()
         results.append((changed, tokens, report._sampled))

@@ -20,11 +20,10 @@ from transformers import (
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sampling_params import SamplingParams, mix64, sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
-from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.request_options import RequestOptions
-from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value, temperature_p_value
 from tests.support.nuclei import nuclei_that_end_exactly
 
@@ -42,7 +41,7 @@ def request(seed: int = 0, *, num_output_tokens: int = 0, eos: tuple[int, ...] =
 
 def draw(logits: Tensor, requests: list[Sequence], positions: list[int] | None = None) -> list[int]:
     positions = positions or list(range(1, len(requests) + 1))
-    return Sampler(build_stage=RequestOptions).sample(logits.clone(), requests, positions).tolist()
+    return fast_sampler(build_stage=RequestOptions).sample(logits.clone(), requests, positions).tolist()
 
 
 def random_logits(num_rows: int, vocab_size: int, *, scale: float = 2.0, seed: int = 0) -> Tensor:

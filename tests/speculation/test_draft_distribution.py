@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
@@ -27,7 +28,7 @@ OTHER = MODEL + torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().
 
 @functools.cache
 def sampler() -> Sampler:
-    return Sampler(row_kernels=load_row_kernels())
+    return fast_sampler(row_kernels=load_row_kernels())
 
 
 def drawn_from(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
