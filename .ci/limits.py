@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sources import (
+    COMPOSITION_ROOT,
+    ENTRIES,
     NATIVE_SUFFIXES,
     PACKAGE,
     PAGE_SUFFIXES,
@@ -34,14 +36,6 @@ from sources import (
 )
 from walk import walks
 
-COMPOSITION_ROOT = "nanovllm.build"
-# The engine's front door, and what the composition root puts behind it.
-ENTRIES = tuple(
-    f"nanovllm.{name}"
-    for name in (
-        "llm", "engine", "scheduler", "block_manager", "model_runner", "attention.sdpa", "attention.flex_cpu",
-    )
-)  # fmt: skip
 MAX_FUNCTION_TOKENS = 300
 PYTHON = files(PACKAGE, {".py"})
 

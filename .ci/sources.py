@@ -18,6 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
+COMPOSITION_ROOT = "nanovllm.build"
+# The engine's front door, and what the composition root puts behind it where every folder is missing.
+ENTRIES = tuple(
+    f"nanovllm.{name}"
+    for name in (
+        "llm", "engine", "scheduler", "block_manager", "model_runner", "attention.sdpa", "attention.flex_cpu",
+        "attention.plain", "core.one_pool", "model.loaded",
+    )
+)  # fmt: skip
 COUNTED_TOKENS = {token.OP, token.NAME, token.NUMBER, token.STRING}
 NATIVE_SUFFIXES = {".cpp", ".h", ".cu"}
 PAGE_SUFFIXES = {".js", ".css", ".html"}

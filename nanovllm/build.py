@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -17,28 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.cache.managers import build_block_manager
+from nanovllm.attention.plain import PlainAttention, memory_share
+from nanovllm.block_manager import BlockManager
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import TENSOR_PARALLEL, refuse
-from nanovllm.core.speculation_options import SUFFIX
+from nanovllm.core.one_pool import one_pool
 from nanovllm.engine import Engine, EngineObservers, NoObservers
-from nanovllm.execution.memory import memory_for_cache
-from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.building import build_binding
-from nanovllm.model.guard import check_row_counted_scales
-from nanovllm.model_runner import ModelRunner, StepPaths
+from nanovllm.model.loaded import LoadedModel, load_plain
+from nanovllm.model_runner import ModelRunner, Pools, StepPaths
 from nanovllm.process.device import computing_with
-from nanovllm.process.gc_control import collector_paused
-from nanovllm.requests.building import build_input_processor
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
-from nanovllm.requests.turn_end import log_ends
 from nanovllm.scheduler import Queue, Scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.execution.workers import Start, WorkerProcesses
+    from nanovllm.execution.workers import Start
     from nanovllm.features.goals.step_budget import StepBudget
     from nanovllm.model.ranks import Ranks
     from nanovllm.observability.kv_events import KvEventPublisher
@@ -67,13 +60,14 @@ def build_engine(
         publisher = _part("observability.kv_events", "KvEventPublisher", option="kv_events")(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
-        loaded, model_runner, digest = _build_ranks(model, tokenizer, config)
+        build_ranks = _part("rank_runner", "build_ranks", option="tensor_parallel_size")
+        loaded, model_runner, digest = build_ranks(model, tokenizer, config, resolve_options)
     else:
-        with collector_paused():
-            loaded = loader.load(model, tokenizer, config)
-        digest = _model_digest(loaded, config)  # before weights are packed
+        loaded = _load(model, tokenizer, config)
+        if config.prefix_cache_dir is not None:  # before weights are packed
+            digest = _part("model.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
         with computing_with(_free_threads(loaded)):
-            binding = build_binding(loaded.model, is_live=loaded.is_live)
+            binding = _build_binding(loaded)
         binding.memory = loaded.memory
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
         binding.memory = None  # also where nothing was packed
@@ -85,7 +79,7 @@ def build_engine(
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     has_tiers = config.prefix_cache_host_bytes is not None or digest is not None
-    block_manager = build_block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
+    block_manager = _block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
         publisher.begin(block_manager, observers)
     input_processor = _build_input_processor(loaded, model_runner, budget, clock)
@@ -132,42 +126,49 @@ def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: K
         engine.tiers.books.on_change = publisher.tier_changed
 
 
-def _model_digest(loaded: loader.LoadedModel, config: EngineConfig) -> str | None:
-    """The model's name in files of prefixes; None where there are none."""
-    if config.prefix_cache_dir is None:
-        return None
-    if loaded.is_live:
-        raise ValueError(
-            f"prefix_cache_dir is {config.prefix_cache_dir!r}, but the model is a module, whose weights its owner may "
-            "change. Save it (save_pretrained) and pass the folder, or set prefix_cache_host_bytes."
-        )
-    from nanovllm.model.fingerprint import model_digest
+def _load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+    paused = _part("process.gc_control", "collector_paused") or nullcontext
+    load = _part("model.loader", "load") or load_plain
+    with paused():
+        loaded: LoadedModel = load(model, tokenizer, config)
+    return loaded
 
-    return model_digest(loaded.model)
+
+def _build_binding(loaded: LoadedModel) -> ModelBinding:
+    build = _part("model.building", "build_binding") or ModelBinding
+    binding: ModelBinding = build(loaded.model, is_live=loaded.is_live)
+    return binding
+
+
+def _block_manager(config: EngineConfig, pools: Pools, *, hash_seed: str = "", with_tiers: bool = False) -> Any:
+    build = _part("cache.managers", "build_block_manager")
+    if build is not None:
+        return build(config, pools, hash_seed=hash_seed, with_tiers=with_tiers)
+    prefixes: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching, "hash_seed": hash_seed}
+    return BlockManager(config.num_kv_blocks, config.block_size, **prefixes)
 
 
 def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter | None:
     """The drafter of `config.draft_model`, whose cache holds as many tokens as the engine's; None without one."""
     if config.draft_model is None:
         return None
-    from nanovllm.speculation.build import check_draft_model
-    from nanovllm.speculation.model_drafter import ModelDrafter
-
     own = EngineConfig(
         device=config.device, block_size=config.block_size, num_kv_blocks=config.num_kv_blocks,
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, overlap=False,
         enable_prefix_caching=False, enforce_eager=config.enforce_eager, trust_remote_code=config.trust_remote_code,
         skip_tokenizer_init=input_processor.tokenizer is None, kv_cache_touch="none",
     )  # fmt: skip
-    with collector_paused():
-        loaded = loader.load(str(config.draft_model), None, own)
+    loaded = _load(str(config.draft_model), None, own)
     own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
-    binding = build_binding(loaded.model, is_live=False)
+    binding = _build_binding(loaded)
     binding.memory = loaded.memory
+    check_draft_model = _part("speculation.build", "check_draft_model", option="draft_model")
     check_draft_model(config, binding, (loaded.tokenizer, input_processor.tokenizer), input_processor.limits)
     runner = ModelRunner(binding, *resolve_options(binding, loaded, own))
     binding.memory = None
-    return ModelDrafter(runner.config, build_block_manager(runner.config, runner.pools), runner)
+    drafter = _part("speculation.model_drafter", "ModelDrafter", option="draft_model")
+    own_drafter: Drafter = drafter(runner.config, _block_manager(runner.config, runner.pools), runner)
+    return own_drafter
 
 
 def _budget(
@@ -188,27 +189,28 @@ def _queue(config: EngineConfig, block_manager: Any, costs: dict[str, float]) ->
     return None if client_queue is None else client_queue(config, block_manager, **costs)
 
 
-def _free_threads(loaded: loader.LoadedModel) -> int | None:
+def _free_threads(loaded: LoadedModel) -> int | None:
     """All threads but one while a thread takes memory: a pass with more threads than cores takes five times as long."""
     is_taking = loaded.memory is not None and loaded.memory.is_taking
     return max(1, torch.get_num_threads() - 1) if is_taking else None
 
 
 def _build_input_processor(
-    loaded: loader.LoadedModel, model_runner: ModelRunner, budget: StepBudget | None, clock: Callable[[], float]
+    loaded: LoadedModel, model_runner: ModelRunner, budget: StepBudget | None, clock: Callable[[], float]
 ) -> InputProcessor:
     limits = _limits(loaded, model_runner)
-    input_processor = build_input_processor(loaded.tokenizer, model_runner.config, limits, clock)
+    build = _part("requests.building", "build_input_processor") or InputProcessor
+    input_processor: InputProcessor = build(loaded.tokenizer, model_runner.config, limits, clock)
     if budget is not None:
         input_processor.goals = lambda: budget
     if not limits.has_head:
         logger.warning("%s", limits.without_head)
-    elif loaded.tokenizer is not None:
+    elif loaded.tokenizer is not None and (log_ends := _part("requests.turn_end", "log_ends")) is not None:
         log_ends(loaded.tokenizer, limits.eos_token_ids, input_processor.chat.end_token_ids)
     return input_processor
 
 
-def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:
+def _limits(loaded: LoadedModel, model_runner: ModelRunner) -> RequestLimits:
     binding = model_runner.binding
     return RequestLimits(
         vocab_size=loaded.vocab_size,
@@ -221,74 +223,20 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
     )
 
 
-def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner, str | None]:
-    """Start the processes of the other ranks, and load each rank's shard; returns rank 0's, its runner and its digest.
-
-    Raises ValueError before loading if the model cannot be sharded, and DeviceError if a process fails.
-    """
-    from nanovllm.execution.workers import WorkerProcesses
-    from nanovllm.model.sharded_loading import check_shards, load_sharded
-
-    if isinstance(model, nn.Module):
-        refuse("a loaded module as model", TENSOR_PARALLEL)
-    if ":" in config.device:
-        refuse("a GPU by its number as device", TENSOR_PARALLEL)
-    source, device = loader.find_source(model, tokenizer, config), loader.device_of(config)
-    num_gpus = torch.cuda.device_count()
-    if device.type == "cuda" and config.tensor_parallel_size > num_gpus:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but PyTorch sees {num_gpus} GPUs. "
-            "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
-        )
-    check_shards(source, config)
-    has_object = not isinstance(config.speculation, str | None)  # a drafter, which is this rank's
-    workers = WorkerProcesses(source, replace(config, speculation=SUFFIX) if has_object else config, device.type)
-    assert workers.ranks is not None
-    try:
-        with computing_with(workers.num_threads):
-            loaded = load_sharded(source, tokenizer, config, workers.ranks)
-            return loaded, *build_rank(loaded, config, workers.ranks, workers)
-    except BaseException as error:
-        if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
-            workers.fail(error)  # a collective ends so where a peer has failed
-        workers.close()
-        raise
-
-
-def build_rank(
-    loaded: loader.LoadedModel, config: EngineConfig, ranks: Ranks, workers: WorkerProcesses | None = None
-) -> tuple[RankRunner, str | None]:
-    """The model runner of one rank, and its shard's digest; all ranks come here at the same time."""
-    from nanovllm.rank_runner import RankRunner
-
-    digest = _model_digest(loaded, config)
-    binding = build_binding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
-    runner = RankRunner(binding, *resolve_options(binding, loaded, config), workers)
-    if ranks.rank and (config.prefix_cache_host_bytes is not None or digest is not None):
-        from nanovllm.execution.rank_tiers import RankTiers
-
-        runner.tiers = RankTiers.open(binding, runner.config, runner.pools, digest)
-    return runner, digest
-
-
 def run_worker(orders: int, lifeline: int) -> None:
     """The main function of another rank's process; see `Worker`."""
-    from nanovllm.execution.workers import Worker
-
-    Worker(orders, lifeline).run(build_worker)
+    _part("execution.workers", "Worker")(orders, lifeline).run(build_worker)
 
 
 def build_worker(start: Start, ranks: Ranks) -> RankRunner:
     """The model runner of another rank."""
-    from nanovllm.model.sharded_loading import load_sharded
-
-    loaded = load_sharded(start.source, None, start.config, ranks)
-    return build_rank(loaded, start.config, ranks)[0]
+    runner: RankRunner = _part("rank_runner", "build_worker")(start, ranks, resolve_options)
+    return runner
 
 
 def resolve_options(
-    binding: ModelBinding, loaded: loader.LoadedModel, config: EngineConfig
-) -> tuple[EngineConfig, AttentionChoice, CachePools, StepPaths]:
+    binding: ModelBinding, loaded: LoadedModel, config: EngineConfig
+) -> tuple[EngineConfig, Any, Pools, StepPaths]:
     """Resolve every option for the model and the device.
 
     Limits come first, then the attention backend and CUDA graphs, then the KV cache's size, for which a GPU runs a
@@ -302,25 +250,21 @@ def resolve_options(
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)
-    check_row_counted_scales(binding.model, config)
-    choose = AttentionChoice.beside_mixers if binding.mixers else AttentionChoice.for_model
-    choice = choose(layers, device, config)
+    if (check := _part("model.guard", "check_row_counted_scales")) is not None:
+        check(binding.model, config)
+    attention: Any = _part("attention.backends", "AttentionChoice") or PlainAttention
+    choice = (attention.beside_mixers if binding.mixers else attention.for_model)(layers, device, config)
     choose_paths = _part("fast.choice", "choose_paths")
     paths = StepPaths() if choose_paths is None else choose_paths(choice, binding)
     paths.build_stage = _part("sampling.request_options", "RequestOptions")
     obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     paths.prepare_layers(binding, config)
-    memory = memory_for_cache(binding, config, choice)
-    block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
-    resolved, pools = resolve_pools(
-        config,
-        cache_groups_of(
-            [layer.traits for layer in layers], block_bytes, config.max_model_len, record_bytes=binding.mixers.num_bytes
-        ),
-        memory if binding.ranks is None else binding.ranks.least(memory),
-        max_model_len_is_set=max_model_len is not None,
-    )
+    memory = (_part("execution.memory", "memory_for_cache") or memory_share)(binding, config, choice)
+    if binding.ranks is not None:
+        memory = binding.ranks.least(memory)
+    split = _part("cache.cache_pools", "pools_of") or one_pool
+    resolved, pools = split(config, binding, memory, max_model_len_is_set=max_model_len is not None)
     if resolved.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d instead of the model's %d: that is what the KV cache holds",

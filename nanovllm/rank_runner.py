@@ -6,11 +6,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.cache.cache_pools import CachePools
@@ -18,11 +19,18 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
+from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankSampler
 from nanovllm.execution.step_order import StepOrder
-from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses
+from nanovllm.execution.workers import CLOSE_SECONDS, Start, WorkerProcesses
+from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.building import build_binding
+from nanovllm.model.fingerprint import digest_for_files
+from nanovllm.model.loaded import LoadedModel, device_of
+from nanovllm.model.ranks import Ranks
+from nanovllm.model.sharded_loading import check_shards, load_sharded
 from nanovllm.model_runner import ModelRunner, StepPaths
 from nanovllm.process.device import computing_with
 from nanovllm.process.interrupts import interrupts_put_off
@@ -152,3 +160,61 @@ class RankRunner(ModelRunner):
         finally:
             abort.cancel()
             self.workers.close()
+
+
+Resolve = Callable[[ModelBinding, LoadedModel, EngineConfig], tuple[EngineConfig, Any, Any, StepPaths]]
+
+
+def build_ranks(
+    model: Any, tokenizer: Any, config: EngineConfig, resolve: Resolve
+) -> tuple[LoadedModel, RankRunner, str | None]:
+    """Start the processes of the other ranks, and load each rank's shard; returns rank 0's, its runner and its digest.
+
+    Args:
+        resolve: `build.resolve_options`.
+
+    Raises ValueError before loading if the model cannot be sharded, and DeviceError if a process fails.
+    """
+    if isinstance(model, nn.Module):
+        refuse("a loaded module as model", TENSOR_PARALLEL)
+    if ":" in config.device:
+        refuse("a GPU by its number as device", TENSOR_PARALLEL)
+    source, device = loader.find_source(model, tokenizer, config), device_of(config)
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and config.tensor_parallel_size > num_gpus:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but PyTorch sees {num_gpus} GPUs. "
+            "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
+        )
+    check_shards(source, config)
+    has_object = not isinstance(config.speculation, str | None)  # a drafter, which is this rank's
+    workers = WorkerProcesses(source, replace(config, speculation=SUFFIX) if has_object else config, device.type)
+    assert workers.ranks is not None
+    try:
+        with computing_with(workers.num_threads):
+            loaded = load_sharded(source, tokenizer, config, workers.ranks)
+            return loaded, *build_rank(loaded, config, workers.ranks, resolve, workers)
+    except BaseException as error:
+        if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
+            workers.fail(error)  # a collective ends so where a peer has failed
+        workers.close()
+        raise
+
+
+def build_rank(
+    loaded: LoadedModel, config: EngineConfig, ranks: Ranks, resolve: Resolve, workers: WorkerProcesses | None = None
+) -> tuple[RankRunner, str | None]:
+    """The model runner of one rank, and its shard's digest; all ranks come here at the same time."""
+    digest = digest_for_files(loaded, config)
+    binding = build_binding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
+    runner = RankRunner(binding, *resolve(binding, loaded, config), workers)
+    if ranks.rank and (config.prefix_cache_host_bytes is not None or digest is not None):
+        from nanovllm.execution.rank_tiers import RankTiers
+
+        runner.tiers = RankTiers.open(binding, runner.config, runner.pools, digest)
+    return runner, digest
+
+
+def build_worker(start: Start, ranks: Ranks, resolve: Resolve) -> RankRunner:
+    """The model runner of another rank."""
+    return build_rank(load_sharded(start.source, None, start.config, ranks), start.config, ranks, resolve)[0]

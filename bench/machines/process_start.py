@@ -31,7 +31,7 @@ PHASES = (
     ("nanovllm.llm", "LLM.__init__"),
     ("nanovllm.model.loader", "load_weights"),
     ("nanovllm.model.loader", "load_tokenizer"),
-    ("nanovllm.build", "build_binding"),
+    ("nanovllm.model.building", "build_binding"),
     ("nanovllm.model.binding", "probe_model"),
     ("nanovllm.model.building", "check_rows"),
     ("nanovllm.build", "resolve_options"),

@@ -35,8 +35,8 @@ from random_models import SHAPES, checkpoint
 from simulator_replicas import COSTS
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams
-from nanovllm.cache.cache_pools import resolve_pool
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.one_pool import resolve_pool
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import ReplicaResources

@@ -14,8 +14,8 @@ import random
 import time
 from typing import Any
 
-from nanovllm.cache.cache_pools import resolve_pool
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.one_pool import resolve_pool
 from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration

@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.execution import workers
 from nanovllm.model import loader, sharded_loading
-from nanovllm.model.loader import LoadedModel
+from nanovllm.model.loaded import LoadedModel
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import shard_model
 from nanovllm.tools.workloads.workloads import Workload, random_requests, w1

@@ -6,8 +6,6 @@ docs/guide/tuning.md and docs/results/gpu.md have the figures.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, NoAttention
+from nanovllm.attention.plain import may_compile
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import KernelBuildError, ProcessorClassError
-from nanovllm.process.device import cpp_compiler, find_kernel
+from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
     from nanovllm.cache.cache_pools import CachePools
@@ -40,7 +39,7 @@ class AttentionChoice:
     @classmethod
     def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> AttentionChoice:
         """Raises ValueError, naming the missing part, for an unavailable backend that the user set."""
-        compiles = _may_compile(config, device)
+        compiles = may_compile(config, device)
         kernels: tuple[Kernels, ...] = ()
         wanted = config.attention_backend
         if wanted == "auto":
@@ -91,7 +90,7 @@ class AttentionChoice:
         if layers:
             choice = cls.for_model(layers, device, config)
             return replace(choice, compiles=choice.uses_graphs)
-        uses_graphs = device.type == "cuda" and wanted == "auto" and _may_compile(config, device)
+        uses_graphs = device.type == "cuda" and wanted == "auto" and may_compile(config, device)
         return cls("flex" if uses_graphs else "sdpa", uses_graphs, uses_graphs, kernels=())
 
     def captures(self, config: EngineConfig, device: torch.device, obstacle: str | None = None) -> bool:
@@ -151,30 +150,6 @@ class AttentionChoice:
             return CppAttention(kinds, self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size)
         block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
         return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
-
-
-def _may_compile(config: EngineConfig, device: torch.device) -> bool:
-    if config.enforce_eager:
-        logger.warning("enforce_eager: nothing is compiled; layers run eagerly, attention is 'sdpa'")
-        return False
-    missing = _missing_compiler(device)
-    if missing is None:
-        return True
-    if config.attention_backend in ("flex", "cpp"):
-        raise ValueError(
-            f"attention_backend={config.attention_backend!r} needs {missing}, and none was found. Install g++ or "
-            "clang++ (or name one in the environment variables CC and CXX), or use attention_backend='sdpa'."
-        )
-    logger.warning("%s was not found: nothing is compiled; layers run eagerly, attention is 'sdpa'", missing)
-    return False
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """The compiler that torch.compile needs on this device and does not find; None if nothing is missing."""
-    if device.type == "cuda":  # Triton builds its launchers in C
-        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-        return None if any(shutil.which(name) for name in names) else "a C compiler"
-    return None if shutil.which(cpp_compiler()) else "a C++ compiler"
 
 
 def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTraits], str | None]) -> str | None:

@@ -11,6 +11,7 @@ from nanovllm.cache.group_layouts import with_groups
 from nanovllm.cache.kinds import FULL, LayerTraits, StateKind, kind_of
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.one_pool import resolve_pool
 
 # Slots of recurrent states that a running sequence holds: the one that steps write to, the last one that is kept, and
 # now and then one more at a block's end.
@@ -109,39 +110,17 @@ def cache_groups_of(
     return tuple(groups)
 
 
-def resolve_pool(
-    config: EngineConfig, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool
-) -> EngineConfig:
-    """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
-
-    Args:
-        block_bytes: bytes of one block over all layers.
-        memory_bytes: free memory of the device.
-        max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
-
-    Raises ValueError if the pool cannot hold one sequence of max_model_len.
-    """
-    per_sequence = -(-config.max_model_len // config.block_size)
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-    else:  # at most max_num_seqs sequences of max_model_len: further blocks could never be used
-        num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * config.max_num_seqs + 1)
-    fitting = max(0, num_blocks - 1) * config.block_size
-    max_model_len = config.max_model_len
-    if fitting < max_model_len:
-        if max_model_len_is_set or fitting < 2:
-            smaller = f"Set max_model_len to at most {fitting}, or give" if fitting >= 2 else "Give"
-            raise ValueError(
-                f"the KV cache of {num_blocks} blocks of {config.block_size} tokens ({num_blocks * block_bytes:,} "
-                f"bytes; block 0 is reserved) holds sequences of at most {fitting} tokens, but max_model_len is "
-                f"{max_model_len}. {smaller} the cache at least {per_sequence + 1} blocks "
-                f"({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, kv_cache_memory_bytes or "
-                "gpu_memory_utilization."
-            )
-        max_model_len = fitting
-    return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)
+def pools_of(
+    config: EngineConfig, binding: Any, memory_bytes: int, *, max_model_len_is_set: bool
+) -> tuple[EngineConfig, CachePools]:
+    """`resolve_pools` for the layers of a hooked model."""
+    traits = [layer.traits for layer in binding.layers]
+    block_bytes = [
+        own.sight.block_bytes(layer.token_bytes, config.block_size)
+        for own, layer in zip(traits, binding.layers, strict=True)
+    ]
+    groups = cache_groups_of(traits, block_bytes, config.max_model_len, record_bytes=binding.mixers.num_bytes)
+    return resolve_pools(config, groups, memory_bytes, max_model_len_is_set=max_model_len_is_set)
 
 
 def resolve_pools(

@@ -11,9 +11,24 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from nanovllm.core.config import EngineConfig
+from nanovllm.model.loaded import LoadedModel
+
 CHUNK_BYTES = 2**26  # size hashed at once, and copied from a GPU at once
 VERSIONED = ("nanovllm", "torch", "transformers")  # files of prefixes name their versions
 REMOTE_CODE = "transformers_modules"  # package of the library with the code of models
+
+
+def digest_for_files(loaded: LoadedModel, config: EngineConfig) -> str | None:
+    """The model's name in files of prefixes; None where there are none."""
+    if config.prefix_cache_dir is None:
+        return None
+    if loaded.is_live:
+        raise ValueError(
+            f"prefix_cache_dir is {config.prefix_cache_dir!r}, but the model is a module, whose weights its owner may "
+            "change. Save it (save_pretrained) and pass the folder, or set prefix_cache_host_bytes."
+        )
+    return model_digest(loaded.model)
 
 
 def model_digest(model: nn.Module) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.config import EngineConfig
-from nanovllm.model.loader import device_of
+from nanovllm.model.loaded import device_of
 
 
 class EngineProcessLLM(AsyncLLM):

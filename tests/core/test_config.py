@@ -5,9 +5,9 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from nanovllm.cache import cache_pools
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
+from nanovllm.core.one_pool import resolve_pool as resolve_pool_of
 
 POSITIONS = 8192
 
@@ -256,7 +256,7 @@ BLOCK_BYTES = 1000
 
 def resolve_pool(memory_bytes: int = 0, *, max_model_len_is_set: bool = True, **options: object) -> EngineConfig:
     config = resolve(block_size=16, max_num_seqs=4, **options)
-    return cache_pools.resolve_pool(config, BLOCK_BYTES, memory_bytes, max_model_len_is_set=max_model_len_is_set)
+    return resolve_pool_of(config, BLOCK_BYTES, memory_bytes, max_model_len_is_set=max_model_len_is_set)
 
 
 def test_the_number_of_blocks_goes_before_bytes_and_bytes_before_what_the_device_has():

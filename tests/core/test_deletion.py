@@ -45,7 +45,7 @@ ROOMS = {
     "gguf": Room(("model.gguf",), "LLM('empty.gguf')", "nanovllm.model.gguf"),
     "speculation": Room(("speculation",), "LLM('.', speculation='suffix')", "nanovllm.speculation"),
     "replicas": Room(("replicas",), "LLM('.', data_parallel_size=2)", "nanovllm.replicas"),
-    "ranks": Room(RANKS, "LLM('.', tensor_parallel_size=2)", "nanovllm.execution.workers"),
+    "ranks": Room(RANKS, "LLM('.', tensor_parallel_size=2)", "nanovllm.rank_runner"),
     "traces": Room(TRACES, "main(['generate', '--trace', 'trace', 'a'])", "nanovllm.observability.trace_writer"),
     "kv events": Room(
         ("observability.kv_events",), "LLM('.', kv_events='ipc://events')", "nanovllm.observability.kv_events"

@@ -33,7 +33,7 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork
-from nanovllm.model.loader import LoadedModel
+from nanovllm.model.loaded import LoadedModel
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.tools.simulate.calibration import Calibration
