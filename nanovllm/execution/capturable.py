@@ -17,7 +17,7 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.mixers import Mixers
 from nanovllm.model.module_watch import tensors_of
 from nanovllm.model.patches import modules_of
-from nanovllm.model.probe import StateProbe
+from nanovllm.model.probe import PassProbe
 
 logger = logging.getLogger("nanovllm")
 
@@ -79,7 +79,7 @@ def has_hooks(binding: ModelBinding) -> bool:
 
 def splits_head(binding: ModelBinding) -> bool:
     """Whether hidden states and head, run separately, give the same logits; tried on a few tokens, on all ranks."""
-    with binding.probing(StateProbe()):
+    with binding.probing(PassProbe()):
         splits = binding.passes.has_base_model and _computes_parts(binding)
         return splits if binding.ranks is None else bool(binding.ranks.agree(splits))
 

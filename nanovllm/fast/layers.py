@@ -23,7 +23,7 @@ from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.fast.stacked_layers import may_stack_layers, stacked_layers
 from nanovllm.model.mixers import Mixers
-from nanovllm.model.probe import StateProbe
+from nanovllm.model.probe import PassProbe
 from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class FastLayers:
         """Merge linear layers that read the same input into one product. Not for a live module."""
         binding = self._binding
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=binding.device)
-        with merging(binding.model, binding.layer_modules), binding.probing(StateProbe()):
+        with merging(binding.model, binding.layer_modules), binding.probing(PassProbe()):
             binding.passes.logits(tokens, tokens, 0)
 
     def fuse_rotary(self) -> None:

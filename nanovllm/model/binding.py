@@ -30,9 +30,9 @@ from nanovllm.model.patches import AttributePatches, Change, layer_changes, redi
 from nanovllm.model.probe import (
     PROBE_NAME,
     Masks,
+    PassProbe,
     Probe,
     Probing,
-    StateProbe,
     plain_probe,
     probe_model,
     probing_with,
@@ -261,7 +261,7 @@ class ModelBinding:
             self.patches.undo()
 
     @contextmanager
-    def probing(self, probe: StateProbe) -> Iterator[None]:
+    def probing(self, probe: PassProbe) -> Iterator[None]:
         """Replace attention by the probe."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps

@@ -13,7 +13,7 @@ from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.binding import BindingParts, ModelBinding, StateLayers, lock_of
 from nanovllm.model.experts import EXPERTS
 from nanovllm.model.forward import split_passes
-from nanovllm.model.guard import RowBatches, check_rows, refuse_cached_windows, refuse_quantised_weights
+from nanovllm.model.guard import RowProbe, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.model.headless import is_headless
 from nanovllm.model.mask_probe import MaskProbe
 from nanovllm.model.module_watch import ModuleWatch
@@ -79,9 +79,9 @@ def build_binding(
 
 
 def _probe_for(model: Any) -> Probe:
-    batch, others = RowBatches.for_model(model), LAYER_TYPES if recurrent_modules(model) else {}
+    others = LAYER_TYPES if recurrent_modules(model) else {}
     attending = attending_layers(type(model).__name__, model.config.get_text_config(decoder=True), others)
-    return Probe(batch=batch, attending=attending, is_mixed=bool(others), refused=unsupported)
+    return RowProbe.for_model(model, attending=attending, is_mixed=bool(others), refused=unsupported)
 
 
 def _state_layers(model: nn.Module) -> StateLayers:

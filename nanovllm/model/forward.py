@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.model.binding import ModelBinding, WholePass
 from nanovllm.model.patches import AttributePatches, modules_of
-from nanovllm.model.probe import StateProbe
+from nanovllm.model.probe import PassProbe
 from nanovllm.sampling.logprobs import StepLogprobs
 
 
@@ -160,7 +160,7 @@ class ForwardPasses:
 def split_passes(binding: ModelBinding) -> None:
     """Let a binding compute hidden states apart from logits, if its model does."""
     binding.passes = passes = ForwardPasses(binding.model, binding.patches, binding.vocab_size)
-    with binding.probing(StateProbe()):
+    with binding.probing(PassProbe()):
         passes.has_base_model = passes.calls_base_model(binding.device)
 
 

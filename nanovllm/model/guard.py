@@ -8,9 +8,9 @@ bit for bit, also in half precision and with routed experts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.config_fields import positions_of
-from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
+from nanovllm.model.probe import PassProbe, Probe, Probing
 from nanovllm.model.unsupported import unsupported
 
 Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
@@ -41,21 +41,47 @@ _HALF = _Tolerance(1e-2, 0.25)  # a router may pick the second-best expert for s
 _NONE = _Tolerance(0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class RowBatches(Batch):
-    """The batch of `probe_model`, at the first positions, and the parts of a second batch that reorders it."""
+@dataclass
+class StateProbe(PassProbe):
+    """Records q, k and v of each attention layer: name -> states [num_rows, heads, head_dim], in their order."""
 
-    preceding_ids: list[int]  # tokens that precede most of these in the second batch
-    last: list[int]  # the model's last positions
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def record(self, module: nn.Module, *tensors: Any, **_: Any) -> None:
+        layer = len(self.states) // 3
+        for name, tensor in zip(("queries", "keys", "values"), tensors, strict=False):
+            self.states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
+
+
+@dataclass
+class RowProbe(Probe):
+    """Probes at the first positions and records states too; with the parts of a second batch that reorders the first.
+
+    preceding_ids: tokens that precede most of the first ones in the second batch.
+    last: the model's last positions.
+    """
+
+    preceding_ids: Sequence[int] = ()
+    last: Sequence[int] = ()
+    rows: StateProbe = field(default_factory=StateProbe)
 
     @classmethod
-    def for_model(cls, model: Any) -> RowBatches:
+    def for_model(cls, model: Any, **options: Any) -> RowProbe:
+        """The probe of a model; options: further fields."""
         num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
         num_rows = min(NUM_ROWS, num_positions)
-        kept = range(num_rows - num_rows // 4)
         token_ids = plain_tokens(model, num_rows + num_rows // 4)
-        last = list(range(num_positions - num_rows, num_positions))
-        return cls(token_ids[:num_rows], list(kept[::-2]), token_ids[num_rows:], last)
+        return cls(
+            token_ids=token_ids[:num_rows],
+            sample_rows=range(num_rows - num_rows // 4)[::-2],
+            preceding_ids=token_ids[num_rows:],
+            last=range(num_positions - num_rows, num_positions),
+            **options,
+        )
+
+    def record(self, *arguments: Any, **_: Any) -> None:
+        super().record(*arguments)
+        self.rows.record(*arguments)
 
 
 def refuse_quantised_weights(model: nn.Module) -> None:
@@ -81,40 +107,40 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
     """Refuse a model if its rows depend on each other, on their order or on positions other than the given ones.
 
     Args:
-        probe: has run `RowBatches`.
+        probe: a `RowProbe` that has run.
         hiding: context manager around the reordered pass (hides weights that the engine would free).
 
     Raises UnsupportedModelError with the difference seen.
     """
     name, run = type(model).__name__, partial(_run, model, probing)
-    batches = probe.batch
-    assert isinstance(batches, RowBatches)
-    token_ids, sampled, far = batches.token_ids, batches.sample_rows, batches.last
-    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.preceding_ids)))
+    assert isinstance(probe, RowProbe)
+    first = probe.rows.states
+    token_ids, sampled, far = list(probe.token_ids), list(probe.sample_rows), list(probe.last)
+    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(probe.preceding_ids)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     tolerance = _HALF if is_half else FULL
 
     # Three passes: the probe's; without position_ids; most rows reversed, after other tokens at the last positions.
     own = run(token_ids, None, None)
     moved_to = near[::-1]
-    moved_ids = batches.preceding_ids + token_ids[: len(kept)][::-1]
+    moved_ids = [*probe.preceding_ids, *token_ids[: len(kept)][::-1]]
     with hiding():
         moved = run(moved_ids, far[len(kept) :] + kept[::-1], [moved_to[row] for row in sampled])
 
-    seen = first_difference(own.states, probe.states, tolerance)
+    seen = first_difference(own.states, first, tolerance)
     if seen is not None:
         raise unsupported(
             "positions from padding",
             f"{name} cannot be served: it",
             f"{seen} between its own forward without position_ids and one at positions 0, 1, 2 and so on",
         )
-    seen = first_difference(_rows_of(probe.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
+    seen = first_difference(_rows_of(first, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
     if seen is None:
         _check_sampled_rows(name, own, probe, sampled, tolerance)
         seen = first_difference({"logits": probe.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
         reason, at_far = "mixed rows", run(token_ids, far, sampled)
-        if far != near and first_difference(probe.states, at_far.states, _NONE) is None:
+        if far != near and first_difference(first, at_far.states, _NONE) is None:
             reason = "positions by row"
         raise unsupported(
             reason,
@@ -147,7 +173,7 @@ def _run(
     return probe
 
 
-def _check_sampled_rows(name: str, own: StateProbe, ours: StateProbe, rows: list[int], tolerance: _Tolerance) -> None:
+def _check_sampled_rows(name: str, own: PassProbe, ours: PassProbe, rows: list[int], tolerance: _Tolerance) -> None:
     returned = None
     if len(ours.logits) != len(rows):
         returned = str(len(ours.logits))

@@ -61,56 +61,34 @@ class Masks:
         return FULL
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The batch of a probe's pass, at positions 0, 1, 2 and so on."""
-
-    token_ids: list[int]
-    sample_rows: list[int]
-
-
-TWO_TOKENS = Batch([0, 0], [1])
-
-
 @dataclass
-class StateProbe:
-    """Records q, k and v of each attention layer: name -> states [num_rows, heads, head_dim], in their order.
+class PassProbe:
+    """One forward pass in which a probe replaces attention; records nothing.
 
     logits: [num_samples, vocab_size], set after the pass.
     """
 
-    states: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor = field(default_factory=partial(torch.empty, 0, 0))
     masks: Masks = field(default_factory=Masks)
 
-    def record(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Record the next layer."""
-        layer = len(self.states) // 3
-        for name, tensor in (("queries", query), ("keys", key), ("values", value)):
-            self.states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
+    def record(self, *arguments: Any, **_: Any) -> None:
+        """Record the next layer: module, query, key, value, scaling, mask and further arguments."""
 
 
 @dataclass
-class Probe(StateProbe):
+class Probe(PassProbe):
     """Records the arguments of each attention layer in one forward pass, and refuses unimplemented features.
 
     Attributes:
-        batch: tokens of the pass.
+        token_ids: tokens of the pass, at positions 0, 1, 2 and so on.
+        sample_rows: rows with logits.
         attending: indices of layers with attention, if the config tells.
         is_mixed: whether some layers may keep states instead.
         refused: the error of a trait, as by `refused`.
     """
 
-    batch: Batch = TWO_TOKENS
+    token_ids: Sequence[int] = (0, 0)
+    sample_rows: Sequence[int] = (1,)
     attending: Sequence[int] | None = None
     is_mixed: bool = False
     refused: Callable[..., UnsupportedModelError] = refused
@@ -151,7 +129,6 @@ class Probe(StateProbe):
             query.shape[1], key.shape[1], query.shape[3], value.shape[3], sight, softcap or None, sinks is not None,
             self._shared_with(key, value),
         )  # fmt: skip
-        super().record(module, query, key, value, scaling, mask, kwargs)
         self._states.append((key, value))
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
 
@@ -191,11 +168,11 @@ def probe_model(
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
     probe = probe_for(model)
-    batch, expected = probe.batch, None if probe.attending is None else len(probe.attending)
+    expected = None if probe.attending is None else len(probe.attending)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
-    token_ids, sample_rows = (torch.tensor(ids, device=devices[0]) for ids in (batch.token_ids, batch.sample_rows))
+    token_ids, sample_rows = (torch.tensor(ids, device=devices[0]) for ids in (probe.token_ids, probe.sample_rows))
     with probing(probe):
         try:
             output = model(
@@ -221,13 +198,13 @@ def probe_model(
     return probe
 
 
-Probing = Callable[[StateProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
+Probing = Callable[[PassProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
 
 _current = threading.local()
 
 
 @contextmanager
-def probing_with(probe: StateProbe) -> Iterator[None]:
+def probing_with(probe: PassProbe) -> Iterator[None]:
     """Let attention layers of this thread report to `probe`."""
     _current.probe = probe
     try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.probe import StateProbe
+from nanovllm.model.probe import PassProbe
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
 from nanovllm.model.state_layers import recurrent_modules
 from nanovllm.model.unsupported import unsupported
@@ -74,7 +74,7 @@ def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None
     """Let a model return only this rank's logits, if they equal the slice of the whole ones (elementwise)."""
     split = binding.passes.with_logits_of(head.width)
     positions = torch.arange(4, device=binding.device)[None]
-    with binding.probing(StateProbe()):
+    with binding.probing(PassProbe()):
         expected = binding.passes.logits(positions, positions, positions[0]).clone()
         head.is_split, parts = True, None
         try:

@@ -13,7 +13,7 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.building import build_binding
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.patches import AttributePatches
-from nanovllm.model.probe import StateProbe
+from nanovllm.model.probe import PassProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, favour_next_tokens, tiny_model
@@ -31,7 +31,7 @@ def parts_and_whole(binding: ModelBinding) -> tuple[Tensor, Tensor]:
     """Logits of three rows of nine, by the parts and by one pass."""
     token_ids, positions = torch.arange(20, 29)[None], torch.arange(9)[None]
     rows = torch.tensor([8, 2, 2])
-    with binding.probing(StateProbe()):
+    with binding.probing(PassProbe()):
         hidden_states = binding.passes.hidden_states(token_ids, positions)
         parts = binding.passes.head(hidden_states[rows])
         return parts.clone(), binding.passes.logits(token_ids, positions, rows).clone()
