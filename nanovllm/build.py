@@ -246,8 +246,9 @@ def resolve_options(
     layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
     num_positions = loaded.max_position_embeddings if layers else loaded.num_positions(max_model_len)
     longest = max_model_len or num_positions
-    if longest is not None:  # windows and chunks that hold the longest sequence are none
-        layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
+    within = _part("cache.state_kinds", "traits_within")
+    if within is not None and longest is not None:  # windows and chunks that hold the longest sequence are none
+        layers[:] = [replace(layer, traits=within(layer.traits, longest)) for layer in layers]
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)
     if (check := _part("model.guard", "check_row_counted_scales")) is not None:

@@ -25,7 +25,7 @@ from gpu_timing import read_rate, replayed_micros
 from nanovllm import LLM
 from nanovllm.attention.flex_gpu_options import Gpu
 from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.kinds import FULL, LayerTraits, Sight
 from nanovllm.core.config import EngineConfig
 from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.model import loader
@@ -164,8 +164,8 @@ def stage_window() -> dict[str, Any]:
     """Decode attention of one layer of each model that sees a window, and of one that sees all, by context."""
     result = {}
     cases = {
-        "Gemma 3 4B, window 1024": ((4, 2, 256), StateKind(window=1024)), "Gemma 3 4B, full": ((4, 2, 256), FULL),
-        "gpt-oss 20B, window 128": ((8, 8, 64), StateKind(window=128)), "gpt-oss 20B, full": ((8, 8, 64), FULL),
+        "Gemma 3 4B, window 1024": ((4, 2, 256), Sight(window=1024)), "Gemma 3 4B, full": ((4, 2, 256), FULL),
+        "gpt-oss 20B, window 128": ((8, 8, 64), Sight(window=128)), "gpt-oss 20B, full": ((8, 8, 64), FULL),
     }  # fmt: skip
     for name, (heads, sight) in cases.items():
         for context in (4096, 65_536):
@@ -175,7 +175,7 @@ def stage_window() -> dict[str, Any]:
     return result
 
 
-def _attention_micros(heads: tuple[int, int, int], sight: StateKind, batch: int, context: int) -> float:
+def _attention_micros(heads: tuple[int, int, int], sight: Sight, batch: int, context: int) -> float:
     """Of ten layers behind one another, K and V of each its own as far as they are in sight."""
     num_kv_heads, groups, head_dim = heads
     first = min(int(sight.first_seen(torch.tensor([context - 1]).numpy())[0]), context) // BLOCK_SIZE
@@ -190,7 +190,7 @@ def _attention_micros(heads: tuple[int, int, int], sight: StateKind, batch: int,
     device = caches.device
     kernel = PagedDecode(
         (num_kv_heads, groups, 2 * head_dim), BLOCK_SIZE, gpu=Gpu.from_device(device), max_decodes=batch,
-        device=device, sight=sight.spans,
+        device=device, sight=sight,
     )  # fmt: skip
     query = torch.randn(batch, num_kv_heads * groups, head_dim, dtype=torch.bfloat16, device=device)
     step = (
@@ -211,7 +211,7 @@ def stage_pools() -> dict[str, Any]:
     """Tokens of sequences of 32k that 64 GiB of KV cache hold for Gemma 3 4B's shape, in cache groups or in one."""
     length, memory = 32_768, 64 * 2**30
     layers = [
-        LayerTraits(8, 4, 256, 256, StateKind(window=1024) if kind == "sliding_attention" else FULL)
+        LayerTraits(8, 4, 256, 256, Sight(window=1024) if kind == "sliding_attention" else FULL)
         for kind in GEMMA_LAYERS
     ]
     config = EngineConfig(

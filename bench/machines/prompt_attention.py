@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.tiles import spans_of
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
 
 DEVICE = torch.device("cuda", 0)

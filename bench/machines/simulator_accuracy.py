@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from nanovllm.attention.first_touch import take_memory
 from nanovllm.build import build_engine
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.outputs import RequestMetrics
@@ -146,7 +147,7 @@ def opened(options: argparse.Namespace, clock: Clock) -> tuple[Calibration, Engi
         print(f"relative errors of the fit: {calibration.residuals}; {calibration.cost_model}", flush=True)
     calibration.resolve(EngineConfig.from_options(**given), model=model)
     engine = build_engine(model, tokenizer, None, given | {"record_itl": True}, clock=clock)
-    engine.model_runner.binding.caches.take_memory()
+    take_memory(engine.model_runner.binding.caches)
     while engine.model_runner.capture_ahead():
         pass  # as a server does while it is idle
     return calibration, engine

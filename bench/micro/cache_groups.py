@@ -16,7 +16,8 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.cache.group_blocks import GroupBlocks
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.kinds import LayerTraits, Sight
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -35,7 +36,7 @@ def gemma_layers() -> list[LayerTraits]:
         None if index % shape["full_every"] == shape["full_every"] - 1 else shape["window"]
         for index in range(shape["num_layers"])
     ]
-    return [LayerTraits(**heads, **widths, sight=StateKind(window)) for window in windows]
+    return [LayerTraits(**heads, **widths, sight=Sight(window)) for window in windows]
 
 
 def resolved(max_model_len: int, **options: int) -> EngineConfig:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.operator import AttentionBackend, AttentionLayer, NoAttention
+from nanovllm.attention.no_attention import NoAttention
+from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.plain import may_compile
+from nanovllm.attention.scores import scores_of
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
 from nanovllm.core.config import EngineConfig
@@ -149,7 +151,7 @@ class AttentionChoice:
 
             return CppAttention(kinds, self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size)
         block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
-        return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
+        return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device, scores_of(kinds))
 
 
 def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTraits], str | None]) -> str | None:

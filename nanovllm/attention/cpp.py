@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.block_tables import BlockTables
+from nanovllm.attention.layer_traits import first_beyond
 from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.kernels.cpp import Kernels
@@ -45,7 +46,7 @@ class CppAttention:
     @staticmethod
     def supports(traits: LayerTraits) -> str | None:
         """The first trait of a layer that this backend cannot compute, in words; None if it serves the layer."""
-        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
+        return first_beyond(traits, "window", "chunk", "softcap", "sinks", "widths")
 
     def plan(self, layout: BatchLayout) -> CppPlan:
         """Raises ValueError for block tables outside of the caches: the kernels check nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import mmap
@@ -16,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.kv_cache import CacheMemory
+from nanovllm.attention.kv_cache import CacheMemory, KVCaches
 from nanovllm.process.huge_pages import fresh_pages, use_huge_pages, use_small_pages
 
 logger = logging.getLogger("nanovllm")
@@ -141,3 +142,13 @@ def _groups() -> tuple[Path, ...]:
         return ()
     folders = [CGROUPS / own, *(CGROUPS / own).parents]
     return tuple(folders[: folders.index(CGROUPS) + 1])
+
+
+def take_memory(caches: KVCaches) -> None:
+    """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
+
+    For measuring; call it before anything is cached.
+    """
+    for part in itertools.chain.from_iterable((*caches.of_layers, *caches.of_records)):
+        if part.device.type == "cpu":
+            part.zero_()

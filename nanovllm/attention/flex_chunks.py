@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, with_sinks
+from nanovllm.attention.block_mask import forward_mask
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.cache.kinds import StateKind
+from nanovllm.attention.flex_sights import capped, first_seen_on_device, with_sinks
+from nanovllm.cache.kinds import Sight
 from nanovllm.process.device import own_code
 
 
@@ -53,7 +54,7 @@ class FlexChunks:
     def fill(self, tables: Tensor, table_starts: Tensor, blocks: Tensor, is_used: Tensor) -> None:
         """Fill the block mask's tables for a step; see `StepTables` for the arguments."""
         sight = self._options.sight
-        sizes = (self._max_blocks,) if sight.is_full else (self._options.block_size, *sight.spans)
+        sizes = (self._max_blocks,) if sight.is_full else (self._options.block_size, *sight)
         self._fill(self._tables, tables, table_starts, blocks, is_used, *sizes)
 
     def attend(
@@ -67,15 +68,13 @@ class FlexChunks:
         return self._call(query, keys, values, self._tables, scaling, sinks)
 
 
-def most_listed(sight: StateKind, block_size: int, max_blocks: int) -> int:
+def most_listed(sight: Sight, block_size: int, max_blocks: int) -> int:
     """Blocks that a tile lists as full, or as partial, at most."""
-    spans = [size for size in sight.spans if size is not None]
+    spans = [size for size in sight if size is not None]
     return max_blocks if not spans else min(max_blocks, -(-min(spans) // block_size) + 2)
 
 
-def chunk_tables(
-    sight: StateKind, max_tiles: int, width: int, num_blocks: int, device: torch.device
-) -> tuple[Tensor, ...]:
+def chunk_tables(sight: Sight, max_tiles: int, width: int, num_blocks: int, device: torch.device) -> tuple[Tensor, ...]:
     """Counts [1, 1, max_tiles] and blocks [1, 1, max_tiles, width] seen in part, then those seen whole.
 
     With a window or attention in chunks, also the index of each cache block in its sequence [num_blocks], and the index
@@ -140,7 +139,7 @@ class ChunkCall(nn.Module):
     def __init__(self, options: KernelOptions) -> None:
         super().__init__()
         self.block_size, self.softcap = options.block_size, options.softcap
-        self.window, self.chunk = options.sight.spans
+        self.window, self.chunk = options.sight
         self.options: dict[str, Any] = options.for_chunks()
         # Nothing but the number of rows may become a symbol; see `flex_tiles.py`.
         self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)

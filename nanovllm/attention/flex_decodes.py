@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, with_sinks
+from nanovllm.attention.block_mask import forward_mask
 from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_KV_TILE, DecodeOptions, KernelOptions
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.attention.flex_sights import capped, first_seen_on_device, with_sinks
+from nanovllm.cache.kinds import FULL, Sight
 from nanovllm.process.device import own_code
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
@@ -63,7 +64,7 @@ class FlexDecodes:
         self._call = self._call_for(len(block_counts))
         self._fill(
             self._tables.parts(), tables, table_starts, block_counts, positions, self._options.block_size,
-            self._call.kv_tile, self._options.sight.spans,
+            self._call.kv_tile, self._options.sight,
         )  # fmt: skip
 
     def attend(
@@ -92,10 +93,10 @@ class FlexDecodes:
         return call
 
 
-def most_kv_tiles(sight: StateKind, block_size: int, max_blocks: int) -> int:
+def most_kv_tiles(sight: Sight, block_size: int, max_blocks: int) -> int:
     """KV tiles that a decode sees, at most."""
     most = max_blocks * max(1, block_size // MIN_KV_TILE)
-    spans = [size for size in sight.spans if size is not None]
+    spans = [size for size in sight if size is not None]
     # A span touches a tile more than it fills, and two where it lies across their borders.
     return most if not spans else min(most, min(spans) // min(MIN_KV_TILE, block_size) + 2)
 
@@ -124,7 +125,7 @@ def fill_decodes(
     positions: Tensor,
     block_size: int,
     kv_tile: int,
-    sight: tuple[int | None, int | None] = FULL.spans,
+    sight: tuple[int | None, int | None] = FULL,
 ) -> None:
     """`to` is a `DecodeTables`, which the compiler does not know; `kv_tile` slots make one of a block."""
     num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets, *firsts = to

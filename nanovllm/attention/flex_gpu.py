@@ -23,7 +23,9 @@ from torch import Tensor
 from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
-from nanovllm.attention.operator import AttentionLayer, NoAttention
+from nanovllm.attention.layer_traits import first_beyond
+from nanovllm.attention.no_attention import NoAttention
+from nanovllm.attention.operator import AttentionLayer
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
@@ -81,7 +83,7 @@ class GpuFlexAttention:
             return (
                 f"heads of {min(traits.head_dim, traits.value_dim)} elements, of {MIN_HEAD_DIM} that it takes at least"
             )
-        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
+        return first_beyond(traits, "window", "chunk", "softcap", "sinks", "widths")
 
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.kinds import FULL, Sight
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
@@ -84,7 +84,7 @@ class KernelOptions:
     block_size: int
     paged_decode: Any = None
     build_prompts: Callable[[], Any] | None = None
-    sight: StateKind = FULL
+    sight: Sight = FULL
     softcap: float | None = None
     compile_prompts: Callable[[], Any] | None = None
 
@@ -98,7 +98,7 @@ class KernelOptions:
         build_prompts = compile_prompts = None
         if open_kernel := find_kernel("prompt_attention", "open_kernel"):
             sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype
-            window, chunk = traits.sight.spans
+            window, chunk = traits.sight
             given = *sizes, window, traits.softcap, chunk, traits.value_dim
             compile_kernel: Any = find_kernel("prompt_attention", "compile_kernel")
             build_prompts, compile_prompts = (partial(f, *given, device=device) for f in (open_kernel, compile_kernel))
@@ -113,7 +113,7 @@ class KernelOptions:
             return None
         heads = self.num_kv_heads, self.num_groups, self.head_bytes
         return self.paged_decode(
-            heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight.spans,
+            heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight,
             softcap=self.softcap,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.block_mask import forward_mask
-from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.kinds import LayerTraits, Sight
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.process.device import own_code
 
@@ -58,7 +58,7 @@ class TileTables:
     """
 
     def __init__(
-        self, sight: StateKind, has_sinks: bool, block_size: int, max_tiles: int, num_blocks: int, device: torch.device
+        self, sight: Sight, has_sinks: bool, block_size: int, max_tiles: int, num_blocks: int, device: torch.device
     ) -> None:
         self._sight, self._has_sinks, self._block_size = sight, has_sinks, block_size
 
@@ -125,7 +125,7 @@ class TileCall(nn.Module):
         super().__init__()
         self._tables = tables
         self.num_groups, self.rows, self.block_size = traits.num_groups, rows, block_size
-        (self.window, self.chunk), self.softcap = traits.sight.spans, traits.softcap
+        (self.window, self.chunk), self.softcap = traits.sight, traits.softcap
         self.sink_slot = NULL_BLOCK * block_size + block_size - 1
         # Only the number of rows, marked at each call, may become a symbol: with the cache's size as another, or with
         # sizes that an earlier process saw change, the generated code does not compile.

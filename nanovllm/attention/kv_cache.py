@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.cache.kinds import kind_of, kinds_of
 from nanovllm.core.batch import Copy
-from nanovllm.process.device import find_kernel, to_device
+from nanovllm.process.device import to_device
 
 StateShapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]  # of each layer, of each state of a sequence
 
@@ -55,6 +55,7 @@ class KVCaches:
         of_layers: of each layer K and V, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
             differ; a layer that shares another's K and V has the very same. Empty until they are allocated.
         of_records: of each layer with recurrent states its states, [num_records, ...] each.
+        clear: function that zeroes blocks [n] int64 of caches [num_caches, num_slots, ...], of this block size.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class KVCaches:
         self._layers, self._records = layers, records
         self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
         self._device = device
-        self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
+        self.clear: Callable[[Tensor, Tensor, int], None] = clear
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
         self._group_bytes: Counter[int] = Counter()
         self.memory = CacheMemory()
@@ -137,26 +138,10 @@ class KVCaches:
         num_taken = self.memory.num_taken
         return self.bytes_of([1.0] * len(shares)) if num_taken is None else max(self.bytes_of(shares), num_taken)
 
-    def take_memory(self) -> None:
-        """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
-
-        For measuring; call it before anything is cached.
-        """
-        if self._device.type == "cpu":
-            for caches in (*(caches for _, caches in self._together), *itertools.chain.from_iterable(self.of_records)):
-                caches.zero_()
-
-    def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:
-        """Zero blocks [n] int64 of every cache of a group.
-
-        Args:
-            by_kernel: use the one kernel of `kernels/`, compiled at its first call, where it exists; for a GPU.
-        """
+    def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0) -> None:
+        """Zero blocks [n] int64 of every cache of a group."""
         for caches in [caches for of_group, caches in self._together if of_group == group]:
-            if by_kernel and self._clear_kernel is not None:
-                self._clear_kernel(caches, blocks, block_size)
-            else:
-                _in_blocks(caches, block_size).index_fill_(1, blocks, 0)
+            self.clear(caches, blocks, block_size)
 
     def copy_blocks(self, copies: Sequence[Copy], block_size: int) -> None:
         """Copy K and V of blocks, as `ScheduledBatch.copies` says, on the current stream."""
@@ -185,6 +170,10 @@ class KVCaches:
         self.of_layers, self.of_records = [], []
         self._together = []
         self._group_bytes.clear()
+
+
+def clear(caches: Tensor, blocks: Tensor, block_size: int) -> None:
+    _in_blocks(caches, block_size).index_fill_(1, blocks, 0)
 
 
 def _in_blocks(caches: Tensor, block_size: int) -> Tensor:

@@ -82,18 +82,6 @@ class AttentionPlan(Protocol):
         ...
 
 
-class NoAttention:
-    """The backend of a model without attention, and of measurements of the rest of a step."""
-
-    reads_whole_blocks = False
-
-    def plan(self, layout: BatchLayout) -> NoAttention:
-        return self
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
-        return query.new_zeros(*query.shape[:2], value_cache.shape[2])
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """One step's attention, shared by all layers."""

@@ -48,7 +48,13 @@ class PlainAttention:
         if wanted not in ("auto", "flex", "sdpa"):
             raise ValueError(f"attention_backend is {wanted!r}, which this installation lacks. Use 'auto' or 'sdpa'.")
         compiles = wanted != "sdpa" and may_compile(config, device)
-        return cls("flex" if compiles and (wanted == "flex" or device.type == "cpu") else "sdpa")
+        backend = "flex" if compiles and (wanted == "flex" or device.type == "cpu") else "sdpa"
+        if backend == "sdpa" and any(layer.traits.softcap is not None or layer.traits.has_sinks for layer in layers):
+            raise ValueError(
+                "the model has layers with a soft-cap or sinks, which 'sdpa' of this installation does not compute. "
+                "Set attention_backend='flex', or install the whole package."
+            )
+        return cls(backend)
 
     def captures(self, config: EngineConfig, device: torch.device, obstacle: str | None = None) -> bool:
         """The resolved `cuda_graphs`: False; raises ValueError if the user set it."""

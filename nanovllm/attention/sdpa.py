@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.kinds import LayerTraits, Sight
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 
@@ -30,29 +30,34 @@ GROUP_BYTES = 8 * 2**20
 PIECE_ROWS = 256
 
 
+class Scores(Protocol):
+    """Attention that changes scores where they are computed, which PyTorch's own does not allow."""
+
+    def __call__(
+        self, rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of rows [size, num_kv_heads, num_groups, num_rows, head_dim].
+
+        Args:
+            keys, values: [size, num_kv_heads, context, head_dim or value_dim].
+            mask: [size, 1, num_rows, context] 0 or -inf; None where the rows are the last of the context.
+            sinks: [num_heads], the layer's own parameter.
+
+        Returns [size, num_kv_heads, num_groups, num_rows, value_dim].
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    rows: Tensor  # [group] int64: rows of the flat batch
-    blocks: Tensor  # [group * max_blocks] int64, each row padded with the null block
+class _Piece:
+    """Rows that are computed together and the blocks that they see: some decodes, or rows of one sequence's chunk."""
+
+    rows: Tensor | slice  # of the flat batch; of decodes int64
+    size: int  # sequences
+    blocks: Tensor  # [size * max_blocks] int64, each sequence's padded with the null block
     context: int  # keys to see, of the longest
-    mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a single sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Rows of one sequence's chunk and the blocks that they see."""
-
-    rows: slice  # of the flat batch
-    blocks: Tensor  # [num_blocks] int64
-    context: int  # keys to see, the chunk included
-    mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
-
-
-class Seen(NamedTuple):
-    """The contexts of all rows of a step, for one sight."""
-
-    groups: list[_DecodeGroup]
-    chunks: list[_Chunk]
+    mask: Tensor | None  # [size, 1, num_rows or 1, context], 0 or -inf
+    is_causal: bool  # whether the rows of a chunk see as many keys each as come before them
 
 
 class SdpaAttention:
@@ -61,6 +66,7 @@ class SdpaAttention:
     Args:
         kinds: of the model's layers.
         block_bytes: K and V of one block in one layer.
+        scores: of each kind, for layers that PyTorch's attention does not serve; None for one that it does.
     """
 
     reads_whole_blocks = True  # masked slots too
@@ -72,10 +78,10 @@ class SdpaAttention:
         block_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
+        scores: Sequence[Scores | None] = (),
     ) -> None:
-        self.kinds = tuple(kinds)
-        self.sights = tuple(dict.fromkeys(traits.sight for traits in kinds))
-        self._holds_scores = tuple(_holds_scores(traits) for traits in kinds)
+        self.sights = [traits.sight for traits in kinds]
+        self.scores = scores or [None] * len(kinds)
         self.block_size = block_size
         self.max_group_blocks = max(1, GROUP_BYTES // block_bytes)
         self.dtype = dtype
@@ -84,20 +90,19 @@ class SdpaAttention:
     def plan(self, layout: BatchLayout) -> SdpaPlan:
         """The masks of one step, shared by all layers."""
         seen = {}
-        for sight in self.sights:
+        for sight in set(self.sights):
             first_seen = sight.first_seen(layout.positions)
-            groups = self._decode_groups(layout, first_seen) if layout.num_decodes else []
-            seen[sight] = Seen(groups, self._chunks(layout, first_seen))
-        return SdpaPlan(self.kinds, self._holds_scores, self.block_size, seen)
+            seen[sight] = self._decode_groups(layout, first_seen) + self._chunks(layout, first_seen)
+        return SdpaPlan(self, seen)
 
-    def _chunks(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_Chunk]:
+    def _chunks(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_Piece]:
         """Args: first_seen: [num_tokens] the first position that each row of the step sees."""
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
             count = entry.num_new_tokens
             sees_all = first_seen[first_row + count - 1] == 0  # no row before it sees less
-            step = count if sees_all and not any(self._holds_scores) else PIECE_ROWS
+            step = count if sees_all and not any(self.scores) else PIECE_ROWS
             for row in range(0, count, step):
                 rows = slice(first_row + row, first_row + min(row + step, count))
                 positions, firsts = layout.positions[rows], first_seen[rows]
@@ -105,12 +110,12 @@ class SdpaAttention:
                 block = int(firsts[0]) // self.block_size
                 blocks = torch.tensor(entry.block_table[block : -(-end // self.block_size)], device=self.device)
                 begin = block * self.block_size
-                is_causal = positions[0] == begin and firsts[-1] <= begin
+                is_causal = bool(positions[0] == begin and firsts[-1] <= begin)
                 mask = None if is_causal else self._mask(positions, firsts, begin, end - begin)[None, None]
-                chunks.append(_Chunk(rows, blocks, end - begin, mask))
+                chunks.append(_Piece(rows, 1, blocks, end - begin, mask, is_causal))
         return chunks
 
-    def _decode_groups(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_DecodeGroup]:
+    def _decode_groups(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_Piece]:
         positions = layout.positions[: layout.num_decodes]
         first_blocks = first_seen[: layout.num_decodes] // self.block_size
         num_blocks = positions // self.block_size + 1 - first_blocks
@@ -130,16 +135,9 @@ class SdpaAttention:
             begins = first_blocks[rows] * self.block_size
             context = int((positions[rows] - begins).max()) + 1
             needs_mask = len(rows) > 1 or first_seen[rows[0]] > begins[0]
-            groups.append(
-                _DecodeGroup(
-                    torch.from_numpy(rows).to(self.device),
-                    torch.from_numpy(blocks.reshape(-1)).to(self.device),
-                    context,
-                    self._mask(positions[rows], first_seen[rows], begins, context)[:, None, None]
-                    if needs_mask
-                    else None,
-                )
-            )
+            mask = self._mask(positions[rows], first_seen[rows], begins, context)[:, None, None] if needs_mask else None
+            flat_rows, flat_blocks = (torch.from_numpy(part).to(self.device) for part in (rows, blocks.reshape(-1)))
+            groups.append(_Piece(flat_rows, len(rows), flat_blocks, context, mask, False))
             first = end
         return groups
 
@@ -164,12 +162,10 @@ class SdpaAttention:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """One step's groups and chunks; `attend` is called once a layer."""
+    """One step's pieces for each sight; `attend` is called once a layer."""
 
-    kinds: tuple[LayerTraits, ...]
-    holds_scores: tuple[bool, ...]  # of each kind
-    block_size: int
-    seen: dict[StateKind, Seen]
+    backend: SdpaAttention
+    seen: dict[Sight, list[_Piece]]
 
     def attend(
         self,
@@ -183,101 +179,33 @@ class SdpaPlan:
         """See `AttentionPlan`."""
         num_kv_heads, head_dim = key_cache.shape[1:]
         output = query.new_empty(*query.shape[:2], value_cache.shape[2])
-        traits = self.kinds[kind]
-        for group in self.seen[traits.sight].groups:
-            size = len(group.rows)
+        scores = self.backend.scores[kind]
+        for piece in self.seen[self.backend.sights[kind]]:
+            keys, values = (self._gather(cache, piece) for cache in (key_cache, value_cache))
+            rows = query[piece.rows]
+            is_chunk = isinstance(piece.rows, slice)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
-            folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
-            keys, values = (
-                self._gather(cache, group.blocks).view(size, -1, *cache.shape[1:])[:, : group.context].transpose(1, 2)
-                for cache in (key_cache, value_cache)
-            )
-            if self.holds_scores[kind]:
-                attended = _attend_by_scores(folded[:, :, :, None], keys, values, group.mask, scaling, traits, sinks)
-            else:
-                mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
-                attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-            output[group.rows] = attended.reshape(size, *output.shape[1:])
-        self._attend_chunks(output, query, key_cache, value_cache, scaling, kind, sinks)
-        return output
-
-    def _attend_chunks(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scaling: float,
-        kind: int = 0,
-        sinks: Tensor | None = None,
-    ) -> None:
-        traits = self.kinds[kind]
-        for chunk in self.seen[traits.sight].chunks:
-            rows, keys, values = (
-                part.transpose(0, 1)[None]
-                for part in (
-                    query[chunk.rows],
-                    self._gather(key_cache, chunk.blocks)[: chunk.context],
-                    self._gather(value_cache, chunk.blocks)[: chunk.context],
-                )
-            )  # [1, heads, rows or keys, head_dim]
-            if self.holds_scores[kind]:
-                mask = chunk.mask
-                if mask is None:
-                    count = chunk.context
-                    mask = rows.new_full((count, count), float("-inf")).triu_(1)
-                grouped = rows.view(1, keys.shape[1], -1, *rows.shape[2:])
-                attended = _attend_by_scores(grouped, keys, values, mask, scaling, traits, sinks).flatten(1, 2)
+            rows = rows.transpose(0, 1)[None] if is_chunk else rows.view(piece.size, num_kv_heads, -1, head_dim)
+            if scores is not None:
+                folded = rows.view(piece.size, num_kv_heads, query.shape[1] // num_kv_heads, -1, head_dim)
+                attended = scores(folded, keys, values, piece.mask, scaling, sinks).flatten(1, 2)
             else:
                 attended = F.scaled_dot_product_attention(
                     rows,
                     keys,
                     values,
-                    attn_mask=chunk.mask,
-                    is_causal=chunk.mask is None,
+                    attn_mask=None if piece.mask is None else piece.mask.expand(-1, -1, rows.shape[2], -1),
+                    is_causal=piece.is_causal,
                     scale=scaling,
-                    enable_gqa=rows.shape[1] != keys.shape[1],
-                )  # [1, num_heads, num_rows, value_dim]
-            output[chunk.rows] = attended[0].transpose(0, 1)
+                    enable_gqa=rows.shape[1] != num_kv_heads,
+                )
+            # [1, num_heads, num_rows, value_dim] of a chunk, else [size, ...] of num_heads and value_dim
+            output[piece.rows] = attended[0].transpose(0, 1) if is_chunk else attended.reshape(-1, *output.shape[1:])
+        return output
 
-    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """[num_blocks * block_size, num_kv_heads, head_dim] copied out of the cache."""
+    def _gather(self, cache: Tensor, piece: _Piece) -> Tensor:
+        """[size, num_kv_heads, context, head_dim] copied out of the cache."""
         # One row a block: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
-        rows = cache.view(-1, self.block_size * cache.shape[1] * cache.shape[2])
-        return rows.index_select(0, blocks).view(-1, *cache.shape[1:])
-
-
-def _holds_scores(traits: LayerTraits) -> bool:
-    """Whether scores are computed one by one, since PyTorch's attention does not let them be changed."""
-    return traits.softcap is not None or traits.has_sinks
-
-
-def _attend_by_scores(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    traits: LayerTraits,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention by explicit products, in float32.
-
-    Args:
-        query: [size, num_kv_heads, num_groups, num_rows, head_dim].
-        keys, values: [size, num_kv_heads, context, head_dim or value_dim].
-        mask: to add to the scores, [..., num_rows, context], or [size, 1, 1, context] for one row.
-
-    Returns [size, num_kv_heads, num_groups, num_rows, value_dim].
-    """
-    scores = torch.matmul(query.float(), keys.float().transpose(2, 3)[:, :, None]) * scaling
-    if traits.softcap is not None:
-        scores = torch.tanh(scores / traits.softcap) * traits.softcap
-    if mask is not None:
-        scores = scores + (mask[:, None] if mask.ndim == 4 else mask)
-    if sinks is not None:
-        column = sinks.float().view(scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.matmul(weights, values.float()[:, :, None]).to(query.dtype)
+        rows = cache.view(-1, self.backend.block_size * cache.shape[1] * cache.shape[2])
+        gathered = rows.index_select(0, piece.blocks).view(piece.size, -1, *cache.shape[1:])
+        return gathered[:, : piece.context].transpose(1, 2)

@@ -28,8 +28,8 @@ from collections.abc import Sequence as AnySequence
 
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
-from nanovllm.cache.kinds import StateKind
 from nanovllm.cache.state_blocks import StateBlocks, StatePool
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.outputs import CacheGroupStats
 from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm.cache.group_layouts import with_groups
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind, kind_of
+from nanovllm.cache.kinds import LayerTraits, kind_of
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.one_pool import resolve_pool
@@ -97,7 +98,7 @@ def cache_groups_of(
         record_bytes: of the states of one sequence over all layers; 0 where there are none.
     """
 
-    kinds = [layer.sight.within(max_model_len) for layer in layers]
+    kinds = [StateKind(*layer.sight).within(max_model_len) for layer in layers]
     if any(layer.shares is not None and kinds[layer.shares] != own for layer, own in zip(layers, kinds, strict=True)):
         kinds = [FULL] * len(layers)
     groups = []
@@ -115,10 +116,7 @@ def pools_of(
 ) -> tuple[EngineConfig, CachePools]:
     """`resolve_pools` for the layers of a hooked model."""
     traits = [layer.traits for layer in binding.layers]
-    block_bytes = [
-        own.sight.block_bytes(layer.token_bytes, config.block_size)
-        for own, layer in zip(traits, binding.layers, strict=True)
-    ]
+    block_bytes = [layer.token_bytes * config.block_size for layer in binding.layers]
     groups = cache_groups_of(traits, block_bytes, config.max_model_len, record_bytes=binding.mixers.num_bytes)
     return resolve_pools(config, groups, memory_bytes, max_model_len_is_set=max_model_len_is_set)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.block_manager import BlockPool
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.prefix_entry import PrefixEntry
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from nanovllm.block_manager import BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.prefix_entry import PrefixEntry
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.attention.operator import AttentionStep, NoAttention
+from nanovllm.attention.no_attention import NoAttention
+from nanovllm.attention.operator import AttentionStep
 from nanovllm.execution.buckets import MIN_ROWS
 from nanovllm.model import experts
 from nanovllm.model.binding import ModelBinding

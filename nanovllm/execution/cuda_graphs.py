@@ -60,6 +60,8 @@ class GraphExecutor:
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         use_write_kernel()
+        if binding.device.type == "cuda":
+            binding.caches.clear = find_kernel("kv_writes", "clear_blocks") or binding.caches.clear
         self._binding, self._config, self._sampler = binding, config, sampler
         self._block_size, self._captures = config.block_size, config.cuda_graphs
         self._buckets = Buckets(config, only_decodes=not self.captures_chunks)
@@ -171,7 +173,7 @@ class GraphExecutor:
         for group, of_group in enumerate((layout, *layout.others)):
             if len(of_group.blocks_to_clear):
                 begun = to_device(of_group.blocks_to_clear, self._binding.device)
-                self._binding.caches.clear_blocks(begun, self._block_size, group=group, by_kernel=True)
+                self._binding.caches.clear_blocks(begun, self._block_size, group=group)
 
     def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
         """The packed step's masks, token ids, positions and slot mapping ([num_rows] int64 each)."""

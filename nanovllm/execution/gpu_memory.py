@@ -13,7 +13,8 @@ from nanovllm.attention.flex_chunks import most_listed
 from nanovllm.attention.flex_decodes import most_kv_tiles
 from nanovllm.attention.flex_gpu import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.attention.operator import AttentionBackend, NoAttention
+from nanovllm.attention.no_attention import NoAttention
+from nanovllm.attention.operator import AttentionBackend
 from nanovllm.cache.group_layouts import with_groups
 from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.config import EngineConfig

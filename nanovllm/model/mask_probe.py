@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.kinds import FULL, Sight
 from nanovllm.model.probe import MaskFunction, Masks
 from nanovllm.model.unsupported import unsupported
 
@@ -29,7 +29,7 @@ class MaskProbe(Masks):
 
     sizes: tuple[int, ...] = ()
     _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)  # by address of its tensor
-    _sights: dict[int, StateKind] = field(default_factory=dict)
+    _sights: dict[int, Sight] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, text_config: Any) -> MaskProbe:
@@ -45,7 +45,7 @@ class MaskProbe(Masks):
         if mask.untyped_storage().data_ptr() not in self._functions:
             raise unsupported("own mask", layer)
 
-    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> StateKind:
+    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> Sight:
         sight = FULL if mask is None else self._sight(mask)
         if sight is None:
             raise unsupported("other mask", layer)
@@ -54,7 +54,7 @@ class MaskProbe(Masks):
             raise unsupported("window of the mask", layer, seen)
         return sight
 
-    def _sight(self, mask: Tensor) -> StateKind | None:
+    def _sight(self, mask: Tensor) -> Sight | None:
         address = mask.untyped_storage().data_ptr()
         if address not in self._sights:
             found = _sight_of(self._functions[address][1], self.sizes, mask.device)
@@ -64,7 +64,7 @@ class MaskProbe(Masks):
         return self._sights[address]
 
 
-def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> StateKind | None:
+def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> Sight | None:
     borders = {border for size in sizes for border in (size, 2 * size)}
     end = 2 + max(borders, default=DEFAULT_END)
     near = {border + step for border in (1, *borders) for step in (-1, 0, 1)} | {end // 2, end - 1}
@@ -78,7 +78,7 @@ def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device
         raise unsupported("own mask", "a layer of attention", f"its mask cannot be read: {error}") from error
     counts = seen.sum(dim=1)
     last = int(queries[-1])
-    candidates = [FULL, StateKind(window=int(counts[-1])), *(StateKind(chunk=size) for size in sizes)]
+    candidates = [FULL, Sight(window=int(counts[-1])), *(Sight(chunk=size) for size in sizes)]
     positions = queries.cpu().numpy()
     for sight in candidates:
         first = torch.from_numpy(sight.first_seen(positions))[:, None]

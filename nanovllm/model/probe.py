@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
+from nanovllm.cache.kinds import FULL, LayerTraits, Sight
 from nanovllm.core.errors import UnsupportedModelError
 
 PROBE_NAME = "nanovllm-probe"
@@ -54,7 +54,7 @@ class Masks:
     def check(self, layer: str, mask: Tensor) -> None:
         """Refuse a tensor that is neither a placeholder nor a view of one."""
 
-    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> StateKind:
+    def sight(self, layer: str, mask: Tensor | None, window: int | None) -> Sight:
         """The visible positions of a layer's mask; refuses others, and a `sliding_window` argument that differs."""
         if window is not None:
             raise refused("window of the mask", layer, f"a sliding window of {window} tokens")

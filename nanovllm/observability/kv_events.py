@@ -25,7 +25,7 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.cache.tiers.books import StoredBlock
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.state_kinds import traits_within
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.speculation_options import SUFFIX
@@ -91,7 +92,9 @@ def check_draft_model(
     name = f"draft_model is {config.draft_model!r}, but "
     if is_headless(binding.model):
         raise ValueError(f"{name}it has no language model head, so it drafts nothing. Name a model that generates.")
-    if binding.mixers or any(not layer.traits.within(config.max_model_len).sight.is_full for layer in binding.layers):
+    if binding.mixers or any(
+        not traits_within(layer.traits, config.max_model_len).sight.is_full for layer in binding.layers
+    ):
         raise ValueError(
             f"{name}{type(binding.model).__name__} has layers that forget earlier tokens; rejected drafts must be "
             "taken back. Name a model with full attention alone."

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.cache.kinds import FULL, LayerTraits, StateKind, kinds_of
+from nanovllm import EngineConfig
+from nanovllm.attention.layer_traits import first_beyond
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.attention.plain import PlainAttention
+from nanovllm.cache.kinds import FULL, LayerTraits, Sight, kinds_of
 from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, cpp, flex, sdpa
 
 # FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:
@@ -86,9 +90,7 @@ def test_decodes_behind_one_prefix_equal_dense_attention(backend):
         case.check(case.run(backend(case)))
 
 
-@pytest.mark.parametrize(
-    "sight", [FULL, StateKind(window=1), StateKind(window=7), StateKind(chunk=5), StateKind(9, 12)]
-)
+@pytest.mark.parametrize("sight", [FULL, Sight(window=1), Sight(window=7), Sight(chunk=5), Sight(9, 12)])
 def test_the_first_position_seen_is_that_of_the_mask(sight):
     positions = np.arange(40)
     for position, first in zip(positions.tolist(), sight.first_seen(positions).tolist(), strict=True):
@@ -98,13 +100,23 @@ def test_the_first_position_seen_is_that_of_the_mask(sight):
 
 
 def test_kinds_are_the_different_traits_in_order_whoever_shares_with_whom():
-    full, window = LayerTraits(4, 2, 64, 64), LayerTraits(4, 2, 64, 64, StateKind(window=8))
-    sharing = LayerTraits(4, 2, 64, 64, StateKind(window=8), shares=1)
+    full, window = LayerTraits(4, 2, 64, 64), LayerTraits(4, 2, 64, 64, Sight(window=8))
+    sharing = LayerTraits(4, 2, 64, 64, Sight(window=8), shares=1)
     assert kinds_of([full, window, full, sharing]) == (full, window)
 
 
 def test_what_is_beyond_plain_attention_is_told_in_words():
-    assert LayerTraits(4, 2, 64, 64).is_plain
-    assert LayerTraits(4, 2, 64, 64, StateKind(window=8)).first_beyond() == "a sliding window of 8 tokens"
-    assert LayerTraits(4, 2, 64, 64, StateKind(window=8)).first_beyond("window") is None
-    assert LayerTraits(4, 2, 64, 32, softcap=5.0).first_beyond("softcap") == "keys of 64 and values of 32 elements"
+    assert first_beyond(LayerTraits(4, 2, 64, 64)) is None
+    assert first_beyond(LayerTraits(4, 2, 64, 64, Sight(window=8))) == "a sliding window of 8 tokens"
+    assert first_beyond(LayerTraits(4, 2, 64, 64, Sight(window=8)), "window") is None
+    assert first_beyond(LayerTraits(4, 2, 64, 32, softcap=5.0), "softcap") == "keys of 64 and values of 32 elements"
+
+
+@pytest.mark.parametrize("trait", [{"softcap": 5.0}, {"has_sinks": True}], ids=str)
+def test_the_engines_own_sdpa_refuses_layers_that_change_scores(trait):
+    config = EngineConfig(attention_backend="sdpa")
+    traits = [LayerTraits(4, 2, 64, 64, **own) for own in ({}, trait)]
+    layers = [AttentionLayer(torch.nn.Identity(), own, torch.float32, 1.0) for own in traits]
+    assert PlainAttention.for_model(layers[:1], torch.device("cpu"), config).backend == "sdpa"
+    with pytest.raises(ValueError, match=r"soft-cap or sinks.*attention_backend='flex'"):
+        PlainAttention.for_model(layers, torch.device("cpu"), config)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random

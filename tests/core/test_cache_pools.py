@@ -6,8 +6,9 @@ import pytest
 
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
-from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.kinds import LayerTraits, Sight
 from nanovllm.cache.managers import build_block_manager
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.config import EngineConfig
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
@@ -22,11 +23,11 @@ def resolve(*groups: CacheGroup, memory: int = 0, is_set: bool = True, **options
 
 def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
     layers = [
-        LayerTraits(**HEADS, sight=StateKind(window=8)),
+        LayerTraits(**HEADS, sight=Sight(window=8)),
         LayerTraits(**HEADS),
-        LayerTraits(**HEADS, sight=StateKind(window=8)),
+        LayerTraits(**HEADS, sight=Sight(window=8)),
     ]
-    layers += [LayerTraits(**HEADS, sight=StateKind(chunk=32)), LayerTraits(**HEADS, shares=1)]
+    layers += [LayerTraits(**HEADS, sight=Sight(chunk=32)), LayerTraits(**HEADS, shares=1)]
     groups = cache_groups_of(layers, [10, 20, 30, 40, 50], 100)
     assert groups == (
         CacheGroup((1, 4), 20), CacheGroup((0, 2), 40, StateKind(window=8)), CacheGroup((3,), 40, StateKind(chunk=32))
@@ -34,7 +35,7 @@ def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
 
 
 def test_a_window_that_holds_max_model_len_is_full_attention():
-    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, sight=StateKind(window=100))]
+    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, sight=Sight(window=100))]
     assert cache_groups_of(layers, [1, 1], 100) == (CacheGroup((0, 1), 2),)
     assert len(cache_groups_of(layers, [1, 1], 101)) == 2
 
@@ -42,8 +43,8 @@ def test_a_window_that_holds_max_model_len_is_full_attention():
 def test_one_table_serves_layers_that_read_the_cache_of_one_with_another_sight():
     layers = [
         LayerTraits(**HEADS),
-        LayerTraits(**HEADS, sight=StateKind(window=8)),
-        LayerTraits(**HEADS, sight=StateKind(window=8), shares=0),
+        LayerTraits(**HEADS, sight=Sight(window=8)),
+        LayerTraits(**HEADS, sight=Sight(window=8), shares=0),
     ]
     assert cache_groups_of(layers, [1, 1, 1], 100) == (CacheGroup((0, 1, 2), 2),)
 
@@ -97,7 +98,7 @@ def test_a_share_out_of_range_is_refused(share):
 
 
 def test_recurrent_states_of_all_layers_are_one_group_behind_the_others():
-    layers = [LayerTraits(**HEADS, sight=StateKind(window=8)), LayerTraits(**HEADS)]
+    layers = [LayerTraits(**HEADS, sight=Sight(window=8)), LayerTraits(**HEADS)]
     groups = cache_groups_of(layers, [10, 20], 100, record_bytes=5000)
     assert groups == (
         CacheGroup((1,), 20), CacheGroup((0,), 10, StateKind(window=8)), CacheGroup((), 5000, StateKind.record(5000))

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.sequence import Sequence
 from nanovllm.features.shares import client_queue
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_groups import GroupCounts
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -301,7 +301,7 @@ def test_the_first_block_needed_is_that_of_what_the_last_block_boundary_sees_or_
 
 def test_a_record_stands_for_all_positions_before_the_next_and_has_its_own_size():
     record = StateKind.record(5000)
-    assert (record.block_bytes(token_bytes=0, block_size=4), WINDOW.block_bytes(10, 4)) == (5000, 40)
+    assert record.record_bytes == 5000
     assert [record.first_block(num_tokens, 4) for num_tokens in (0, 3, 4, 11, 40)] == [0, 0, 0, 1, 9]
     assert (record.max_blocks(200, 4), record.num_pairs(20, 12)) == (2, 12)  # the latest, and the one being written
     assert record.within(1) == record

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from nanovllm import SamplingParams
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
 from nanovllm.observability import kv_events

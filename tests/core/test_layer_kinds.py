@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.layer_traits import first_beyond
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
 from tests.support.tiny_models import tiny_model
 
@@ -93,12 +94,12 @@ def test_sinks_of_a_live_module_are_those_that_its_owner_has_set():
 @pytest.mark.parametrize("family", ["Mistral", "Llama4Text"])
 def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW}), **BACKENDS["sdpa"]) as llm:
-        assert all(layer.traits.is_plain for layer in llm._engine.model_runner.binding.layers)
+        assert all(first_beyond(layer.traits) is None for layer in llm._engine.model_runner.binding.layers)
         short = SamplingParams(temperature=0.0, max_tokens=WINDOW // 2)
         (answer,) = llm.generate(prompts()[:1], short, use_tqdm=False)
     assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:
-        assert not llm._engine.model_runner.binding.layers[0].traits.is_plain
+        assert first_beyond(llm._engine.model_runner.binding.layers[0].traits) is not None
 
 
 def test_a_layer_of_plain_attention_looks_for_no_attribute_in_vain(monkeypatch):

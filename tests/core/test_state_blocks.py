@@ -8,7 +8,7 @@ import pytest
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_groups import CacheGroups, group_stats
 from nanovllm.cache.group_layouts import with_groups
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sequence import Sequence
 from tests.support.scheduling import Loop, chunks, make_group_scheduler, make_sequence, tables_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.cache.tiers import segments
 from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.tiered_blocks import TieredBlocks

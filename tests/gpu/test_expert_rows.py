@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention.operator import AttentionStep, NoAttention, step_in_force
+from nanovllm.attention.no_attention import NoAttention
+from nanovllm.attention.operator import AttentionStep, step_in_force
 from nanovllm.model.experts import experts_function, experts_of
 from tests.support.tiny_classes import HIDDEN_SIZE, tiny_class_model
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.scheduler import Scheduler
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random

@@ -17,8 +17,9 @@ from nanovllm.attention.operator import (
     paged_attention,
     step_in_force,
 )
+from nanovllm.attention.scores import scores_of
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.cache.kinds import LayerTraits, StateKind
+from nanovllm.cache.kinds import LayerTraits, Sight
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sampling_params import SamplingParams
@@ -54,7 +55,7 @@ class PagedCase:
         its start sees.
         """
         value_dim = traits.pop("value_dim", head_dim)
-        sight = StateKind(traits.pop("window", None), traits.pop("chunk", None))
+        sight = Sight(traits.pop("window", None), traits.pop("chunk", None))
         self.traits = LayerTraits(num_kv_heads * groups, num_kv_heads, head_dim, value_dim, sight, **traits)
         generator = torch.Generator().manual_seed(seed)
         self.block_size, self.num_kv_heads, self.dtype = block_size, num_kv_heads, dtype
@@ -159,7 +160,8 @@ class PagedCase:
 
 def sdpa(case):
     block_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return SdpaAttention([case.traits], case.block_size, block_bytes, case.dtype, DEVICE)
+    kinds = [case.traits]
+    return SdpaAttention(kinds, case.block_size, block_bytes, case.dtype, DEVICE, scores_of(kinds))
 
 
 _flex_backends = {}

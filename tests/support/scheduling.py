@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams

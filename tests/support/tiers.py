@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.cache.tiers.books import StoredBlock, TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem

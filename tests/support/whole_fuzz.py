@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
-from nanovllm.cache.kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.scheduler import Scheduler, WaitingQueue
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.scheduler_fuzz import AGEING, WEIGHTS, walk_at_random

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import EngineConfig
-from nanovllm.attention.kv_cache import KVCaches
+from nanovllm.attention.first_touch import take_memory
 from nanovllm.build import build_engine
 from nanovllm.cli.main import main
 from nanovllm.execution.buckets import RowSizes
@@ -260,7 +260,9 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
 def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
     sizes, taken, fitted = RowSizes(4, 512), [], []
     monkeypatch.setattr(RowSizes, "from_config", lambda config: sizes if config.device == "cpu" else None)
-    monkeypatch.setattr(KVCaches, "take_memory", lambda caches: taken.append(len(caches.of_layers)))
+    monkeypatch.setattr(
+        "nanovllm.tools.simulate.calibrate.take_memory", lambda caches: taken.append(len(caches.of_layers))
+    )
     monkeypatch.setattr("nanovllm.tools.simulate.calibrate.fit", lambda *samples, **_: fitted.append(samples) or COST)
     calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
     [(samples, intakes)] = fitted
@@ -318,7 +320,7 @@ def test_taking_memory_leaves_zeros():
         caches = engine.model_runner.binding.caches
         for cache in caches.of_layers:
             cache.fill_(1.0)
-        caches.take_memory()
+        take_memory(caches)
         assert not any(cache.any() for cache in caches.of_layers)
 
 

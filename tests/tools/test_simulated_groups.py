@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nanovllm.cache.cache_pools import CacheGroup
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.tools.simulate.calibrate import calibrate

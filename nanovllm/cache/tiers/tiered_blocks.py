@@ -21,8 +21,8 @@ from collections.abc import Sequence as AnySequence
 from functools import partial
 
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.cache.state_blocks import StateBlocks
+from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.cache.tiers.books import StoredBlock, TierBooks, longest_run
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.reading import FileReads

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from nanovllm.attention.layer_traits import first_beyond
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.distances import ROW_TOLERANCE, row_distances
@@ -114,13 +115,13 @@ def check_attention(layers: Sequence[AttentionLayer], *served: str) -> None:
     """Raise NotFusedError if layers differ in head sizes, share K and V, or have traits beyond plain causal attention.
 
     Args:
-        served: traits to allow, as in `LayerTraits.first_beyond`.
+        served: traits to allow, as in `first_beyond`.
     """
     sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
     if len(sizes) > 1:
         raise NotFusedError(f"the layers have heads of different sizes: {sorted(sizes)}")
     for index, layer in enumerate(layers):
-        beyond = layer.traits.first_beyond(*served)
+        beyond = first_beyond(layer.traits, *served)
         if beyond is None and layer.traits.shares is not None:
             beyond = f"the K and V of layer {layer.traits.shares}"
         if beyond is not None:

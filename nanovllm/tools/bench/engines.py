@@ -34,6 +34,7 @@ class NanoVLLM:
         from nanovllm.process.numa import place_engine
 
         place_engine(options)
+        from nanovllm.attention.first_touch import take_memory
         from nanovllm.build import build_engine
         from nanovllm.core.features import check_one_process
 
@@ -43,7 +44,7 @@ class NanoVLLM:
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but the benchmark measures ITL. Leave it out.")
         self._engine = build_engine(model, tokenizer, None, options, trace=trace)
-        self._engine.model_runner.binding.caches.take_memory()
+        take_memory(self._engine.model_runner.binding.caches)
 
     def prepare(self, workload: Workload) -> None:
         from nanovllm.core.sampling_params import SamplingParams

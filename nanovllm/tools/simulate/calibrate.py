@@ -24,6 +24,7 @@ import transformers
 from torch import nn
 
 import nanovllm
+from nanovllm.attention.first_touch import take_memory
 from nanovllm.build import build_engine
 from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.core.batch import ScheduledBatch
@@ -117,7 +118,7 @@ def _prepare(engine: Engine, plan: list[Scenario]) -> None:
 
     A step without a graph of its shape runs as a larger one, and its time would be too long for its work.
     """
-    engine.model_runner.binding.caches.take_memory()
+    take_memory(engine.model_runner.binding.caches)
     for scenario in plan[:1] if _launch_blocks(engine) else plan:
         _run(engine, scenario, seed=0)
     while engine.model_runner.capture_ahead():

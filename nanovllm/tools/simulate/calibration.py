@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cache.cache_pools import CacheGroup, CachePools, resolve_pools
-from nanovllm.cache.kinds import StateKind
+from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.cost_model import CostModel
 
