@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sortedcontainers import SortedList
 
 from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestOutput
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -142,7 +141,7 @@ class Engine:
         input_processor: InputProcessor,
         observers: EngineObservers,
     ) -> None:
-        self.config: EngineConfig = model_runner.config
+        self.config = model_runner.config
         self.model_runner = model_runner
         self.input_processor = input_processor
         self.tokenizer, self.clock = input_processor.tokenizer, input_processor.clock

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import EngineClosedError, ForkedChildError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.requests.input_processor import Prompt

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout, build_layout
-from nanovllm.core.config import EngineConfig
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.pending_tokens import PendingTokens
@@ -83,11 +83,11 @@ class StepPaths:
         """Arguments of the sampler: its draws, and its stage."""
         return {} if self.build_stage is None else {"stage": self.build_stage(by_kernels=choice.uses_graphs)}
 
-    def obstacle_to_graphs(self, binding: ModelBinding, config: EngineConfig) -> str | None:
+    def obstacle_to_graphs(self, binding: ModelBinding, config: Any) -> str | None:
         """The part of the model that CUDA graphs cannot capture, in words; None if there is none."""
         return None
 
-    def prepare_layers(self, binding: ModelBinding, config: EngineConfig) -> None:
+    def prepare_layers(self, binding: ModelBinding, config: Any) -> None:
         """Prepare the layers, before memory is measured; limits and block size are resolved."""
 
     def build_executor(self, runner: ModelRunner) -> Executor:
@@ -125,7 +125,7 @@ class ModelRunner:
         self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: Pools, paths: StepPaths
     ) -> None:
         self.binding, self.device = binding, binding.device
-        self.config = config
+        self.config: Any = config  # with the options of features, which `paths` reads
         self.pools: Any = pools
         self.choice, self.paths = choice, paths
         self.sampler = self._build_sampler(**paths.sampler_parts(choice))

@@ -18,9 +18,9 @@ from sortedcontainers import SortedKeyList
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import Admission, Drafting, OpenStep
 from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.outputs import FinishReason, SchedulerStats
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 
 

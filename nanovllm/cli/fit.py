@@ -13,7 +13,7 @@ import psutil
 
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, model_source, take_model_argument
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.device_limits import DEVICE_DEFAULTS
+from nanovllm.core.plain_config import DEVICE_DEFAULTS
 from nanovllm.execution.cost_model import StepWork
 from nanovllm.model.sizes import QUANTISED_BYTES, ModelSizes, read_sizes
 from nanovllm.model.source import find, is_gguf

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.standard_input import read_standard_input
-from nanovllm.core.validation import utf8
+from nanovllm.core.option_checks import utf8
 from nanovllm.process.numa import place_engine
 from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
 from nanovllm.server.preparing import check_packages

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
+from nanovllm.core.option_checks import utf8
 from nanovllm.core.sampling_params import FILTERS, SamplingParams
 from nanovllm.core.structured_output import KINDS, StructuredOutput
-from nanovllm.core.validation import utf8
 from nanovllm.process.gc_control import collector_paused
 from nanovllm.process.numa import place_engine
 

@@ -23,8 +23,8 @@ from nanovllm.cli.servers import registered
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_checks import utf8
 from nanovllm.core.option_fields import fields_by_flag
-from nanovllm.core.validation import utf8
 from nanovllm.process.numa import place_engine
 from nanovllm.server.preparing import check_packages, prepared
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults

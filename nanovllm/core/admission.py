@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import SpeculationStats
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sequence import Sequence
 
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing

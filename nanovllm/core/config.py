@@ -1,25 +1,21 @@
-"""`EngineConfig`, the engine's options: validated on construction, resolved once against model and device, frozen.
-
-None means "not set": the option takes the device's default and yields to options that were set. Only options that
-were set can contradict each other.
-"""
+"""The public `EngineConfig`: the options of the engine alone, of `core.plain_config`, and those of features."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nanovllm.core import validation
-from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
+from nanovllm.core import option_checks, plain_config
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
+from nanovllm.core.option_checks import MIN_GOAL_S, share, weights
 from nanovllm.core.option_fields import documented, option
+from nanovllm.core.plain_config import NOT_SET
 from nanovllm.core.sampling_params import MODEL_OPTIONS
 from nanovllm.core.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
-from nanovllm.core.validation import MIN_GOAL_S, check_fields, integer, matching, one_of, real, share, string, weights
+from nanovllm.core.validation import integer, matching, one_of, real
 
 logger = logging.getLogger("nanovllm")
 
@@ -29,15 +25,10 @@ ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
-NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
 def _attention_backend(name: str, value: Any) -> Any:
     return value if value == RETIRED_BACKEND else one_of(name, value, ATTENTION_BACKENDS)
-
-
-def _block_size(name: str, value: Any) -> Any:
-    return one_of(name, integer(name, value, 1), BLOCK_SIZES)
 
 
 def _goal(name: str, value: Any) -> Any:
@@ -66,29 +57,20 @@ _NEEDS: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
 )  # fmt: skip
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Options of one engine."""
+@dataclass(frozen=True, kw_only=True)
+class _InOrder:
+    """All options in their documented order: features' with their declarations, the engine's by name."""
+
+    __slots__ = ()
 
     dtype: str = option(
         "auto",
         'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".',
         check=partial(one_of, choices=DTYPES),
     )
-    device: str = option(
-        "auto",
-        '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".',
-        check=partial(matching, pattern=r"auto|cpu|cuda(:\d+)?", expected="'auto', 'cpu', 'cuda' or 'cuda:N'"),
-    )
-    max_model_len: int = option(
-        NOT_SET, "longest sequence in tokens, prompt and output together; default and maximum: the model's own limit."
-    )
-    max_num_batched_tokens: int = option(
-        NOT_SET,
-        "token budget of a step; smaller bounds the latency of a step, larger raises throughput. Default: 1024 on a "
-        "CPU, 8192 on a GPU.",
-    )
+    device: str
+    max_model_len: int
+    max_num_batched_tokens: int
     itl_goal: Seconds | Any = option(
         None,
         "inter-token latency that steps keep to: while requests decode, a step takes only as many prompt tokens as are "
@@ -107,34 +89,18 @@ class EngineConfig:
         "file of `nanovllm calibrate`, whose costs begin the predictions for itl_goal, which steps then correct, and "
         "weigh generated tokens against prompt tokens in clients' shares.",
     )
-    max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
-    max_queue: int | None = option(
-        None,
-        "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.",
-        check=partial(integer, low=0),
-    )
+    max_num_seqs: int
+    max_queue: int | None
     step_timeout: float = option(3600.0, "seconds after which a step that has not ended is given up.", check=_seconds)
-    priority_ageing_s: float | None = option(
-        None,
-        "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
-        check=validation.ageing,
-    )
+    priority_ageing_s: float | None
     client_weights: dict[str, float] | None = option(
         None,
         "shares of clients by name, against 1 for each other client, such as {'batch': 0.25}. Clients of one priority "
         "that all wait are served in proportion to them. None: equal shares.",
         check=weights,
     )
-    block_size: int = option(
-        NOT_SET,
-        "tokens per KV block: 16, 32, 64, 128 or 256. Default: 64.",
-        check=_block_size,
-    )
-    num_kv_blocks: int = option(
-        NOT_SET,
-        "blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and gpu_memory_utilization.",
-        check=partial(integer, low=2),
-    )
+    block_size: int
+    num_kv_blocks: int
     kv_cache_memory_bytes: int | None = option(
         None, "memory for the KV cache in bytes; overrides gpu_memory_utilization."
     )
@@ -143,51 +109,37 @@ class EngineConfig:
         "share of the GPU's memory for this process, weights and activations included.",
         check=partial(share, high=1),
     )
-    kv_cache_touch: str = option(
-        "idle",
-        'when a CPU\'s KV cache takes memory: "idle" (ahead of use, while no request runs) or "none" (when blocks are '
-        "first written).",
-        check=partial(one_of, choices=("idle", "none")),
-    )
+    kv_cache_touch: str
     window_pool_share: float | None = option(
         None,
         "share of the KV cache's memory for layers with a window or chunked attention, where others have full "
         "attention. Default: what sequences of half of max_model_len need.",
         check=partial(share, high=0.99),
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
+    enable_prefix_caching: bool
     prefix_cache_host_bytes: int | None = option(
         None,
         "host memory for prefixes that leave the KV cache, in bytes, of each rank. None: none.",
-        check=validation.memory_bytes,
+        check=option_checks.memory_bytes,
     )
     prefix_cache_dir: str | None = option(
         None,
         "folder for prefixes that outlive the process; one process writes there, others read. None: none.",
-        check=validation.cache_folder,
+        check=option_checks.cache_folder,
     )
     prefix_cache_dir_bytes: int = option(
         8 * 2**30, "limit of the files in prefix_cache_dir, in bytes, for all ranks; those used longest ago go first."
     )
-    max_num_partial_prefills: int = option(
-        NOT_SET, "maximum number of partially computed prompts at the end of a step. Default: 4."
-    )
-    max_long_partial_prefills: int = option(
-        NOT_SET,
-        "maximum number among them with more than `long_prefill_token_threshold` tokens left to compute. Default: 1.",
-    )
-    long_prefill_token_threshold: int = option(
-        NOT_SET,
-        "per-prompt token cap per step while others wait, for a prompt or for their next token. Default: half of "
-        "max_num_batched_tokens.",
-    )
+    max_num_partial_prefills: int
+    max_long_partial_prefills: int
+    long_prefill_token_threshold: int
     attention_backend: str = option(
         "auto",
         '"flex", "sdpa", "cpp" (CPU only) or "auto".',
         check=_attention_backend,
     )
     enforce_eager: bool = option(False, "disable compilation.")
-    overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
+    overlap: bool
     cuda_graphs: bool = option(
         NOT_SET,
         'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex". '
@@ -203,21 +155,15 @@ class EngineConfig:
         "role; otherwise such text is encoded as plain text.",
     )
     chat_template: str | None = option(
-        None, "file with a Jinja chat template. None: the tokenizer's.", check=validation.text_file
+        None, "file with a Jinja chat template. None: the tokenizer's.", check=option_checks.text_file
     )
     chat_template_content_format: str = option(
         "auto",
         "form in which the chat template gets a message's content: string, parts, or auto (what it reads).",
         check=partial(one_of, choices=("auto", "string", "parts")),
     )
-    record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
-    seed: int = option(
-        0,
-        "seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat "
-        "one another, in other processes and forked children too.",
-        check=partial(integer, low=0, high=2**64 - 1),
-        flag="engine_seed",
-    )
+    record_itl: bool
+    seed: int
     kv_events: str | None = option(
         None,
         "ZeroMQ endpoint for block events in vLLM's schema, for routers that follow the prefix cache, such as "
@@ -275,19 +221,14 @@ class EngineConfig:
     draft_model: str | None = DRAFT_MODEL
     num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS
 
-    @classmethod
-    def from_options(cls, **options: Any) -> EngineConfig:
-        """Build a config from keyword options; raises TypeError with similar names for an unknown one."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-                hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
-                raise TypeError(f"unknown engine option {name!r}. {hint}")
-        return cls(**options)
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(plain_config.EngineConfig, _InOrder):
+    """Options of one engine."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"str": string})
+        plain_config.EngineConfig.__post_init__(self)
         if self.attention_backend == RETIRED_BACKEND:
             logger.warning("attention_backend='flash' is retired and runs as 'flex'; leave it out")
             object.__setattr__(self, "attention_backend", "flex")
@@ -295,7 +236,7 @@ class EngineConfig:
             if getattr(self, mode) != 1:
                 check_options(self, mode)
         self._check_together()
-        validation.check_kv_events(self)
+        option_checks.check_kv_events(self)
         if self.speculation is not None or self.draft_model is not None:
             check_speculation(self)
 
@@ -310,48 +251,3 @@ class EngineConfig:
             for name in names:
                 if getattr(self, name) and getattr(self, needed) == default:
                     raise ValueError(f"{name} is {getattr(self, name)!r}, but {error}")
-
-    # ---------------------------------------------------------------------------------------------- resolution
-
-    def resolve_limits(self, device_type: str, num_positions: int, *, block_size: int | None = None) -> EngineConfig:
-        """Resolve all but num_kv_blocks, for a type of device ("cpu", "cuda") and a model's longest sequence.
-
-        Args:
-            block_size: default where the user set none; None for the device's.
-
-        Raises ValueError for options that contradict each other or the model.
-        """
-        if self.max_model_len is not None and self.max_model_len > num_positions:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len}, but the model has positions for {num_positions} "
-                f"tokens. Set max_model_len to at most {num_positions}."
-            )
-        defaults = DEVICE_DEFAULTS[device_type]
-        defaults = replace(defaults, block_size=block_size or defaults.block_size)
-        budget, num_seqs, block_size = fit_budget(
-            self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults
-        )
-        threshold = self.long_prefill_token_threshold or max(block_size, budget // 2 // block_size * block_size)
-        if threshold < block_size:
-            raise ValueError(
-                f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
-                f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
-            )
-        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
-        if partial is not None and long is not None and long > partial:
-            raise ValueError(
-                f"max_long_partial_prefills is {long}, above max_num_partial_prefills ({partial}), which counts the "
-                "long ones too. Lower the first or raise the second."
-            )
-        return replace(
-            self,
-            device=device_type if self.device == "auto" else self.device,
-            max_num_batched_tokens=budget,
-            max_num_seqs=num_seqs,
-            block_size=block_size,
-            max_model_len=self.max_model_len or num_positions,
-            long_prefill_token_threshold=threshold,
-            max_num_partial_prefills=partial or max(4, long or 0),
-            max_long_partial_prefills=long or 1,
-            overlap=defaults.overlap if self.overlap is None else self.overlap,
-        )

@@ -9,9 +9,10 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
+from nanovllm.core.option_checks import MIN_GOAL_S, biases, functions
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.structured_output import StructuredOutput, structured_output
-from nanovllm.core.validation import MIN_GOAL_S, biases, functions, integer, real, strings, token_ids, truth
+from nanovllm.core.validation import integer, real, strings, token_ids, truth
 
 if TYPE_CHECKING:
     from torch import Tensor

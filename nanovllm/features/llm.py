@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 import nanovllm.llm
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.engine_options import EngineOptions
 from nanovllm.core.sequence import NewRequest
 from nanovllm.execution.early_start import begin_gpu
@@ -92,6 +93,11 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
     ) -> EngineInterface:
         return open_engine(model, tokenizer, on_step, options, trace=trace)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved options."""
+        return self._open_engine().config
 
     @contextmanager
     def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Iterator[Callable[[], None] | None]:

@@ -25,7 +25,6 @@ from nanovllm.attention.operator import (
     step_in_force,
 )
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.config import EngineConfig
 from nanovllm.model.patches import AttributePatches, Change, layer_changes, redirected_to
 from nanovllm.model.probe import (
     PROBE_NAME,
@@ -68,7 +67,7 @@ class StateLayers:
         """Bytes of one sequence's states in all layers."""
         return 0
 
-    def fitted(self, config: EngineConfig, device_type: str) -> EngineConfig:
+    def fitted(self, config: Any, device_type: str) -> Any:
         """The options, with a block size that fits the states; raises ValueError for another."""
         return config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.core.errors import ModelLoadError
-from nanovllm.core.validation import is_pointer
+from nanovllm.core.option_checks import is_pointer
 
 ADAPTER = "adapter_config.json"
 

@@ -30,7 +30,7 @@ from nanovllm.attention.kv_cache import StateShapes
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
+from nanovllm.core.plain_config import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.model.binding import StateLayers
 from nanovllm.model.patches import Change
 from nanovllm.model.state_chunks import Chunk, StepChunks

@@ -29,7 +29,7 @@ from nanovllm.cache.state_kinds import StateKind
 from nanovllm.cache.tiers.books import StoredBlock
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.validation import packages
+from nanovllm.core.option_checks import packages
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten, InHostMemory
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.validation import texts
+from nanovllm.core.option_checks import texts
 from nanovllm.requests.control_tokens import ChatEncoder
 from nanovllm.requests.plain_messages import PlainMessage, plain_messages
 from nanovllm.requests.prompts import ChatPrompt

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
-from nanovllm.core.validation import texts
+from nanovllm.core.option_checks import texts
 
 PlainMessage = dict[str, Any]
 

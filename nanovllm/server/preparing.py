@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanovllm.core.validation import packages
+from nanovllm.core.option_checks import packages
 from nanovllm.server.listening import bind
 from nanovllm.server.settings import ServerSettings
 

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.core.config import NOT_SET
+from nanovllm.core.option_checks import utf8
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matching, one_of, real, strings, utf8
+from nanovllm.core.plain_config import NOT_SET
+from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, matching, one_of, real, strings
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.

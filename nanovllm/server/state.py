@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.core.validation import texts
+from nanovllm.core.option_checks import texts
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.model.source import is_gguf
 from nanovllm.requests.infill import Infill

@@ -28,6 +28,7 @@ class Target(Protocol):
     """The model that verifies drafts; see `ModelRunner`."""
 
     binding: ModelBinding
+    config: EngineConfig
     pools: CachePools
 
     def execute(self, batch: ScheduledBatch) -> Any: ...
@@ -48,7 +49,7 @@ def add_drafts(
 
     Closes the target if it raises.
     """
-    config, limits, clock = scheduler.config, input_processor.limits, input_processor.clock
+    config, limits, clock = target.config, input_processor.limits, input_processor.clock
 
     def execute(batch: ScheduledBatch) -> object:
         return target.execute(batch).result()

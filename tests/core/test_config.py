@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.core.one_pool import resolve_pool as resolve_pool_of
+from nanovllm.core.plain_config import BLOCK_SIZES, DEVICE_DEFAULTS
 
 POSITIONS = 8192
 

@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm import EngineConfig
 from nanovllm.cli.flags import add_flags, options_given
+from nanovllm.core import plain_config
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import option
 from nanovllm.core.validation import check_fields, string
@@ -71,3 +72,14 @@ def test_an_engine_option_names_no_mode_that_does_not_exist(field):
 def test_quantised_weights_on_ranks_are_refused_by_the_options_alone():
     with pytest.raises(ValueError, match=r"^quantization does not work with tensor_parallel_size: "):
         EngineConfig(quantization="int8", tensor_parallel_size=2)
+
+
+def test_the_engine_resolves_its_own_options_without_those_of_features():
+    given = {"device": "cpu", "max_num_seqs": 4, "block_size": 32}
+    own = plain_config.EngineConfig.from_options(**given).resolve_limits("cpu", 128)
+    public = EngineConfig.from_options(**given).resolve_limits("cpu", 128)
+    assert isinstance(public, plain_config.EngineConfig) and not isinstance(own, EngineConfig)
+    values = dataclasses.asdict(own)
+    assert values == {name: getattr(public, name) for name in values} and len(values) < len(dataclasses.fields(public))
+    with pytest.raises(TypeError, match="unknown engine option 'itl_goal'"):
+        plain_config.EngineConfig.from_options(itl_goal=0.1)

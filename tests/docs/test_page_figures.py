@@ -15,7 +15,7 @@ from nanovllm import EngineConfig
 from nanovllm.attention import sdpa
 from nanovllm.cli import tune
 from nanovllm.core.block_hashes import HASH_BYTES
-from nanovllm.core.device_limits import DEVICE_DEFAULTS
+from nanovllm.core.plain_config import DEVICE_DEFAULTS
 from nanovllm.core.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
 from nanovllm.core.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
 from nanovllm.execution import buckets, forward_graphs, memory

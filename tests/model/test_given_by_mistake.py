@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.core.validation import utf8
+from nanovllm.core.option_checks import utf8
 from nanovllm.model.gguf.config import read_config
 from nanovllm.model.gguf.file import GGUFFile
 from nanovllm.model.source import find_tokenizer

@@ -7,6 +7,7 @@ from itertools import islice
 from random import Random
 
 from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.cost_model import CostModel
 from nanovllm.scheduler import Scheduler
 from nanovllm.speculation.drafter import DraftRequest
@@ -25,10 +26,14 @@ class SimulatedDrafts:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cost_model: CostModel, acceptance: float, draw_token: Iterator[int]
+        self,
+        scheduler: Scheduler,
+        config: EngineConfig,
+        cost_model: CostModel,
+        acceptance: float,
+        draw_token: Iterator[int],
     ) -> None:
         self._acceptance, self._draw_token, self._choice = acceptance, draw_token, Random(0)
-        config = scheduler.config
         drafted, plain = (cost_model.step_cost(overlap=overlap) for overlap in (False, config.overlap))
         costs = DraftCosts(config, cost=drafted, plain=plain)
         scheduler.drafting = Speculation(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.device_limits import DEVICE_DEFAULTS
+from nanovllm.core.plain_config import DEVICE_DEFAULTS
 
 # Engine options under tuning, in table order; the last three limit partial prefills.
 SWEPT = (

@@ -1,0 +1,193 @@
+"""`EngineConfig` of the engine alone: the options that its own files read, validated on construction and frozen.
+
+None means "not set": the option takes the device's default and yields to options that were set. Only options that
+were set can contradict each other. `core.config` has the public class, with the options of features.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
+
+from nanovllm.core.option_fields import option
+from nanovllm.core.validation import ageing, check_fields, integer, matching, one_of, string
+
+NOT_SET: Any = None  # typed Any: the option is a number once resolved
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """Default limits of a device, as measured in docs/guide/tuning.md."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int = 64
+    overlap: bool = False
+
+
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults(max_num_batched_tokens=1024, max_num_seqs=64),
+    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=1024, overlap=True),
+}
+
+
+def fit_budget(
+    budget: int | None, num_seqs: int | None, block_size: int | None, defaults: DeviceDefaults
+) -> tuple[int, int, int]:
+    """Return token budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
+
+    A step then has room for max_num_seqs decodes and one block of a prompt, so prefills always proceed.
+
+    Args:
+        budget, num_seqs, block_size: the limits as set; None yields to the others.
+
+    Raises ValueError for limits that contradict each other.
+    """
+    fitted_seqs, fitted_block = num_seqs or defaults.max_num_seqs, block_size or defaults.block_size
+    if budget is None:
+        budget = max(defaults.max_num_batched_tokens, fitted_seqs + fitted_block)
+    elif budget < fitted_seqs + fitted_block:
+        if block_size is None:
+            fitting = [size for size in BLOCK_SIZES if size <= fitted_block and size + (num_seqs or 1) <= budget]
+            fitted_block = max(fitting, default=BLOCK_SIZES[0])
+        if num_seqs is None:
+            fitted_seqs = max(1, min(fitted_seqs, budget - fitted_block))
+    if budget < fitted_seqs + fitted_block:
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but max_num_seqs ({fitted_seqs}) running sequences and one block of "
+            f"{fitted_block} prompt tokens must fit into a step. Set it to at least {fitted_seqs + fitted_block}, or "
+            f"lower max_num_seqs or block_size (smallest: {BLOCK_SIZES[0]})."
+        )
+    return budget, fitted_seqs, fitted_block
+
+
+def _block_size(name: str, value: Any) -> Any:
+    return one_of(name, integer(name, value, 1), BLOCK_SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine."""
+
+    device: str = option(
+        "auto",
+        '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".',
+        check=partial(matching, pattern=r"auto|cpu|cuda(:\d+)?", expected="'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    )
+    max_model_len: int = option(
+        NOT_SET, "longest sequence in tokens, prompt and output together; default and maximum: the model's own limit."
+    )
+    max_num_batched_tokens: int = option(
+        NOT_SET,
+        "token budget of a step; smaller bounds the latency of a step, larger raises throughput. Default: 1024 on a "
+        "CPU, 8192 on a GPU.",
+    )
+    max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
+    max_queue: int | None = option(
+        None,
+        "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.",
+        check=partial(integer, low=0),
+    )
+    priority_ageing_s: float | None = option(
+        None,
+        "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
+        check=ageing,
+    )
+    block_size: int = option(
+        NOT_SET,
+        "tokens per KV block: 16, 32, 64, 128 or 256. Default: 64.",
+        check=_block_size,
+    )
+    num_kv_blocks: int = option(
+        NOT_SET,
+        "blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and gpu_memory_utilization.",
+        check=partial(integer, low=2),
+    )
+    kv_cache_touch: str = option(
+        "idle",
+        'when a CPU\'s KV cache takes memory: "idle" (ahead of use, while no request runs) or "none" (when blocks are '
+        "first written).",
+        check=partial(one_of, choices=("idle", "none")),
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
+    max_num_partial_prefills: int = option(
+        NOT_SET, "maximum number of partially computed prompts at the end of a step. Default: 4."
+    )
+    max_long_partial_prefills: int = option(
+        NOT_SET,
+        "maximum number among them with more than `long_prefill_token_threshold` tokens left to compute. Default: 1.",
+    )
+    long_prefill_token_threshold: int = option(
+        NOT_SET,
+        "per-prompt token cap per step while others wait, for a prompt or for their next token. Default: half of "
+        "max_num_batched_tokens.",
+    )
+    overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
+    record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
+    seed: int = option(
+        0,
+        "seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat "
+        "one another, in other processes and forked children too.",
+        check=partial(integer, low=0, high=2**64 - 1),
+        flag="engine_seed",
+    )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build a config from keyword options; raises TypeError with similar names for an unknown one."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+                hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
+                raise TypeError(f"unknown engine option {name!r}. {hint}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"str": string})
+
+    def resolve_limits(self, device_type: str, num_positions: int, *, block_size: int | None = None) -> Self:
+        """Resolve all but num_kv_blocks, for a type of device ("cpu", "cuda") and a model's longest sequence.
+
+        Args:
+            block_size: default where the user set none; None for the device's.
+
+        Raises ValueError for options that contradict each other or the model.
+        """
+        if self.max_model_len is not None and self.max_model_len > num_positions:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, but the model has positions for {num_positions} "
+                f"tokens. Set max_model_len to at most {num_positions}."
+            )
+        defaults = DEVICE_DEFAULTS[device_type]
+        defaults = replace(defaults, block_size=block_size or defaults.block_size)
+        budget, num_seqs, block_size = fit_budget(
+            self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults
+        )
+        threshold = self.long_prefill_token_threshold or max(block_size, budget // 2 // block_size * block_size)
+        if threshold < block_size:
+            raise ValueError(
+                f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
+                f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
+            )
+        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        if partial is not None and long is not None and long > partial:
+            raise ValueError(
+                f"max_long_partial_prefills is {long}, above max_num_partial_prefills ({partial}), which counts the "
+                "long ones too. Lower the first or raise the second."
+            )
+        return replace(
+            self,
+            device=device_type if self.device == "auto" else self.device,
+            max_num_batched_tokens=budget,
+            max_num_seqs=num_seqs,
+            block_size=block_size,
+            max_model_len=self.max_model_len or num_positions,
+            long_prefill_token_threshold=threshold,
+            max_num_partial_prefills=partial or max(4, long or 0),
+            max_long_partial_prefills=long or 1,
+            overlap=defaults.overlap if self.overlap is None else self.overlap,
+        )
