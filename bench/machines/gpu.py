@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import statistics
@@ -19,58 +18,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from gpu_timing import read_rate  # beside this file
+from harness import Part, engine_of, note, params_of, prompts_of, read_rate, run_parts, seconds_of  # beside this file
 from random_models import SHAPES, NoText, checkpoint, random_model, token_bytes, weight_bytes
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.model import loader
+from nanovllm import LLM
 from nanovllm.tools.workloads.workloads import Workload, random_requests, w1, w2
 
-TEMPERATURE = 0.6
 
-
-@contextlib.contextmanager
-def engine(shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
-    with LLM(checkpoint(shape), tokenizer=NoText(), dtype="bfloat16", **options) as llm:
-        yield llm
-
-
-def params_of(workload: Workload, temperature: float = TEMPERATURE) -> list[SamplingParams]:
-    return [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=request.num_output_tokens)
-        for request in workload.requests
-    ]
-
-
-def prompts_of(workload: Workload) -> list[list[int]]:
-    return [request.prompt_token_ids for request in workload.requests]
-
-
-def seconds_of(llm: LLM, workload: Workload, params: list[SamplingParams]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    outputs = llm.generate(prompts_of(workload), params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    for output, request in zip(outputs, workload.requests, strict=True):
-        if output.error or len(output.outputs[0].token_ids) != request.num_output_tokens:
-            raise RuntimeError(output.error or "an output has another length than it was asked for")
-    return seconds
+def engine(shape: str = "0.6b", **options: Any) -> LLM:
+    return LLM(checkpoint(shape), tokenizer=NoText(), dtype="bfloat16", **options)
 
 
 def repeated(llm: LLM, workload: Workload, *, repeats: int = 3, reset: bool = True) -> list[float]:
     """Seconds of several runs, after one that is not counted: it captures what the workload needs."""
-    params = params_of(workload)
     seconds = []
     for _ in range(repeats + 1):
         if reset:
             llm.reset_prefix_cache()
-        seconds.append(seconds_of(llm, workload, params))
+        seconds.append(seconds_of(llm, workload))
     return seconds[1:]
 
 
@@ -84,19 +54,15 @@ def floor_seconds(shape: str, workload: Workload, max_num_seqs: int, rate: float
 
 # ------------------------------------------------------------------------------------------------------- the stages
 
-TABLE: list[tuple[str, str, str]] = []  # what, figure, target
-
-
-def note(what: str, figure: float, unit: str, target: str) -> None:
-    TABLE.append((what, f"{figure:.3g} {unit}", target))
+RATE = 0.0  # bytes a second that the GPU reads
 
 
 def stage_checks() -> dict[str, Any]:
     """The tests that need a GPU, several at a time where pytest-xdist is there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
     with contextlib.suppress(ImportError):
         __import__("xdist")
-        ARGUMENTS.append("-n8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *ARGUMENTS]
+        command.append("-n8")
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = run.stdout.splitlines()
     note("failed checks", run.returncode, "", "0")
@@ -190,16 +156,12 @@ def _whales(llm: LLM) -> dict[str, float]:
     small = random_requests(requests=64, prompt=512, output=600)
     whales = random_requests(requests=8, prompt=8192, output=4, seed=1)
 
-    def add(workload: Workload, name: str) -> None:
-        for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-            engine.add(engine.input_processor.process_one(f"{name}{number}", prompt, params))
-
-    add(small, "small")
+    add(engine, small, "small")
     for _ in range(100):
         engine.step()
     alone = gaps_of(engine.step, lambda n: n < 50)
     begin = time.perf_counter()
-    add(whales, "whale")
+    add(engine, whales, "whale")
     gaps = gaps_of(engine.step, lambda _: len(engine.outputs) < 8)
     firsts = [output.metrics.first_token_time for output in engine.outputs if output.request_id.startswith("whale")]
     offset = time.monotonic() - time.perf_counter()
@@ -213,7 +175,12 @@ def _whales(llm: LLM) -> dict[str, float]:
     }  # fmt: skip
 
 
-def gaps_of(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[float]:
+def add(engine: Any, workload: Workload, name: str = "") -> None:
+    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
+        engine.add(engine.input_processor.process_one(f"{name}{number}", prompt, params))
+
+
+def gaps_of(step: Callable[[], object], goes_on: Callable[[int], bool]) -> list[float]:
     gaps: list[float] = []
     last = time.perf_counter()
     while goes_on(len(gaps)):
@@ -253,11 +220,7 @@ def prompt_flops(shape: str, length: int) -> float:
 def stage_big() -> dict[str, Any]:
     workload = random_requests(requests=64, prompt=512, output=256)
     # Not from a file, since 16 GB take a minute to write and to read again; but the engine's own, as one from a file.
-    load = loader.load
-    with (
-        mock.patch.object(loader, "load", lambda *arguments: dataclasses.replace(load(*arguments), is_live=False)),
-        LLM(random_model("8b"), max_model_len=9216) as llm,
-    ):
+    with engine_of(random_model("8b"), max_model_len=9216) as llm:
         seconds = repeated(llm, workload)
         whales = statistics.median(repeated(llm, random_requests(requests=8, prompt=8192, output=1)))
         short = repeated(llm, random_requests(requests=64, prompt=512, output=1))
@@ -301,9 +264,7 @@ def stage_pool() -> dict[str, Any]:
 def _step_seconds(llm: LLM, count: int, context: int) -> float:
     """The median of decode steps."""
     engine = llm._open_engine()
-    workload = random_requests(requests=count, prompt=context, output=100)
-    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-        engine.add(engine.input_processor.process_one(str(number), prompt, params))
+    add(engine, random_requests(requests=count, prompt=context, output=100))
     while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
         engine.step()
     return statistics.median(gaps_of(engine.step, lambda n: n < 60))
@@ -311,9 +272,7 @@ def _step_seconds(llm: LLM, count: int, context: int) -> float:
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
     engine = llm._open_engine()
-    workload = random_requests(requests=count, prompt=context, output=200)
-    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-        engine.add(engine.input_processor.process_one(str(number), prompt, params))
+    add(engine, random_requests(requests=count, prompt=context, output=200))
     engine.step()
     if count * context > 40_000:
         prompts = kernels_of(engine, 3, f"{count} prompts")
@@ -346,33 +305,29 @@ def kernels_of(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any
     }  # fmt: skip
 
 
-RATE = 0.0
-ARGUMENTS: list[str] = []  # of pytest
-
-
-def main() -> None:
+def read_the_rate(_: argparse.Namespace) -> None:
     global RATE
-    stages = {name[6:]: function for name, function in globals().items() if name.startswith("stage_")}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)}")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
     RATE = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {RATE / 1e12:.2f} TB/s", flush=True)
-    unknown = set(arguments.stages) - set(stages)
-    if unknown:
-        parser.error(f"there is no stage {min(unknown)!r}; there are {', '.join(stages)}")
-    for name in arguments.stages or stages:
-        begin = time.perf_counter()
-        result = stages[name]()
-        line = json.dumps({"stage": name, "took": round(time.perf_counter() - begin, 1), "result": result})
-        print(line, flush=True)
-        if arguments.out:
-            with arguments.out.open("a", encoding="utf-8") as out:
-                out.write(line + "\n")
-    for row in TABLE:
-        print("{:<44} {:>14}   target {}".format(*row))
+
+
+STAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "checks": stage_checks,
+    "startup": stage_startup,
+    "w1": stage_w1,
+    "w2": stage_w2,
+    "w3": stage_w3,
+    "w4": stage_w4,
+    "prompts": stage_prompts,
+    "big": stage_big,
+    "steps": stage_steps,
+    "pool": stage_pool,
+}
+
+
+def part_of(stage: Callable[[], dict[str, Any]]) -> Part:
+    return Part(lambda _: stage(), gpu=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, {name: part_of(stage) for name, stage in STAGES.items()}, {}, begin=read_the_rate)

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_timing import read_rate  # beside this file
+from harness import read_rate  # beside this file
 from random_models import NoText, copy_rate, device
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_timing import replayed_micros  # beside this file
+from harness import replayed_micros  # beside this file
 from torch import Tensor
 
 from nanovllm.attention.flex_decodes import FlexDecodes

@@ -88,6 +88,14 @@ def one_behind_a_front() -> Iterator[None]:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
+def open_replicas(model: str, count: int, options: dict[str, Any]) -> AsyncLLM:
+    """As a server opens them: they capture CUDA graphs while idle. A single one has its own process too."""
+    with one_behind_a_front():
+        return AsyncLLM(
+            model, tokenizer=NoText(), data_parallel_size=count, prepares_when_idle=True, record_itl=True, **options
+        )
+
+
 def share_one_gpu() -> None:
     """Put every replica on the first GPU, where there is no second one: starts and pauses count, rates do not."""
 

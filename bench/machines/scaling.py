@@ -27,8 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import replica_forecast  # beside this file, as are the next five
-import replicas as replica_bench
+import replicas as replica_bench  # beside this file, as are the next four
 import tensor_parallel
 import torch
 from random_models import SHAPES, checkpoint
@@ -44,6 +43,7 @@ from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
 
+IDLE_SECONDS = 4.0  # for captures
 PARTS = ("replicas", "kill", "ranks", "simulated")
 MIN_GPUS = {"8b": 1, "32b": 2, "0.6b": 1, "tiny": 1}
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -116,7 +116,7 @@ async def measure_size(count: int, options: argparse.Namespace) -> dict[str, Any
     """Everything about so many replicas, which are opened once."""
     limits = {"max_model_len": 2048, "max_num_seqs": 256}
     begin = time.perf_counter()
-    llm = await asyncio.to_thread(replica_forecast.open_replicas, options.model, count, limits)
+    llm = await asyncio.to_thread(replica_bench.open_replicas, options.model, count, limits)
     row: dict[str, Any] = {"replicas": count, "start": time.perf_counter() - begin}
     async with llm:
         for name, seeds in (("N x W1", range(count)), ("W1", range(1))):
@@ -126,7 +126,7 @@ async def measure_size(count: int, options: argparse.Namespace) -> dict[str, Any
             requests = requests_of(seeds, options)
             if name == "N x W1":
                 await run_once(llm, requests)  # the warm-up
-                await asyncio.sleep(replica_forecast.IDLE_SECONDS if torch.cuda.is_available() else 0.0)
+                await asyncio.sleep(IDLE_SECONDS if torch.cuda.is_available() else 0.0)
             runs = [await run_once(llm, requests) for _ in range(options.rounds)]
             row[name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             print(f"{count} replicas, {name}:", *(f"{run['tokens/s']:.0f}" for run in runs), "tokens/s", flush=True)

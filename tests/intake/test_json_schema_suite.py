@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.structured.suite import run
+from bench.machines.structured import run
 
 FOLDER = os.environ.get("JSON_SCHEMA_TEST_SUITE")
 HOW = (

@@ -183,6 +183,32 @@ def test_what_is_not_http_is_400_as_json_and_the_connection_closes(parser, reque
     assert error["message"].startswith("the request is not valid HTTP/1.1")
 
 
+HIDDEN = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CODED = HEAD + b"Transfer-Encoding: "
+# Lengths with two readings: whoever believes the other one takes what is behind for a request.
+SMUGGLED = {
+    "a length, then chunks": HEAD + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks, then a length": CODED + b"chunked\r\nContent-Length: 6\r\n\r\n0\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 0\r\nContent-Length: 44\r\n\r\n",
+    "two lengths in one": HEAD + b"Content-Length: 0, 44\r\n\r\n",
+    "a length with a sign": HEAD + b"Content-Length: +5\r\n\r\naaaaa",
+    "an unknown coding": CODED + b"xchunked\r\n\r\n0\r\n\r\n",
+    "chunks within another coding": CODED + b"chunked, identity\r\n\r\n0\r\n\r\n",
+    "line feeds alone": (CODED + b"chunked\r\n\r\n0\r\n\r\n").replace(b"\r\n", b"\n"),
+    "a hexadecimal prefix": CODED + b"chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    "a negative chunk": CODED + b"chunked\r\n\r\n-1\r\n0\r\n\r\n",
+    "a chunk beyond 64 bits": CODED + b"chunked\r\n\r\nfffffffffffffffff\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("request_bytes", SMUGGLED.values(), ids=SMUGGLED)
+def test_no_request_behind_a_length_of_two_readings_is_answered(request_bytes):
+    with serving(HASTY) as running, connected(running) as connection:
+        connection.sendall(request_bytes + HIDDEN)
+        received = answer(connection)
+    assert received.startswith(b"HTTP/1.1 4") and b"HTTP/1.1 200" not in received, received
+
+
 UPGRADE = (
     b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )

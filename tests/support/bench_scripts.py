@@ -16,76 +16,46 @@ from pathlib import Path
 # The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
 ON_CPU: dict[str, str] = {
     "machines/scaling": "--shape tiny --ranks-shapes tiny --parts replicas simulated --requests 2 --sizes 1 --rounds 1",
+    "machines/prefix_tiers": "host --shape tiny --prefix 256 --repeats 1",
+    "machines/speculation": "known --shape tiny --requests 1 --prompt 16 --output 32 --rounds 1",
+    "machines/structured": "masks --vocab-size 1000 --rows 2 --steps 2",
     "machines/simulator_replicas": "--replicas 1 2 --requests 2",
-    "machines/stale_index": "--replicas 2 --blocks 512 --delays 0 --seeds 0",
-    "machines/waiting_threads": "--shape tiny --rounds 1 --threads 1 --counts default --alone",
-    "micro/cache_groups": "--rounds 1",
-    "micro/experts": "--rows 1",
-    "structured/masks": "--vocab-size 1000 --rows 2 --steps 2",
 }
 # The same behind the marker `slow`: models of real sizes, servers, calibrations.
 SLOW_ON_CPU: dict[str, str] = {
     "machines/activation_perplexity": "--texts LICENSE --tokens 512 --models smollm2-135m-instruct:int8",
     "machines/async_streams": "--model tiny --clients 4 --tokens 4 --rounds 1",
     "machines/curves": "--output {folder} --repeats 1 budget",
-    "machines/draft_acceptance": "--bits 8 --drafts 2 --output 4",
-    "machines/engine_process": "--shape tiny --streams 2 --tokens 4 --rate 8 --seconds 1 --rounds 1 --settle 0 "
-    "--kv-cache 64MiB",
     "machines/replicas": "--model tiny --parts offline served --requests 2 --tokens 4 --rounds 1",
-    "machines/first_use": "--shape tiny --cases plain --idle 0 --longest 64",
     "machines/goals_flood": "--shape tiny --seconds 1 --every 0.5 --longest 20 --how shares",
-    "machines/goals_live": "--shape tiny --play 1 --shares 0.5 --batch 4 --scale 0.05 --goals 1s --budgets 512 "
-    "--seconds 5",
-    "machines/goals_on_cores": "--shape tiny --play 1 --shares 0.5 --capacity 4",
     "machines/hybrid": "prefix --shape tiny --count 2 --tokens 4 --shared 64 --repeats 1",
-    "machines/prefix_tiers": "beams --repeats 1",
     "machines/process_start": "--runs 1",
     "machines/quantisation": "--tokens 256 --rounds 1 --requests 2",
-    "machines/replica_forecast": "--shape tiny --replicas 1 --requests 4 --repeats 1",
     "machines/server_load": "--model tiny --clients 2 --tokens 4 --rounds 1",
     "machines/simulator_accuracy": "--cpu-time --repeats 1 --scale 0.1",
-    "machines/speculation": "--rounds 1 --parts chat",
-    "machines/start_phases": "--shape tiny --caches usual",
     "machines/tensor_parallel": "--shape tiny --sizes 1 --requests 2 --rounds 1",
-    "structured/documents": "--documents 4 --schemas 2 --max-tokens 8",
-    "structured/speed": "--rows 2 --new-tokens 4 --rounds 1",
 }
 # The smallest run on a GPU.
 ON_GPU: dict[str, str] = {
-    "machines/dense_layer": "--shapes 0.6b --rows 16",
-    "machines/expert_rows": "",
-    "machines/few_experts": "",
     "machines/gpu": "pool",
-    "machines/idle_speculation": "--shape tiny --requests 1 --prompt 16 --output 32 --seconds 1",
-    "machines/layer_stack": "--check",
-    "machines/model_shapes": "pools",
     "machines/paged_decode": "4x256 --no-flex",
-    "machines/prefix_tiers_gpu": "host --shape tiny --prefix 256 --repeats 1",
-    "machines/prompt_attention": "",
-    "machines/speculation_gpu": "--shape tiny --requests 1 --prompt 16 --output 32 --rounds 1",
 }
 # Scripts that another test runs, or a script that one runs, by its file.
 IN_TESTS: dict[str, str] = {
     "machines/cpu_table": "tests/tools/test_cpu_machines.py",
     "machines/goals_by_rate": "tests/tools/test_goals_by_rate.py",
-    "machines/server_attack": "tests/tools/test_server_attack.py",
-    "machines/server_attack_clients": "bench/machines/server_attack.py",
     "machines/traffic": "tests/tools/test_traffic.py",
     "machines/traffic_worker": "bench/machines/traffic.py",
 }
 # What a script needs that no environment of CI has.
 NOT_RUN: dict[str, str] = {
-    "machines/evaluation": "lm_eval and accelerate",
-    "machines/gpu_peer": "vLLM",
     "machines/page_pictures": "a browser",
-    "machines/speculation_peer": "vLLM",
-    "structured/suite": "a folder with the JSON Schema Test Suite",
 }
 # What scripts import.
 PARTS = (
-    "machines/assumed_costs", "machines/fresh_process", "machines/gpu_timing", "machines/random_models",
-    "machines/server_attack_kinds", "machines/step_counts", "machines/traffic_engines", "machines/traffic_report",
-    "machines/traffic_requests", "structured/host_split", "structured/shapes",
+    "machines/assumed_costs", "machines/harness", "machines/random_models",
+    "machines/step_counts", "machines/traffic_engines", "machines/traffic_report",
+    "machines/traffic_requests",
 )  # fmt: skip
 LISTS = ON_CPU, SLOW_ON_CPU, ON_GPU, IN_TESTS, NOT_RUN
 ROOT = Path(__file__).resolve().parents[2]
