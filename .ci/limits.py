@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from alone import measure, share_reached
 from sources import (
     COMPOSITION_ROOT,
     ENTRIES,
@@ -52,6 +53,9 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     yield "closure of the engine: lines", num_lines(reached), 8_700
     yield "closure of the engine: tokens", num_tokens(reached), 51_200
     yield "folders that the engine cannot do without", int(printed_by("deletions.py").split()[-1]), 0
+    has_passed, branches = measure([])
+    yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
+    yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 100
     yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 139
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_500
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 251

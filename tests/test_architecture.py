@@ -211,12 +211,24 @@ def test_files_functions_and_signatures_are_short():
 
 
 def test_no_test_file_imports_another():
-    """Nor by a relative import; what several files need is in `tests/support`."""
+    """Nor by a relative import; what several files need is in `tests/support`, or is a module of `tests/engine`."""
     wrong = [
         f"{path} imports {module}"
         for path in TEST_FILES
         for module in modules_imported_by(ast.parse(path.read_text(encoding="utf-8")))
-        if (module.startswith((".", "tests.")) and not module.startswith("tests.support")) or ".test_" in f".{module}"
+        if (module.startswith((".", "tests.")) and not module.startswith(("tests.support", "tests.engine")))
+        or ".test_" in f".{module}"
+    ]
+    assert wrong == []
+
+
+def test_the_tests_of_the_engine_need_nothing_of_other_tests():
+    wrong = [
+        f"{path} imports {module}"
+        for path in TEST_FILES
+        if path.parent.name == "engine"
+        for module in modules_imported_by(ast.parse(path.read_text(encoding="utf-8")))
+        if module.startswith("tests.") and not module.startswith("tests.engine.")
     ]
     assert wrong == []
 

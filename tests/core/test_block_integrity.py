@@ -6,7 +6,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.sequence import Sequence
-from tests.support.blocks import SIZE, A, B, C, D, computed, make_manager, release
+from tests.engine.blocks import SIZE, A, B, C, D, computed, make_manager, release
 
 
 def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:

@@ -13,8 +13,10 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.features.shares import client_queue
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.scheduler import Scheduler
-from tests.support.scheduler_loops import make_loop, prompt, run_until_preemption, running
-from tests.support.scheduling import Loop, chunks, make_config, make_scheduler, make_sequence
+from tests.engine.blocks import make_sequence
+from tests.engine.loops import chunks, make_config, prompt, run_until_preemption, running
+from tests.support.scheduler_loops import make_loop
+from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import RandomCosts, make_budget
 
 

@@ -22,9 +22,9 @@ from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockE
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.replicas.prefix_index import PrefixIndex, encode
+from tests.engine.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.async_llms import collect
 from tests.support.async_llms import open_llm as open_async_llm
-from tests.support.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.llms import generate, open_llm
 from tests.support.scheduling import Loop, make_group_scheduler
 

@@ -7,7 +7,8 @@ import pytest
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
-from tests.support.scheduling import Loop, chunks, generate_alone, make_scheduler
+from tests.engine.loops import chunks, generate_alone
+from tests.support.scheduling import Loop, make_scheduler
 
 SIZE = 4
 

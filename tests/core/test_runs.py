@@ -9,8 +9,9 @@ from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
+from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
-from tests.support.scheduling import make_scheduler, make_sequence
+from tests.support.scheduling import make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
+from tests.engine.blocks import make_sequence
 from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_scheduler
 
@@ -146,3 +147,20 @@ def test_the_walks_meet(situation: str, walks: list[Loop]):
         met["evictions"] += loop.manager.num_evictions
         met["failed steps"] += stats.num_failed_steps
     assert met[situation] > 20
+
+
+def test_older_requests_do_not_take_the_blocks_of_a_client_beyond_the_bound_of_shares():
+    rng = random.Random(8)
+    limits = {"max_num_batched_tokens": 25, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 1}
+    scheduler = make_scheduler(block_size=1, num_kv_blocks=17, max_model_len=16, max_num_seqs=8, **limits)
+    arrival, gaps = 0, []
+    while not arrival or any(sequence.client == "a" for sequence in scheduler.waiting):
+        while arrival < 60 or sum(sequence.client == "b" for sequence in scheduler.waiting) < 2:
+            client, longest, most = ("a", 10, 6) if arrival < 60 else ("b", 13, 16)
+            tokens = [rng.randrange(8) for _ in range(rng.randint(1, longest))]
+            scheduler.add(make_sequence(tokens, arrival=arrival, client=client, max_tokens=most, max_model_len=16))
+            arrival += 1
+        batch = scheduler.schedule()
+        scheduler.update(batch, [1] * len(batch.sampling))
+        gaps.append(scheduler.waiting.gap)
+    assert scheduler.waiting.bound < max(gaps) < 1.5 * scheduler.waiting.bound

@@ -11,7 +11,9 @@ from nanovllm.cache.group_layouts import with_groups
 from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sequence import Sequence
-from tests.support.scheduling import Loop, chunks, make_group_scheduler, make_sequence, tables_of
+from tests.engine.blocks import make_sequence
+from tests.engine.loops import chunks
+from tests.support.scheduling import Loop, make_group_scheduler, tables_of
 
 STATE = StateKind.record(5000)
 

@@ -17,8 +17,8 @@ from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
 from nanovllm.core.batch import Copy
 from nanovllm.execution.prefix_tiers import PrefixTiers
+from tests.engine.blocks import make_sequence
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
-from tests.support.scheduling import make_sequence
 
 
 def test_a_load_into_a_block_of_another_load_unpins_its_source():

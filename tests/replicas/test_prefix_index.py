@@ -11,8 +11,8 @@ from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findabl
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
 from nanovllm.replicas.routing import prefix_aware
-from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, release
-from tests.support.scheduling import Loop, make_scheduler, make_sequence
+from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, make_sequence, release
+from tests.support.scheduling import Loop, make_scheduler
 
 SEED = "model:float32"
 

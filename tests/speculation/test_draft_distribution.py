@@ -17,9 +17,10 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
+from tests.engine.loops import VOCAB_SIZE
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.mock_drafts import with_drafts
-from tests.support.scheduling import VOCAB_SIZE, make_scheduler
+from tests.support.scheduling import make_scheduler
 
 NUM_REQUESTS, AT_ONCE, MAX_TOKENS = 20_000, 1000, 5  # 10^5 draws
 MODEL = 1.5 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))  # logits after each token

@@ -15,9 +15,9 @@ from nanovllm.speculation import costs as costs_of_drafts
 from nanovllm.speculation.costs import draft_costs
 from nanovllm.speculation.drafter import DraftRequest
 from nanovllm.speculation.lengths import Acceptance, DraftCosts, DraftLengths
+from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
 from tests.support.mock_drafts import KnownAnswers
-from tests.support.scheduling import make_sequence
 from tests.support.sweeps import CALIBRATION
 
 # Steps are bound by reading the weights up to 16 rows, and by arithmetic above.

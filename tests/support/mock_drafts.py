@@ -10,8 +10,7 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.speculation.drafter import Drafter, DraftRequest
 from nanovllm.speculation.lengths import DraftLengths
 from nanovllm.speculation.speculation import Speculation
-from tests.support.mock_states import empty_prefix, extend_prefix
-from tests.support.scheduling import VOCAB_SIZE
+from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix
 
 
 def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) -> Scheduler:

@@ -16,60 +16,16 @@ from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.core.sequence import Sequence
 from nanovllm.features.forking import go_on_from
 from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler
+from tests.engine.blocks import make_sequence
+from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix, generate_alone, make_config
 from tests.support.loop_checks import LoopChecks
-from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check, empty_prefix, extend_prefix
-
-VOCAB_SIZE = 8
-
+from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check
 
 # ------------------------------------------------------------------------------------------------------- factories
-
-
-def make_sequence(
-    prompt: Iterable[int],
-    *,
-    arrival: int = 0,
-    priority: int = 0,
-    arrival_time: float = 0.0,
-    cache_salt: str = "",
-    client: str = "",
-    max_model_len: int = 64,
-    eos_token_ids: Iterable[int] = (),
-    **params: object,
-) -> Sequence:
-    return Sequence(
-        NewRequest(
-            str(arrival),
-            prompt,
-            SamplingParams(**params),
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            client=client,
-        ),
-        arrival=arrival,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-    )
-
-
-def make_config(**limits: float | None) -> EngineConfig:
-    """A resolved config; limits that a test does not set are out of reach."""
-    defaults = {
-        "max_model_len": 64,
-        "max_num_batched_tokens": 1024,
-        "max_num_seqs": 64,
-        "num_kv_blocks": 1025,
-        "max_num_partial_prefills": 64,
-        "max_long_partial_prefills": 64,
-        "long_prefill_token_threshold": 1024,
-    }
-    return EngineConfig(**(defaults | limits))
 
 
 def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:
@@ -106,26 +62,7 @@ def tables_of(sequence: Sequence) -> list[list[int]]:
     return [sequence.block_table, *(tables.further if tables else ())]
 
 
-def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
-    """Return the positions that a batch computes, in batch order: request id -> (start, end)."""
-    return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
-
-
 # ------------------------------------------------------------------------------------------------------ mock model
-
-
-def generate_alone(sequence: Sequence) -> list[int]:
-    """The output of a request alone: no cache, no batch, one token per step."""
-    prefix = empty_prefix(sequence.cache_salt)
-    for token_id in sequence.token_ids[: sequence.num_prompt_tokens]:
-        prefix = extend_prefix(prefix, token_id)
-    output: list[int] = []
-    while sequence.num_prompt_tokens + len(output) < sequence.max_num_tokens:
-        output.append(prefix % VOCAB_SIZE)
-        if output[-1] in sequence.stop_token_ids:
-            break
-        prefix = extend_prefix(prefix, output[-1])
-    return output
 
 
 @dataclass

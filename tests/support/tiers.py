@@ -21,8 +21,9 @@ from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch
 from nanovllm.core.block_hashes import root_hash
 from nanovllm.execution.prefix_tiers import PrefixTiers
 from nanovllm.scheduler import Scheduler
-from tests.support.mock_states import UNWRITTEN, Poison, check, empty_prefix, extend_prefix
-from tests.support.scheduling import Loop, MockModel, make_config, shared_scheduler
+from tests.engine.loops import empty_prefix, extend_prefix, make_config
+from tests.support.mock_states import UNWRITTEN, Poison, check
+from tests.support.scheduling import Loop, MockModel, shared_scheduler
 
 Content = list[int | Poison | None]
 SALTS = ("", "salt")

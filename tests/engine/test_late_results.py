@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.support.scheduler_loops import (
+from tests.engine.loops import (
+    chunks,
     make_loop,
     preempted_with_a_token_in_flight,
     prompt,
     two_that_outgrow_the_pool,
     waiting,
 )
-from tests.support.scheduling import chunks
 
 
 def test_a_step_can_be_scheduled_before_the_one_before_it_is_read():

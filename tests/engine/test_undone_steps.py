@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.support.scheduler_loops import (
+from tests.engine.loops import (
+    Loop,
+    chunks,
     make_loop,
     preempted_with_a_token_in_flight,
     prefill_between_decodes_that_need_blocks,
     prompt,
     waiting,
 )
-from tests.support.scheduling import Loop, chunks
 
 
 def snapshot(loop: Loop) -> list[tuple[object, ...]]:

@@ -8,8 +8,7 @@ import pytest
 
 import nanovllm
 from nanovllm.core import admission
-from tests.support.scheduler_loops import make_loop, prompt, running, waiting
-from tests.support.scheduling import chunks, generate_alone
+from tests.engine.loops import chunks, generate_alone, make_loop, prompt, running, waiting
 
 # -------------------------------------------------------------------------------------------------------------- imports
 

@@ -1,6 +1,6 @@
 """The scheduler: what its statistics count, and the states of a sequence."""
 
-from tests.support.scheduler_loops import make_loop, prompt, two_that_outgrow_the_pool, waiting
+from tests.engine.loops import make_loop, prompt, two_that_outgrow_the_pool, waiting
 
 
 def test_statistics_count_tokens_looked_up_and_found():

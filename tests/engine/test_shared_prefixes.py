@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.scheduler_loops import make_loop, prompt
-from tests.support.scheduling import chunks
+from tests.engine.loops import chunks, make_loop, prompt
 
 
 def test_64_requests_with_one_new_system_prompt_compute_it_once_in_the_same_step():

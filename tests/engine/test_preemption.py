@@ -1,10 +1,9 @@
 """The scheduler: who is preempted when blocks run out, and how they come back."""
 
-import random
-
 import pytest
 
-from tests.support.scheduler_loops import (
+from tests.engine.loops import (
+    chunks,
     make_loop,
     prefill_between_decodes_that_need_blocks,
     prompt,
@@ -13,7 +12,6 @@ from tests.support.scheduler_loops import (
     two_that_outgrow_the_pool,
     waiting,
 )
-from tests.support.scheduling import chunks, make_scheduler, make_sequence
 
 
 def test_the_youngest_yields_when_blocks_run_out():
@@ -118,20 +116,3 @@ def test_preempt_all_is_refused_while_a_step_is_in_flight():
     with pytest.raises(RuntimeError, match="in flight"):
         loop.scheduler.preempt_all()
     assert running(loop) == ["0"]
-
-
-def test_older_requests_do_not_take_the_blocks_of_a_client_beyond_the_bound_of_shares():
-    rng = random.Random(8)
-    limits = {"max_num_batched_tokens": 25, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 1}
-    scheduler = make_scheduler(block_size=1, num_kv_blocks=17, max_model_len=16, max_num_seqs=8, **limits)
-    arrival, gaps = 0, []
-    while not arrival or any(sequence.client == "a" for sequence in scheduler.waiting):
-        while arrival < 60 or sum(sequence.client == "b" for sequence in scheduler.waiting) < 2:
-            client, longest, most = ("a", 10, 6) if arrival < 60 else ("b", 13, 16)
-            tokens = [rng.randrange(8) for _ in range(rng.randint(1, longest))]
-            scheduler.add(make_sequence(tokens, arrival=arrival, client=client, max_tokens=most, max_model_len=16))
-            arrival += 1
-        batch = scheduler.schedule()
-        scheduler.update(batch, [1] * len(batch.sampling))
-        gaps.append(scheduler.waiting.gap)
-    assert scheduler.waiting.bound < max(gaps) < 1.5 * scheduler.waiting.bound

@@ -3,10 +3,21 @@
 import pytest
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.block_checks import check_blocks
 from nanovllm.core.batch import NULL_BLOCK
-from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, num_hits, release
-from tests.support.scheduling import make_sequence
+from tests.engine.blocks import (
+    SIZE,
+    A,
+    B,
+    C,
+    D,
+    check_blocks,
+    compute,
+    computed,
+    make_manager,
+    make_sequence,
+    num_hits,
+    release,
+)
 
 # ------------------------------------------------------------------------------------------------------- order of reuse
 

@@ -1,8 +1,7 @@
 """The scheduler: logits that are not finite end their request, and its blocks are never found."""
 
 from nanovllm.core.batch import NON_FINITE
-from tests.support.scheduler_loops import make_loop, prompt, running, update_with, waiting
-from tests.support.scheduling import chunks, generate_alone
+from tests.engine.loops import chunks, generate_alone, make_loop, prompt, running, update_with, waiting
 
 
 def test_a_non_finite_result_ends_its_request_with_an_error_that_says_so():

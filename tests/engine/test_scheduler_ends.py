@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.scheduler_loops import (
+from tests.engine.loops import (
+    chunks,
     make_loop,
     prompt,
     run_until_preemption,
@@ -10,7 +11,6 @@ from tests.support.scheduler_loops import (
     update_with,
     waiting,
 )
-from tests.support.scheduling import chunks
 
 # ----------------------------------------------------------------------------------------------------------------- ends
 

@@ -6,11 +6,23 @@ import pytest
 import xxhash
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.block_checks import check_blocks
 from nanovllm.core.block_hashes import PromptHashes, num_leading_hits
 from nanovllm.core.sequence import Sequence
-from tests.support.blocks import SIZE, STEP, A, B, C, D, compute, computed, make_manager, num_hits, release
-from tests.support.scheduling import make_sequence
+from tests.engine.blocks import (
+    SIZE,
+    STEP,
+    A,
+    B,
+    C,
+    D,
+    check_blocks,
+    compute,
+    computed,
+    make_manager,
+    make_sequence,
+    num_hits,
+    release,
+)
 
 # --------------------------------------------------------------------------------------------------- hashes of a prompt
 

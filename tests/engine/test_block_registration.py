@@ -1,10 +1,21 @@
 """The block manager: blocks findable when scheduled, withdrawn, forgotten, returned."""
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.block_checks import check_blocks
 from nanovllm.core.sequence import Sequence
-from tests.support.blocks import SIZE, STEP, A, B, C, D, computed, make_manager, num_hits, release
-from tests.support.scheduling import make_sequence
+from tests.engine.blocks import (
+    SIZE,
+    STEP,
+    A,
+    B,
+    C,
+    D,
+    check_blocks,
+    computed,
+    make_manager,
+    make_sequence,
+    num_hits,
+    release,
+)
 
 # ----------------------------------------------------------------------------------------------------- outcome of steps
 

@@ -1,0 +1,149 @@
+"""The parts that an engine has where nobody hands over others: attention, one pool, a loaded model, plain logits."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm.attention import plain
+from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.attention.kv_cache import KVCaches
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.attention.plain import PlainAttention
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.cache.kinds import LayerTraits
+from nanovllm.core.batch import Copy
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.core.one_pool import OnePool
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.loaded import LoadedModel, device_of, load_plain
+from nanovllm.process.device import computing_with
+from tests.engine.models import END, byte_tokenizer, tiny_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAYERS = [AttentionLayer(torch.nn.Identity(), LayerTraits(4, 2, 16, 16), torch.float32, 0.25)] * 2
+
+
+def chosen(device: torch.device = CPU, **options: object) -> PlainAttention:
+    return PlainAttention.for_model(LAYERS, device, EngineConfig(**options))
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain.shutil, "which", lambda name: None)
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def test_attention_is_compiled_on_a_cpu_with_a_compiler_and_else_it_is_sdpa(monkeypatch, caplog):
+    monkeypatch.setattr(plain.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert chosen().backend == chosen(attention_backend="flex").backend == "flex"
+    assert chosen(attention_backend="sdpa").backend == chosen(enforce_eager=True).backend == "sdpa"
+    assert chosen(GPU).backend == "sdpa" and chosen(GPU, attention_backend="flex").backend == "flex"
+    monkeypatch.setenv("CC", "my-cc")
+    assert chosen(GPU, attention_backend="flex").backend == "flex"
+    no_compiler(monkeypatch)
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        assert chosen().backend == "sdpa"
+    assert "a C++ compiler was not found: nothing is compiled" in caplog.text
+    for device, missing in ((CPU, r"a C\+\+ compiler"), (GPU, "a C compiler")):
+        with pytest.raises(ValueError, match=f"needs {missing}, and none was found"):
+            chosen(device, attention_backend="flex")
+
+
+def test_what_the_installation_lacks_is_refused_by_name():
+    with pytest.raises(ValueError, match="'cpp', which this installation lacks"):
+        chosen(attention_backend="cpp")
+    sdpa = PlainAttention("sdpa")
+    with pytest.raises(ValueError, match="cuda_graphs is True, which this installation lacks"):
+        sdpa.captures(EngineConfig(cuda_graphs=True), CPU)
+    assert sdpa.captures(EngineConfig(), CPU) is False
+
+
+def test_a_choice_builds_its_backend():
+    config = EngineConfig(block_size=16, num_kv_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
+    assert isinstance(PlainAttention("sdpa").build(LAYERS, CPU, config), SdpaAttention)
+    assert isinstance(PlainAttention("flex").build(LAYERS, CPU, config), FlexAttention)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_one_pool_serves_all_layers():
+    pool, caches = OnePool(9, 1000), KVCaches(LAYERS, CPU)
+    pool.allocate(caches, 16)
+    assert [cache[0].shape for cache in caches.of_layers] == [(9 * 16, 2, 16)] * 2
+    assert (pool.num_bytes, pool.num_longest(33, 16), pool.kind_groups(LAYERS)) == (9000, 2, ())
+    assert pool.lay_out("a layout", 16) == "a layout"
+
+
+def test_copies_read_all_their_blocks_before_any_is_written():
+    caches = KVCaches(LAYERS, CPU)
+    OnePool(4, 1).allocate(caches, 2)
+    for block in range(4):
+        caches.of_layers[0][0][2 * block : 2 * block + 2] = block
+    caches.copy_blocks([Copy(0, 1, 2), Copy(0, 2, 3)], 2)
+    assert caches.of_layers[0][0][::2, 0, 0].tolist() == [0, 1, 1, 2]
+    caches.clear_blocks(torch.tensor([1]), 2)
+    assert caches.of_layers[0][0][::2, 0, 0].tolist() == [0, 0, 1, 2]
+    caches.release()
+    assert caches.of_layers == []
+
+
+def test_memory_is_taken_where_a_measurement_asks_for_it():
+    caches = KVCaches(LAYERS, CPU)
+    OnePool(4, 1).allocate(caches, 2)
+    caches.take_memory()
+    num_bytes = 2 * 2 * 8 * 2 * 16 * 4
+    assert caches.bytes_of([0.5]) * 2 == caches.touched_bytes([0.5]) == num_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+def test_the_end_tokens_of_a_model_are_those_that_its_configs_and_its_tokenizer_name():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [3, 4]
+    assert LoadedModel(model, None, is_live=True, identity="m").eos_token_ids == (3, 4, END)
+    assert LoadedModel(model, byte_tokenizer(), is_live=True, identity="m").eos_token_ids == (3, 4, END)
+    model.config.eos_token_id = 7  # the default of a class, which is the id of plain text here
+    assert LoadedModel(model, byte_tokenizer(), is_live=True, identity="m").eos_token_ids == (3, 4, END)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    assert LoadedModel(model, None, is_live=True, identity="m").eos_token_ids == ()
+
+
+def test_a_model_without_a_number_of_positions_is_refused():
+    loaded = load_plain(tiny_model(), None, EngineConfig())
+    assert (loaded.max_position_embeddings, loaded.vocab_size, loaded.name) == (512, 258, "LlamaForCausalLM")
+    assert (loaded.num_positions(None), loaded.has_head, loaded.sampling_defaults) == (512, True, {})
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace())
+    without = LoadedModel(SimpleNamespace(config=config), None, is_live=True, identity="m")
+    with pytest.raises(UnsupportedModelError, match="has no max_position_embeddings"):
+        assert without.max_position_embeddings
+    assert without.num_positions(99) == 99
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(EngineConfig()) == device_of(EngineConfig(device="cpu")) == CPU
+    with pytest.raises(ValueError, match="device is 'cuda:1', but PyTorch sees no GPU"):
+        device_of(EngineConfig(device="cuda:1"))
+
+
+def test_a_binding_knows_the_models_vocabulary_dtype_and_base():
+    model = tiny_model()
+    binding = ModelBinding(model, is_live=True)
+    assert binding.has_base_model and binding.vocab_size == 258 and binding.dtype is torch.float32
+
+
+def test_threads_are_as_before_after_a_block_that_computes_with_others():
+    before = torch.get_num_threads()
+    with computing_with(before + 1):
+        assert torch.get_num_threads() == before + 1
+    with computing_with(None):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
