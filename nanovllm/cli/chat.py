@@ -106,7 +106,7 @@ class _Loading:
 
     Args:
         needs_template: refuse a model without a chat template before the first message.
-        when_failed: called in that thread with the error.
+        when_failed: callback for the error, in the thread that loads.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Loading:
 
     def switch(self, options: argparse.Namespace) -> None:
         """Load another model; the first one is loaded again if that fails. Raises the error."""
-        self.wait().close()  # before, since the two may not fit the memory together
+        self.wait().close()  # memory may not hold both models
         self._llm, self._started = Future(), time.monotonic()
         try:
             self._llm.set_result(self._open(options))
@@ -230,7 +230,7 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
                     if question is not None:
                         answers.answer(question)
                 if options.history and conversation.messages:
-                    with suppress(OSError):  # without a writable folder only --resume is lost
+                    with suppress(OSError):  # an unwritable folder disables --resume only
                         conversation.save(_last_conversation(), mode=0o600)
             except ChatEnded:
                 break

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from nanovllm.core.sampling_params import SamplingParams
     from nanovllm.features.llm import LLM
 
-MAX_COPIED_BYTES = 74_994  # of OSC 52 in xterm; most terminals take more
+MAX_COPIED_BYTES = 74_994  # xterm's limit for OSC 52; most terminals take more
 
 
 class Answers:
     """Answers the messages of a conversation, and adds /continue, /show, /copy and /clear to it.
 
     Args:
-        options: of the command; the model's name and the timeout.
+        options: flags of the command: model, timeout and those of display.
         llm: returns the model, once it is loaded.
-        is_terminal: whether a user reads: notices and the status are for terminals.
+        is_terminal: True if a user reads; notices and the status line are for terminals.
     """
 
     def __init__(

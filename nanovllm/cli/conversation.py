@@ -54,7 +54,7 @@ class Conversation:
         show: prints a line for the user.
         confirm: asks the user a yes-or-no question; None without a terminal.
 
-    further: commands by name, each called with its arguments; the chat adds those that need a model.
+    further: callback of each command by its name, called with its arguments; the chat adds commands that need a model.
     """
 
     system: str | None

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from typing import Protocol, TextIO
 
-_FIRST_COLUMN = re.compile(r"\S+(?: \S+)* {2,}")  # of a table, as /help has
+_FIRST_COLUMN = re.compile(r"\S+(?: \S+)* {2,}")  # first column of a table, such as /help's
 # Control characters of C0 and C1, and marks that reorder text: a model must not move the cursor, set the title or
 # hide a part of its answer.
 _REORDERING = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))

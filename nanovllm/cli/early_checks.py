@@ -29,7 +29,7 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
             options.model, needs_tokenizer=needs_tokenizer(options.tokenizer, config), revision=config.revision
         )
         check_stored_limits(source, config)
-    elif default_folder().is_dir():  # else the load creates it
+    elif default_folder().is_dir():  # a missing folder is created when the model is loaded
         check_stored_limits(str(default_folder()), config)
     if config.kv_events is not None:
         from nanovllm.observability.kv_events import KvEventPublisher

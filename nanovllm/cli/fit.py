@@ -25,7 +25,7 @@ USED_OPTIONS = {
 UNUSED_OPTIONS = {field.name for field in dataclasses.fields(EngineConfig)} - USED_OPTIONS
 DEFAULT_CALIBRATION = "calibration.json"
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
-STEP_BYTES = 2**29  # of a GPU, for the activations of a step, which an engine measures
+STEP_BYTES = 2**29  # GPU memory for a step's activations; a running engine measures it
 DESCRIPTION = """
 Tell a model's needs: bytes of its weights, KV cache per token, contexts and number of requests that fit this
 machine's memory, and the tokens per second to expect, by a file of `nanovllm calibrate`. Nothing is loaded.
@@ -36,8 +36,9 @@ machine's memory, and the tokens per second to expect, by a file of `nanovllm ca
 class Row:
     """One context length.
 
-    num_requests: of this length, at most max_num_seqs.
-    tokens_per_second_alone, tokens_per_second: of one request and of all together; None without a calibration.
+    num_requests: requests of this length that run at once, at most max_num_seqs.
+    tokens_per_second_alone: output tokens/s of one request; None without a calibration.
+    tokens_per_second: output tokens/s of all requests together; None without a calibration.
     """
 
     context: int

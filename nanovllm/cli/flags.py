@@ -157,7 +157,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "LogitsProcessor": _function,
 }
-_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # of mappings, by the type of their keys
+_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # parsers of entries, by the type of their key
 _PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT"}
 _METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 

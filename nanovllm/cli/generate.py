@@ -91,7 +91,7 @@ def _generate(options: argparse.Namespace) -> int:
     requests = read_requests(options.prompts, options.file, options.format)
     _check_templates(requests, options)
     own = [_own_options(number, request, sampling, options) for number, request in enumerate(requests, 1)]
-    check_start(options, engine_options(options))  # before it truncates an earlier trace
+    check_start(options, engine_options(options))  # a refusal must not truncate an earlier trace
     writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
         prompts = [_as_prompt(llm, request, options) for request in requests]

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     options = _parser(given).parse_args(given)
-    atexit.register(gc.freeze)  # else Python's last collection scans all of torch for a second
+    atexit.register(gc.freeze)  # Python's last collection would scan all of torch for a second
     logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()

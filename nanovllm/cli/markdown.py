@@ -16,7 +16,7 @@ from nanovllm.cli.display import printable
 
 INTERVAL_S = 0.08  # seconds between two updates: drawing a long block of code takes some milliseconds
 CODE_THEME = "ansi_dark"  # the terminal's own colours and background
-MIN_LINES = 4  # of the last block, on a small terminal
+MIN_LINES = 4  # fewest lines shown of the last block, even on a small terminal
 # HTML is text, so that no part of an answer is left out, and so are definitions of links.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
 
@@ -72,7 +72,7 @@ class MarkdownDisplay:
     def __init__(self, console: Console, shown: str = "") -> None:
         self._console = console
         self._given, self._text, self._status, self._begin = shown, printable(shown), "", 0
-        self._begin, _ = self._last_block()  # in characters: the rest is not printed yet
+        self._begin, _ = self._last_block()  # offset in characters; the text from there is not printed yet
         self._drawn_at = float("-inf")
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()

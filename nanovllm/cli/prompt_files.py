@@ -71,7 +71,7 @@ def _is_terminal() -> bool:
 
 
 def _read_standard_input() -> str:
-    if sys.stdin is None:  # closed by the caller
+    if sys.stdin is None:  # the caller closed it
         return ""
     if sys.stdin.isatty():
         print("nanovllm: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr)

@@ -86,7 +86,7 @@ def _answer(
 
     settings = batch_settings(options.served_model_name)
     engine = AsyncLLM(options.model, tokenizer=options.tokenizer, **engine_given)
-    counts: Counter[bool] = Counter()  # by whether the line failed
+    counts: Counter[bool] = Counter()  # number of lines by whether they failed
     with tqdm(total=len(requests), desc="Lines", disable=not sys.stderr.isatty()) as bar:
 
         def write(answer: BatchAnswer) -> None:

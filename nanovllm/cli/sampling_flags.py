@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from nanovllm.observability.trace_writer import TraceWriter
 
 TEMPERATURE = "temperature"
-OF_SAMPLING = {TEMPERATURE, *FILTERS}  # without effect on greedy requests
-NO_FLAGS = ("structured_output", "itl_goal", "ttft_goal")  # of forms; the engine's goals hold for its only user
-HELP = {  # where the default is not a value
+OF_SAMPLING = {TEMPERATURE, *FILTERS}  # greedy requests ignore these
+NO_FLAGS = ("structured_output", "itl_goal", "ttft_goal")  # no flag: forms, and goals of the engine's only user
+HELP = {  # defaults that depend on other options
     TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples "
     f"or with {', '.join(FILTERS[:-1])} or {FILTERS[-1]}"
 }

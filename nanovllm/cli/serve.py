@@ -50,7 +50,7 @@ def add_serve_command(commands: Any) -> None:
     )  # fmt: skip
     settings = serve.add_argument_group("server options")
     add_flags(settings, ServerSettings, {})
-    next(action for action in settings._group_actions if action.dest == NAMES).nargs = "+"  # as in vLLM
+    next(action for action in settings._group_actions if action.dest == NAMES).nargs = "+"  # several names, as in vLLM
     add_model_flags(serve)
     add_model_argument(serve)
     serve.set_defaults(run=_serve)

@@ -27,7 +27,7 @@ from nanovllm.server.listening import format_address
 from nanovllm.server.settings import ServerSettings
 
 HEADINGS = ("PID", "MODEL", "ADDRESS", "RUNS FOR", "MEMORY")
-WAIT_S = 60.0  # for open answers: drain_timeout of a server is 30 s
+WAIT_S = 60.0  # open answers may take a server's drain_timeout, 30 s
 POLL_S = 0.05
 START_SLACK_S = 0.01  # the start of a process is known to a tick of the kernel's clock
 

@@ -96,7 +96,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     given = engine_options(options)
     check_output("--output", options.output)
     check_start(options, given)
-    place_engine(given)  # like the engine of the calibration
+    place_engine(given)  # same placement as the measured engine's
     from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
 
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)

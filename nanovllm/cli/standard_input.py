@@ -18,7 +18,7 @@ def read_standard_input() -> str:
 
 def standard_input_lines() -> Iterator[str]:
     """Yield the lines with their ends, as they arrive; raises ValueError like `read_standard_input`."""
-    if sys.stdin is None:  # closed by the caller
+    if sys.stdin is None:  # the caller closed it
         return
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), 1):
         yield utf8(f"line {number} of {NAME}", line) if isinstance(line, bytes) else line

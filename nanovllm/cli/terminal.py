@@ -110,7 +110,7 @@ def _history() -> History:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    except OSError:  # without a writable folder only the history is lost
+    except OSError:  # an unwritable folder loses the history only
         return InMemoryHistory()
     return FileHistory(str(path))
 

@@ -35,7 +35,7 @@ from nanovllm.tools.tune.shares import smallest_share
 
 OUTPUTS = ("result.json", "serve.toml", "curves.png")
 CANDIDATES = 16
-FORECAST_CANDIDATES = 6  # with --simulate, which preselects them among many more
+FORECAST_CANDIDATES = 6  # fewer than CANDIDATES: --simulate preselects them among many more
 
 
 def add_tune_command(commands: Any) -> None:
@@ -98,7 +98,7 @@ def _tune(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
     journal.check_environment(environment())
-    for name in OUTPUTS:  # from an earlier sweep, possibly with other goals
+    for name in OUTPUTS:  # results of an earlier sweep may be for other goals
         (folder / name).unlink(missing_ok=True)
     with tuning_session(question, journal) as session:
         try:

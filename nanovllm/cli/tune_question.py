@@ -26,7 +26,7 @@ from nanovllm.tools.tune.goals import Goal, goals_from_flags, itl_goals_to_try
 from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
 from nanovllm.tools.workloads.workloads import Workload
 
-Workloads = dict[float | None, Workload]  # by arrival rate; None: the workload's own arrivals
+Workloads = dict[float | None, Workload]  # workload by arrival rate; None: its own arrivals
 
 
 @dataclass(frozen=True, slots=True)

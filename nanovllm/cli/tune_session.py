@@ -58,7 +58,7 @@ class TuningSession:
         self.names[:] = question.resolver.varying(sweep.settings)
         self.bar.total = self.bar.n + num_measurements(sweep.rounds, sweep.repeats)
         sweep.run(self.measurer)
-        self.bar.total = self.bar.n  # failed settings were not measured further
+        self.bar.total = self.bar.n  # measurements that failed settings skipped no longer count
 
     def find_rate(self, question: Question, finalists: list[SettingSummary]) -> tuple[FoundRate, RivalAtRate | None]:
         """Find the highest rate of the best setting that keeps the goals, and try its rival near it."""

@@ -26,7 +26,7 @@ class Findable(NamedTuple):
     parent_hash: hash of the previous block; None for a first block.
     tokens: token ids as bytes of int32.
     cache_salt: the request's, for a first block.
-    of_states: whether it is the recurrent state after the block.
+    of_states: True for the recurrent state after the block.
     """
 
     block_hash: bytes
@@ -56,7 +56,7 @@ class AllForgotten(NamedTuple):
 
 
 BlockEvent = Findable | Forgotten | AllForgotten
-Receiver = Callable[[list[BlockEvent]], None]  # called in the engine's thread
+Receiver = Callable[[list[BlockEvent]], None]  # runs in the engine's thread
 
 
 class BlockEvents(Observer):

@@ -37,7 +37,7 @@ logger = logging.getLogger("nanovllm")
 
 NEEDS = ("zmq", "msgspec")
 MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
-HOST_MEDIUM = "CPU"  # and for the tier in host memory
+HOST_MEDIUM = "CPU"  # vLLM's name for host memory
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_QUEUED = 10_000  # batches queued for the thread; further ones are lost
 MAX_UNSENT = 10_000  # messages queued for one slow subscriber; it misses further ones
@@ -45,7 +45,7 @@ MAX_REPLAYED = 10_000  # batches kept for replay
 POLL_SECONDS = 0.05  # longest wait of a replay request while there are no events
 JOIN_SECONDS = 1.0  # wait of the first batch for a subscriber: subscribers of an earlier engine reconnect
 MORE_SUBSCRIBERS_SECONDS = 0.2  # wait for further subscribers after the first
-CLOSE_SECONDS = 1.0  # for sending queued batches when the engine closes
+CLOSE_SECONDS = 1.0  # most seconds for sending queued batches when the engine closes
 
 
 class KvEventPublisher(Observer):
@@ -76,9 +76,9 @@ class KvEventPublisher(Observer):
             self._context.destroy(linger=0)
             raise
         self._thread: threading.Thread | None = None
-        self._kinds: list[str] = []  # of a model with recurrent states
+        self._kinds: list[str] = []  # kinds of the cache groups of a model with recurrent states
         self._in_tier: dict[tuple[StoredBlock, bool], bytes] = {}  # hashes told to be in host memory, and if of states
-        self._of_tier: list[BlockEvent | InHostMemory] = []  # since the last step
+        self._of_tier: list[BlockEvent | InHostMemory] = []  # events of the tier since the last step
 
     @staticmethod
     def check(config: EngineConfig) -> None:
@@ -117,7 +117,7 @@ class KvEventPublisher(Observer):
                 self._of_tier.append(InHostMemory(block_hash, None, of_states))
             return
         entry, before = block.entry, block.parent
-        if entry is None or before is None:  # read from a file: its hash is not known yet
+        if entry is None or before is None:  # a block from a file: its hash is not known yet
             return
         parent_hash = before.entry.block_hash if before.entry is not None else self._in_tier.get((before, False))
         if before.parent is None or parent_hash is not None:
@@ -227,7 +227,7 @@ def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] 
     """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals.
 
     Args:
-        kinds: of the cache groups, the last one of recurrent states; without such a group events name none.
+        kinds: names of the cache groups' kinds, recurrent states last; empty without states, when events name no group.
     """
     found: list[dict[str, Any]] = []
     tail: tuple[bytes | None, bool] | None = None  # last hash of the chain in the last event, and whether of states

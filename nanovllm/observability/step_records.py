@@ -32,15 +32,16 @@ class StepRecord:
 
     time, start_time: end of its update and start of its scheduling, in seconds on the engine's clock.
     num_sequences: sequences in the step.
-    num_decode_tokens, num_prefill_tokens: computed tokens: one per decode, and those of chunks.
-    num_draft_tokens, num_accepted_tokens: drafts computed too, and accepted.
+    num_decode_tokens: tokens computed for decodes, one each.
+    num_prefill_tokens: tokens computed for chunks.
+    num_draft_tokens, num_accepted_tokens: drafts that the step also computed, and how many were accepted.
     num_cached_tokens: tokens found in the prefix cache instead.
-    num_running, num_waiting, num_used_blocks: after its update.
+    num_running, num_waiting, num_used_blocks: counts after the step's update.
     ttfts: seconds from arrival to first token, of sequences that got it from this step.
     schedule_time, execute_time, update_time: seconds. execute_time is launching plus waiting for the tokens, without
         the host's work in between under overlap.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
-    request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
+    request_ttfts, itls: seconds as in `TokenTimes`; itls are pairs of seconds and tokens.
     cache_groups: the pools after its update, as in `EngineStats`; num_used_blocks is the first pool's.
     budget: tokens that the step might have; with an `itl_goal` at most max_num_batched_tokens.
     predicted_time: seconds by the costs learned before; None without an `itl_goal`.
@@ -123,7 +124,7 @@ class StepObservers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
-        self.error: str | None = None  # of a dropped observer
+        self.error: str | None = None  # error of a dropped observer
         self.predict: Callable[[ScheduledBatch], float] | None = None  # seconds of a step, with an `itl_goal`
         # Totals after each step.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
@@ -176,7 +177,7 @@ class StepObservers:
             try:
                 getattr(observer, event)(*arguments)
             except Exception as error:
-                with suppress(ValueError):  # dropped already, by a nested event
+                with suppress(ValueError):  # a nested event has dropped it already
                     self._observers.remove(observer)
                 self.error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)

@@ -48,7 +48,7 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     is_cut_short = not text.rstrip().endswith("]")
     lanes: dict[int, Lane] = {}
-    begun: dict[int, tuple[int, int, dict[str, Any]]] = {}  # by lane: state, start, arguments
+    begun: dict[int, tuple[int, int, dict[str, Any]]] = {}  # (state, start, arguments) by lane
     steps: list[tuple[int, ...]] = []
     groups: dict[int, str] = {}
     last = num_drafts = num_accepted = 0

@@ -18,11 +18,11 @@ _LATENCIES = {"ttft": "TTFT", "itl": "ITL", "queue": "queue time", "latency": "r
 class RequestFigures:
     """Figures of one sample. Times are in microseconds, None for events that did not happen.
 
-    arrival: since the first event of the trace.
-    queue: from arrival to its first step.
-    ttft: from arrival to the end of the step that drew its first token.
+    arrival: time since the first event of the trace.
+    queue: time from arrival to the first step.
+    ttft: time from arrival to the end of the step that sampled its first token.
     itl: mean inter-token latency.
-    latency: from arrival to its end; None if it was unfinished.
+    latency: time from arrival to its end; None if it was unfinished.
     reason: finish reason; "unfinished" also if the trace was cut short.
     """
 
@@ -42,7 +42,7 @@ class RequestFigures:
 class RunFigures:
     """Figures of a run's requests, in the order of its lanes.
 
-    percentiles: by "ttft", "itl", "queue", "latency" and "step", in microseconds; keys without values are absent.
+    percentiles: values in microseconds by "ttft", "itl", "queue", "latency" and "step"; keys without values are absent.
     """
 
     def __init__(self, run: Run) -> None:

@@ -104,13 +104,13 @@ class TraceWriter(Observer):
         self._process_id = os.getpid()
         self._lock = threading.Lock()  # `close` may be called in another thread than the engine's
         self._items: list[_Events | _Step] = []  # not yet written
-        self._is_begun = False  # whether the first event was written
-        self._budget = self._num_blocks = self._goal = 0  # of the traced engine; the goal in microseconds
-        self._lanes: dict[Sequence, _Lane] = {}  # of unfinished sequences
+        self._is_begun = False  # True once the first event is written
+        self._budget = self._num_blocks = self._goal = 0  # values of the traced engine; the goal in microseconds
+        self._lanes: dict[Sequence, _Lane] = {}  # lanes of unfinished sequences
         self._num_lanes = self._num_steps = 0
         self._decoding: list[Sequence] = []  # the decodes of the last step
-        self._active: set[Sequence] = set()  # scheduled or stalled in the last step
-        self._has_chunks = False  # whether the last step had a chunk or a stalled sequence
+        self._active: set[Sequence] = set()  # sequences scheduled or stalled in the last step
+        self._has_chunks = False  # True if the last step had a chunk or a stalled sequence
         self._now = self._last_end = self._last_flush = 0.0
         for process, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
             self._write({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
@@ -231,7 +231,7 @@ class TraceWriter(Observer):
         self._num_steps += 1
         for sequence, num_accepted in batch.drafts.num_accepted.items():
             if (lane := self._lanes.get(sequence)) is not None:
-                lane.num_steps_before -= num_accepted  # so many tokens more than steps
+                lane.num_steps_before -= num_accepted  # each accepted draft is one token more than the number of steps
         self._now = self._last_end = record.time
         self._items.append((record, begin))
 

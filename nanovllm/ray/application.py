@@ -39,7 +39,7 @@ NOT_ON_RAY = {
 TARGET_ONGOING = 64
 MAX_NUM_SEQS = 256  # default of an engine
 MAX_FORWARDED = 65536  # concurrent answers of a front; its queue limits them first
-HEALTH_SECONDS = 5.0  # between two checks of a front, and of a replica
+HEALTH_SECONDS = 5.0  # seconds between two health checks of a front, and of a replica
 
 
 def app(

@@ -35,7 +35,7 @@ COLUMNS = {
 }
 PROMPTS = ("prompt", "messages")
 PARAMS = "sampling_params"
-SPARE_CPUS = 2  # for a task that reads or writes, and for Ray's actor that skips finished rows
+SPARE_CPUS = 2  # CPUs of a task that reads or writes, and of Ray's actor that skips finished rows
 # Concurrent batches per engine: rows of the next batch replace rows that end early.
 CONCURRENT_BATCHES = 4
 
@@ -56,8 +56,8 @@ class Stage:
         model, engine_options: see `AsyncLLM`.
         sampling_params: options of all rows, by name; the defaults are `AsyncLLM.default_sampling_params`.
         id_column: column that seeds a row's sampling, unless its options have a seed. None: not repeatable.
-        seed: combined with each row's id.
-        raise_errors: whether an invalid row ends the job.
+        seed: number that is combined with each row's id.
+        raise_errors: True if an invalid row ends the job.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def batch(
     Called again with the same folder, it resumes: rows in the folder are not computed again.
 
     Args:
-        dataset: read from files (`ray.data.read_json`, `read_parquet`, ...), with unique ids.
+        dataset: rows from files (`ray.data.read_json`, `read_parquet`, ...), with unique ids.
         output: folder or bucket that every machine can write: rows/ has the result as Parquet, done/ the finished ids.
         id_column: column of strings or whole numbers.
         options: see `stage`.
@@ -202,7 +202,7 @@ def batch(
             "(`dataset.write_parquet`), and read it from there."
         )
     num_ids = _count_ids(dataset, id_column)
-    generated, context = dataset.map_batches(**arguments), dataset.context  # shared by all steps of the source
+    generated, context = dataset.map_batches(**arguments), dataset.context  # datasets of one source share the context
     before = context.checkpoint_config
     context.checkpoint_config = CheckpointConfig(
         id_column, posixpath.join(folder, "done"), delete_checkpoint_on_success=False

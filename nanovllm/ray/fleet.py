@@ -70,10 +70,10 @@ class RayFleet:
         self._calls, self._loop = handle.options(stream=True).generate, loop
         self._max_num_seqs, self._hash_seed = max_num_seqs, hash_seed
         self._unrouted = ReplicaQueue(0)
-        self._unrouted.max_num_seqs = 0  # all count as waiting
+        self._unrouted.max_num_seqs = 0  # every request counts as waiting
         self.replicas, self.up = [self._unrouted], [self._unrouted]
-        self._homes: dict[int, ReplicaQueue] = {}  # by placement, until the call ends
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by placement; used in the event loop's thread
+        self._homes: dict[int, ReplicaQueue] = {}  # replica by placement, until the call ends
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # task by placement; the event loop's thread alone uses it
         self._events: deque[Callable[[], Event | None]] = deque()
         self._has_event = threading.Event()
 
@@ -179,7 +179,7 @@ class RayFleet:
     def _failed(self, placement: int, error: BaseException) -> Event | None:
         home = self._homes.pop(placement, None)
         request = None if home is None else home.requests.get(placement)
-        if home is None or request is None:  # aborted, ended or moved
+        if home is None or request is None:  # the request was aborted, has ended or was moved
             return None
         if home is not self._unrouted and isinstance(error, RayActorError):
             return home, None

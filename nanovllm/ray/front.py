@@ -21,7 +21,7 @@ from nanovllm.replicas.pool import ReplicaPool
 from nanovllm.server.app import create_app
 from nanovllm.server.settings import ServerSettings
 
-UPDATE_SECONDS = 1.0  # between attempts to find a replica with this setup, while Serve replaces old ones
+UPDATE_SECONDS = 1.0  # seconds between attempts to find a replica with this setup, while Serve replaces old ones
 
 
 class FrontLLM(AsyncLLM):

@@ -14,7 +14,7 @@ class Prompt:
     Args:
         token_ids: empty if the request has no prompt.
         model: hash seed of the model that tokenized the prompt; None for any.
-        on_routed: called in the router's thread with the chosen replica and all running replicas.
+        on_routed: callback with the chosen replica and all running replicas, in the router's thread.
     """
 
     def __init__(

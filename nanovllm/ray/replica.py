@@ -79,7 +79,7 @@ class Replica:
         engine, self._ready = build(model, tokenizer, engine_options)
         self._stall_timeout = stall_timeout
         self._placements = itertools.count()  # numbers of different fronts may be equal
-        self._queues: dict[int, asyncio.Queue[SentOutput]] = {}  # by placement
+        self._queues: dict[int, asyncio.Queue[SentOutput]] = {}  # outputs to be sent, by placement
         self._loop: asyncio.AbstractEventLoop | None = None  # event loop of the calls
         self._stats = engine.stats()
         self._records: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # not yet sent to any front
@@ -103,7 +103,7 @@ class Replica:
             data: an encoded `Add` of one request.
             hash_seed: hash seed of the front's model.
             sent_at: time on the front's clock, in seconds.
-            prompt: read by the router only.
+            prompt: argument for the router only; empty here.
 
         Raises ModelLoadError if this engine has another model: a moved request would mix two models.
         """
@@ -171,7 +171,7 @@ class Replica:
         """Queue lengths and findable blocks, for the routers."""
 
         def look(engine: Any) -> bytes:
-            entries = engine.block_manager.entries  # in the order in which they became findable
+            entries = engine.block_manager.entries  # oldest first: the newest are reported
             return fingerprints(islice(entries, max(0, len(entries) - MAX_REPORTED), None))
 
         blocks, stats = await asyncio.wrap_future(self._thread.submit(look)), self._thread.heartbeat().stats

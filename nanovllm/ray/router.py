@@ -13,7 +13,7 @@ from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.ray.prompt import Prompt
 from nanovllm.replicas.routing import POLICIES
 
-STATS_SECONDS = 1.0  # between two reports of a replica
+STATS_SECONDS = 1.0  # seconds between two reports of a replica
 # Bytes per block hash in a report: with 65,536 blocks one in 65,536 lookups finds a missing block, at the cost of a
 # cache miss.
 FINGERPRINT_BYTES = 4
@@ -74,7 +74,7 @@ class HeldBlocks:
 class KnownReplica:
     """`ReplicaView` of a replica, from its last report and this router's requests.
 
-    num_ongoing: running and queued requests, as counted by Serve.
+    num_ongoing: number of running and queued requests, by Serve's count.
     """
 
     def __init__(self) -> None:

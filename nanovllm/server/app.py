@@ -95,7 +95,7 @@ def create_app(
     describe(app, app.state.server)
     if settings.ui:
         live_view.attach(app, app.state.server)
-    _attach_ollama(app, model)  # after the live view, whose page it does not replace
+    _attach_ollama(app, model)  # last, since the live view's page has precedence at its path
     _add_middleware(app, settings, keys, metrics)
     return app
 
@@ -165,7 +165,7 @@ def serve(
     """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died.
 
     Args:
-        listeners: bound sockets, see `prepare`; the caller closes them.
+        listeners: sockets that `prepare` bound; the caller closes them.
     """
     if settings.log_format == "json":
         write_json(JsonFormatter())

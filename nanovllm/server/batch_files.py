@@ -14,7 +14,7 @@ ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank",
 )  # fmt: skip
 FIELDS = ("custom_id", "method", "url", "body")
-BEGIN = b'{"id": "batch_req_'  # of each line of the output
+BEGIN = b'{"id": "batch_req_'  # start of each output line
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ logger = logging.getLogger("nanovllm")
 
 Result = TypeVar("Result")
 
-LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread switch
+LARGE_BYTES = 16384  # bytes; parsing a smaller body takes less time than a thread switch
 PIECE_BYTES = 2**18  # bytes that one C call scans in a millisecond
 # Each value except strings, containers and whole numbers has one of them: 1.5, 1e5, 1E5, true, false, null, NaN.
 OTHERS = (b".", b"e", b"E", b"n", b"N")
@@ -145,7 +145,7 @@ class BodyLimits:
         except RecursionError as error:
             raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from error
         self.check_fields(given)
-        self.expect_unknown()  # in this thread
+        self.expect_unknown()  # the context variables are those of this thread
         try:
             return model.model_validate(given)
         except ValidationError as error:

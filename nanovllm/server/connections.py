@@ -31,13 +31,13 @@ errors_only = logging.getLogger("uvicorn.error.connections")
 errors_only.setLevel(logging.ERROR)
 
 HEAD, BODY, NOTHING = "headers", "body", "nothing"  # part of the request that the next bytes belong to
-LINE_BYTES = 4  # per header, in addition to name and value: colon, space, line end
+LINE_BYTES = 4  # bytes of a header line that are neither name nor value: colon, space, line end
 # After a refusal the socket still reads for this long: closing it at once would reset TCP before the client reads.
 LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
 OTHER_FILES = 256  # open files besides connections; those in spare places included
-REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused connections of one status
+REFUSAL_LOG_SECONDS = 10.0  # least seconds between two log lines about refused connections of the same status
 
 
 def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio.Protocol]:
@@ -142,7 +142,7 @@ class BoundedConnection(asyncio.Protocol):
     def yield_place(self) -> None:
         """Close this connection, which waits for its request or has a spare place, for another one."""
         self.places.leave(self)
-        if self._is_refused or self._part is NOTHING:  # of a request that begins now, a 503 would be the answer
+        if self._is_refused or self._part is NOTHING:  # a 503 would be read as the answer to a request that begins now
             self.transport.abort()
         else:
             self._refuse_place("this one waited longest for its request")
@@ -156,7 +156,7 @@ class BoundedConnection(asyncio.Protocol):
             return
         self._stop_timer()
         if (self._timed is None or self._timed[0] != self._number) and not self.flow.read_paused:
-            self.places.wait(self)  # reading is paused while an earlier request has its answer
+            self.places.wait(self)  # an earlier request is being answered while reading is paused
         self._timed = part
         if self._is_answering and not self._has_place():
             self._refuse_place("they have answers to send")
@@ -238,7 +238,7 @@ class BoundedConnection(asyncio.Protocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        elif self._part is BODY:  # answered before the body was read
+        elif self._part is BODY:  # the answer is complete before the request's body is
             self.transport.abort()
             return
         self.refusals.add(status, message)
@@ -247,7 +247,7 @@ class BoundedConnection(asyncio.Protocol):
         lines += [name + b": " + value for name, value in self.server_state.default_headers]
         lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
         self.transport.write(b"\r\n".join(lines) + body)
-        if status == 503:  # lingering sockets would block others
+        if status == 503:  # sockets that linger would block other connections
             self.places.leave(self)
             self.transport.close()
             if self.transport.get_write_buffer_size():

@@ -22,7 +22,7 @@ from nanovllm.core.errors import EngineDeadError, PromptTooLongError, QueueFullE
 
 logger = logging.getLogger("nanovllm")
 
-RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
+RETRY_AFTER_SECONDS = 1  # a server that shuts down may be replaced soon
 TOO_LONG = "context_length_exceeded"
 NO_THREAD = "thread_not_found"  # Anthropic's clients send the whole conversation when they read it
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -222,7 +222,7 @@ def from_validation(found: Sequence[Any], known: Sequence[str] = (), body: Any =
 
 def _path_in_body(error: Any, body: Any) -> FieldPath:
     """Return the path of an error in the body; pydantic's location also names union members and their tags."""
-    path = list(error["loc"][1:])  # after "body"
+    path = list(error["loc"][1:])  # loc[0] is "body"
     if isinstance(body, dict):
         return tuple(_given_parts(error, path, body))
     last = [path.pop()] if path and error["type"] == "extra_forbidden" else []  # the client's field, whatever its name

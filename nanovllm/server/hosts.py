@@ -61,7 +61,7 @@ class RootPath:
     """Middleware that removes the path below which a proxy serves this server, where the proxy has not.
 
     Args:
-        root_path: without a slash at its end.
+        root_path: URL path without a trailing slash.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:

@@ -14,7 +14,7 @@ class _TooLargeError(Exception):
 class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
     """Counts complete headers, and the pending bytes of incomplete ones."""
 
-    _num_header_bytes = _num_headers = 0  # of the current request, trailers included
+    _num_header_bytes = _num_headers = 0  # counts of the current request, trailers included
     _num_pending = 0  # bytes since the parser last returned body bytes or the end of a part
     _num_given = 0  # number of such returns
     _is_too_large = False

@@ -16,14 +16,14 @@ from nanovllm.server.sse import CLIENT_GONE
 
 logger = logging.getLogger("nanovllm.access")
 
-SCOPE_KEY = "nanovllm.request_id"  # in the ASGI scope
+SCOPE_KEY = "nanovllm.request_id"  # key of the request id in the ASGI scope
 
 
 class RequestLog:
     """Middleware that sets the x-request-id of each request and its response, and logs a line at its end.
 
     Args:
-        is_logged: whether to log the line.
+        is_logged: True to log a line per request.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, *, is_logged: bool) -> None:
@@ -63,7 +63,7 @@ def _log(scope: Scope, facts: RequestFacts, status: int, seconds: float) -> None
     values: dict[str, Any] = {
         "client": f"{client[0]}:{client[1]}" if client else "-",
         "method": scope["method"],
-        "path": scope["path"],  # without the query, which may hold a secret
+        "path": scope["path"],  # the query is left out: it may hold a secret
         "status": status,
         "seconds": round(seconds, 4),
         "key": facts.key,

@@ -133,7 +133,7 @@ class GapHistogram(Collector):
 
     def __init__(self, name: str, text: str, model_name: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
-        self._counts = [0] * (len(bounds) + 1)  # per bucket
+        self._counts = [0] * (len(bounds) + 1)  # observations per bucket
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int) -> None:
@@ -276,7 +276,7 @@ class ServerMetrics:
         values = {
             "model_name": self._model_name,
             "block_size": config.block_size,
-            "num_gpu_blocks": config.num_kv_blocks - 1,  # without the null block, which holds nothing
+            "num_gpu_blocks": config.num_kv_blocks - 1,  # the null block holds nothing
             "cache_dtype": config.dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -29,7 +29,7 @@ logger = logging.getLogger("nanovllm")
 BLOCK_TOKENS = 64  # prompt tokens per hash
 HASH_BITS = 53  # exact in every reader of JSON
 MAX_QUEUED_TOKENS = 2**22  # prompt tokens that wait for the thread; further requests are left out, and counted
-REQUEST_TOKENS = 64  # added per request, for its fixed size
+REQUEST_TOKENS = 64  # tokens that the queue counts per request in addition to its prompt
 
 
 class _Ended(NamedTuple):
@@ -55,10 +55,10 @@ class Recorder:
         self._file: int | None
         self._file, self._num_bytes = _open_record(self._path)
         self._key = secrets.token_bytes(16)
-        self._epoch = time.time() - time.monotonic()  # of the engine's clock
+        self._epoch = time.time() - time.monotonic()  # Unix time at zero of the engine's clock
         self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
         self._num_queued_tokens = 0
-        self._lock = threading.Lock()  # of the line above, between the engine thread and this one
+        self._lock = threading.Lock()  # guards `_num_queued_tokens`, which the engine thread and this one change
         self._thread = threading.Thread(target=self._run, name="nanovllm-record", daemon=True)
         self._thread.start()
 

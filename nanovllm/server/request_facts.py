@@ -56,7 +56,7 @@ def given_id(headers: Headers) -> str:
 class InFlight:
     """Facts of the requests in the engine, by engine request id.
 
-    listeners: called with the facts of each ended request.
+    listeners: callbacks that receive the facts of each ended request.
     questions: x-request-ids of requests from the live view's pages, by engine request id.
     """
 

@@ -52,7 +52,7 @@ def _address(name: str, value: Any) -> str:
 def _keys(name: str, value: Any) -> tuple[str, ...]:
     """Check like `strings`, without values in errors: keys must not appear in a log."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str)
-    keys = tuple(value) if is_list else (None,)  # evaluated once: the check would exhaust an iterator
+    keys = tuple(value) if is_list else (None,)  # a copy, since the check exhausts an iterator
     if not all(isinstance(key, str) and key for key in keys):
         raise TypeError(f"{name} must hold strings that are not empty.")
     return keys

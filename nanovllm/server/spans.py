@@ -42,7 +42,7 @@ class SpanWriter:
     def __init__(self, provider: Any, model_name: str) -> None:
         self._tracer = provider.get_tracer("nanovllm")
         self._model_name = model_name
-        self._epoch = time.time() - time.monotonic()  # of the engine's clock
+        self._epoch = time.time() - time.monotonic()  # Unix time at zero of the engine's clock
         self._propagator = TraceContextTextMapPropagator()
 
     def write(self, facts: RequestFacts, request: NewRequest, output: RequestOutput | None) -> None:

@@ -93,7 +93,7 @@ class EventStream(Response):
     comment sends the status. An ApiError before it becomes the response, one after it the last event.
 
     Args:
-        events: encoded events; an empty one marks the request as admitted: comments may follow.
+        events: bytes of an event each; an empty item marks the request as admitted: comments may follow.
         error_event: encodes an error in mid-stream.
         send_timeout: seconds after which a client that does not read is disconnected.
         keep_alive: seconds without an event after which a comment is sent, since proxies close silent connections.

@@ -31,7 +31,7 @@ class Turns:
         self._waiting: dict[Account, deque[asyncio.Future[None]]] = {}
         self._begun: list[Account] = []  # accounts of requests that began in this turn
         self._began = 0.0  # time at which the turn began
-        self._is_due = False  # whether `_next` is scheduled
+        self._is_due = False  # True if `_next` is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in AT_ONCE:
@@ -69,7 +69,7 @@ class Turns:
             waiter = self._waiting[account].popleft()
             if not self._waiting[account]:
                 del self._waiting[account]
-            if not waiter.done():  # else it was cancelled
+            if not waiter.done():  # a client that left has cancelled its waiter
                 waiter.set_result(None)
                 self._begun.append(account)
         if self._begun:

@@ -66,7 +66,7 @@ class EngineThread:
         self._hangs = False  # a step lasts longer than step_timeout
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
-        self._stats = engine.stats()  # as of the end of the last step
+        self._stats = engine.stats()  # statistics after the last step
         self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
         self._wake = engine.wake
         self._captures = prepares_when_idle
@@ -174,7 +174,7 @@ class EngineThread:
                             self._step()
                         self._look_for_clients()
             self._answer()
-            self._abort([*self._engine.requests])  # stopped
+            self._abort([*self._engine.requests])  # clients of a closed engine still wait
         except BaseException as error:
             # The engine wraps a device error; report the original.
             cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
@@ -229,7 +229,7 @@ class EngineThread:
                 if isinstance(error, DeviceError) or not isinstance(error, Exception):
                     raise  # the caller's error, and the engine is intact
             else:
-                self._beat()  # before the caller continues and may read it
+                self._beat()  # the caller may read the statistics once it has the result
                 with suppress(InvalidStateError):
                     future.set_result(result)
             self._answered = None

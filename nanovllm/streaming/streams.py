@@ -34,7 +34,7 @@ class Stream:
         self.is_due = False  # the router is about to wake the reader
         self._kind = kind
         self._lock = threading.Lock()
-        self._waiting: dict[str, RequestOutput] = {}  # by request id
+        self._waiting: dict[str, RequestOutput] = {}  # outputs that the reader has not taken, by request id
         self._refusal: Callable[[], Exception] | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -152,12 +152,12 @@ async def relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator
 class OutputRouter:
     """Routes outputs to the open streams of one engine, with one wake-up per event loop and step.
 
-    on_end: called for every request that ends, read or abandoned.
+    on_end: callbacks for every request that ends, read or abandoned.
     """
 
     def __init__(self) -> None:
         self.on_end: list[OnEnd] = []
-        self._requests: dict[str, NewRequest] = {}  # unfinished requests; used in the engine thread only
+        self._requests: dict[str, NewRequest] = {}  # requests that have not ended; the engine thread alone uses them
         self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
         self._due: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
@@ -197,7 +197,7 @@ class OutputRouter:
             for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is None:
-                    continue  # closed by its reader; the abort is queued
+                    continue  # its reader has closed it; the abort is queued
                 if output.finished:
                     del self._streams[output.request_id]
                 stream.put(output)
@@ -235,7 +235,7 @@ class OutputRouter:
         for loop in loops:
             try:
                 loop.call_soon_threadsafe(self._wake_readers, loop)
-            except RuntimeError:  # closed since
+            except RuntimeError:  # the loop was closed in the meantime
                 closed.add(loop)
         if not closed:
             return []

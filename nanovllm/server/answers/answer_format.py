@@ -48,7 +48,7 @@ class AnswerFormat:
 
         Args:
             tools: schemas of the tools' parameters by name; None without tools.
-            is_open: whether thought was opened before the answer.
+            is_open: True if the prompt opens the thought, so that the answer begins within it.
             streams_calls: True if calls are returned in parts; see `CallParts`.
         """
         if self.is_harmony:

@@ -9,7 +9,7 @@ from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.tagged_calls import is_text
 from nanovllm.server.answers.text_values import text_value
 
-Tool = dict[str, Any]  # in OpenAI's form
+Tool = dict[str, Any]  # definition of a tool in OpenAI's format
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def values_of(rules: Rules, tool: Tool, closing: str, *, is_for_text: bool = Fal
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
     found = []
     for key, own in properties.items():
-        if is_text(own):  # as it stands; anything else as JSON
+        if is_text(own):  # text values are generated raw, all others as JSON
             owner = f"the string {key!r} of {function['name']!r}"
             guided = own | {"x-guidance": schema["x-guidance"]}
             rule = text_value(rules, guided, closing, owner, is_strict=bool(function.get("strict")))

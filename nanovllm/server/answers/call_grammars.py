@@ -81,12 +81,12 @@ def llama(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     marker, arguments = rules.marker("[TOOL_CALLS]"), rules.token_id("[ARGS]")
     if arguments is None:  # a list of calls after one marker
-        own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # as the templates write earlier calls
+        own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # templates write earlier calls with such an id
         call = _each(rules, tools, _json_call(rules, "arguments", f"{own_id}?"))
         body = f'" "? "[" {call} (", " {call})* "]"'  # older models write the space
         single = f'" "? "[" {call} "]"'
         return CallRules("[TOOL_CALLS]", body, f"{marker} {single}", f"{marker} {body}", single=single)
-    number = rules.token_id("[CALL_ID]")  # which Mistral Small 3.2 writes
+    number = rules.token_id("[CALL_ID]")  # Mistral Small 3.2 writes this token before a call's id
     named = "" if number is None else f"(<[{number}]> {rules.add('/[A-Za-z0-9]{9}/')})?"
     body = _each(
         rules, tools,
@@ -181,7 +181,7 @@ def gemma4(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 def _members(rules: Rules, values: Sequence[Value]) -> str:
     """Rule for names and values in their order, with commas between the present ones."""
     quote = rules.marker(GEMMA_QUOTE)
-    more, members = '""', '""'  # of the values after this one, after others and alone
+    more, members = '""', '""'  # rules of the later values: `more` follows another value, `members` does not
     for value in reversed(values):
         member = f"{rules.literal(f'{value.key}:')} {quote if value.is_text else ''} {value.rule}"
         if value.is_required:

@@ -29,10 +29,10 @@ from nanovllm.server.answers.rules import ANY_TEXT, Rules
 class AnswerConstraints:
     """Constraints of a request on its answer.
 
-    shape: structured output of the content; None for free text.
+    shape: StructuredOutput of the content; None for free text.
     tools: tools with constrained calls, in OpenAI's form; empty for none.
     must_call: the answer consists of tool calls only.
-    is_parallel: whether the answer may hold several calls.
+    is_parallel: True if the answer may hold several calls.
     budget: maximum number of thought tokens; None for no limit.
     """
 
@@ -54,7 +54,7 @@ def build_form(
     """Build the structured output of a whole answer.
 
     Args:
-        is_open: whether thought was opened before the answer.
+        is_open: True if the prompt opens the thought, so that the answer begins within it.
 
     Raises ValueError for a tool that the format cannot constrain, and for a thought budget without a closing token.
     """

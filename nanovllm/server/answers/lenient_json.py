@@ -30,7 +30,8 @@ class JsonScan:
     at: index of the first character that is not read yet.
     text: strict JSON of the characters read; it only grows.
     closed: length of `text` when the first container had closed to a depth, by that depth.
-    is_whole, is_broken: whether the value has ended; whether the text at `at` cannot go on with it.
+    is_whole: True once the value has ended.
+    is_broken: True once the text at `at` cannot continue the value.
     """
 
     def __init__(self, start: int) -> None:

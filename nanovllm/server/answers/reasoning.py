@@ -84,16 +84,16 @@ class ReasoningStream:
     Text that may become a marker is held back. White space at the thought's ends is dropped.
 
     Args:
-        is_open: whether thought was opened before the answer.
+        is_open: True if the prompt opens the thought, so that the answer begins within it.
     """
 
     def __init__(self, form: ReasoningFormat, *, is_open: bool) -> None:
         self._form, self.is_open = form, is_open
         self._may_open = not is_open
         self._text = ""  # not yet returned
-        self._space = ""  # at the end of the thought so far
+        self._space = ""  # white space that ends the thought so far; shown only if more thought follows
         self._has_thought = False
-        self._drops_space = False  # after the closing marker
+        self._drops_space = False  # True until the first content after the closing marker
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """Add text; returns new thought and new content."""

@@ -38,11 +38,13 @@ _MAX_TAG = 300  # characters that a tag with a name may have
 class Tags:
     """Tags of one format.
 
-    starts: Beginning of a call's opening tag; empty if the name itself follows the tag around calls.
+    starts: prefixes of a call's opening tag; empty if the name itself follows the tag around calls.
     call: pattern of the opening tag, its group the name.
     call_so_far: pattern of texts that may become an opening tag.
     argument: pattern of the tag before a value, with the group `key`, and the group `kind` for "true" before a string.
-    argument_starts, closings, ends: how that tag begins; the tags after a value; the tags that end a call.
+    argument_starts: prefixes of the tag before a value.
+    closings: tags after a value.
+    ends: tags that end a call.
     has_lines: True if each argument's tag begins a line, so that one within a line is text.
     trims: True if the tags around a value stand on lines of their own.
     takes_json: True if an object may stand in place of the arguments' tags.
@@ -124,7 +126,7 @@ class TaggedCall:
         self._tool = tool_name(found[1], self._tools)
         self._at = found.end()
         if self._tool is None:
-            self.failed = self._start + 1  # as where its text is cut within the name
+            self.failed = self._start + 1  # same index as for a tag that is cut within the name
         return True
 
     def _read_tag(self, text: str) -> bool:
@@ -276,7 +278,7 @@ def _value(text: str, schema: Any, root: Any) -> Any:
         allowed = AllowedValues(root)
         return text if allowed.has(text, schema) and not allowed.has(value, schema) else value
     except (ValueError, RecursionError):
-        return text  # unquoted, as these formats write strings
+        return text  # raw text: these formats write strings without quotes
 
 
 def _no_constant(name: str) -> None:
@@ -292,7 +294,7 @@ class AllowedValues:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._followed: dict[tuple[str, int], bool] = {}  # by (reference, id of the value): breaks reference cycles
+        self._followed: dict[tuple[str, int], bool] = {}  # memo by (reference, value id); breaks reference cycles
 
     def has(self, value: Any, schema: Any) -> bool:
         if not isinstance(schema, dict):

@@ -13,7 +13,7 @@ from jinja2 import meta
 from nanovllm.server.strict import lets_pass, tell_hint
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SWITCHES = ("enable_thinking", "thinking")  # on or off, in the order in which templates use them
+_SWITCHES = ("enable_thinking", "thinking")  # booleans that switch thinking; the first one that a template reads is set
 _OF_THOUGHT = ("reasoning_effort", *_SWITCHES)
 _GENERATION = re.compile(
     r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}"

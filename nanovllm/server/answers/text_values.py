@@ -20,7 +20,7 @@ from nanovllm.server.answers.string_formats import FORMATS
 _ANY = "(?s:.*)"
 _MAX_LEAST = 2000  # llguidance looks for the shortest text of an intersection, within a limit of its work
 _COMPOSING = ("$ref", "allOf", "anyOf", "oneOf")
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[A-Za-z-]+\)|.", re.DOTALL)  # of a regular expression
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[A-Za-z-]+\)|.", re.DOTALL)  # one element of the pattern
 _IGNORE_CASE = "(?i)"
 
 

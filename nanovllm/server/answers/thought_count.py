@@ -14,7 +14,7 @@ def num_thought_tokens(form: ReasoningFormat, tokenizer: Any, token_ids: Sequenc
     """Count the tokens of the thought, its closing marker included.
 
     Args:
-        is_open: whether thought was opened before the answer.
+        is_open: True if the prompt opens the thought, so that the answer begins within it.
     """
     if form is HARMONY:
         return _in_channel(tokenizer, token_ids)

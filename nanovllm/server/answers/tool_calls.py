@@ -211,7 +211,7 @@ class ToolStream:
         self._parts = CallParts(streams=streams)
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
-        self._has_content = self._has_tags = False  # shown; tags are those of text that is no call
+        self._has_content = self._has_tags = False  # content was returned; a failed call left its tags as text
         self._run: CallRun | None = None  # run that a marker began
         self._num_read = 0  # calls of the run that are returned
 

@@ -58,8 +58,8 @@ class EngineSnapshot:
     machine: "device" and "dtype" of the weights; with replicas, the dtype only if set as an option.
     queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     budget: tokens, error and goal (microseconds) of `BudgetStats`, with an itl_goal.
-    drafts: with speculation, tokens drafted and accepted of each source.
-    tiers: with tiers of the prefix cache, their counters.
+    drafts: tokens drafted and accepted by each source; empty without speculation.
+    tiers: counters of the prefix cache's tiers; empty without tiers.
     """
 
     time: float

@@ -34,11 +34,11 @@ from nanovllm.server.live.engine_snapshot import (
 )
 from nanovllm.server.sse import compact, event
 
-INTERVAL_SECONDS = 0.1  # between two snapshots
-IDLE_SECONDS = 1.0  # between two messages while nothing changes
+INTERVAL_SECONDS = 0.1  # least time between two snapshots
+IDLE_SECONDS = 1.0  # most time between two messages while nothing changes
 MOST_ENGINE_TIME = 0.01  # the share of the engine's time that snapshots may take
 MAX_WATCHERS = 32
-KEEP_ALIVE_SECONDS = 5.0  # between comments, since silent connections may be closed
+KEEP_ALIVE_SECONDS = 5.0  # most time between comments: proxies may close silent connections
 
 logger = logging.getLogger("nanovllm")
 
@@ -107,14 +107,14 @@ class LiveFeed:
         self._engine = engine
         self._about = about
         self._questions = {} if questions is None else questions
-        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # appended in the engine thread
+        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # the engine thread appends
         self.on_step = self._steps.append
         self._started = time.monotonic()
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None  # runs while there are watchers
         self._zero: float | None = None
         self._latest: SnapshotMessages | None = None
-        self._published = asyncio.Event()  # replaced at each publication
+        self._published = asyncio.Event()  # each publication sets and replaces it
         self._end_reason: str | None = None
 
     @property
@@ -132,7 +132,7 @@ class LiveFeed:
             yield named_event("hello", self._about | {"uptime_us": uptime_us})
             last_step, pool, shown = -1, None, None
             while True:
-                published = self._published  # read before the snapshot, so that none is missed
+                published = self._published  # a publication from here on ends the wait below
                 latest = self._latest_or_begin()
                 if latest is not None and latest is not shown:
                     yield latest.message(last_step, latest.pool is pool)

@@ -70,7 +70,7 @@ class FunctionCall(Strict):
 class ToolCall(Strict):
     function: FunctionCall
     id: str | None = None
-    index: int | None = None  # in Open WebUI here, not in the function; their order tells
+    index: int | None = None  # Open WebUI sends it here instead of in `function`; calls are matched by their order
     type: Literal["function"] | None = None
 
 

@@ -59,7 +59,7 @@ class CompletionJob:
             structured_output=output_form(body, open_objects=state.settings.open_objects),
         )
         self._options = engine_options(state, request, body)
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # log-probabilities of each choice
         self._echoes: dict[str, dict[str, Any]] = {}  # logprobs of prompts, by request id
 
     async def start(self, kind: OutputKind) -> OutputStream:

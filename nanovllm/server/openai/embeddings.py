@@ -205,7 +205,7 @@ class PoolingJob:
                 with state.admission.open_answer():
                     return await work
             finally:
-                work.close()  # if it was not admitted
+                work.close()  # a refused request has not awaited `work`
 
         try:
             encoded = await until_disconnect(self._request.receive, admitted())
@@ -267,7 +267,7 @@ async def with_rows(head: dict[str, Any], name: str, rows: Iterable[str]) -> str
     """Encode an answer with a list of embeddings, in a thread: the event loop would stand still for a second.
 
     Args:
-        rows: encoded items of the list `name`, made in the thread.
+        rows: JSON text of each item of the list `name`; iterated in the thread.
     """
     return f'{compact(head)[:-1]},"{name}":[{await asyncio.to_thread(",".join, rows)}]}}'
 

@@ -40,8 +40,8 @@ from nanovllm.streaming.streams import OutputStream
 
 logger = logging.getLogger("nanovllm")
 
-ANY_TEXT = "\0text\0"  # in no event: JSON escapes a null character
-quoted = json.encoder.encode_basestring_ascii  # as `compact`
+ANY_TEXT = "\0text\0"  # text that no event holds: JSON escapes a null character
+quoted = json.encoder.encode_basestring_ascii  # same escapes as `compact`
 
 Body = TypeVar("Body", bound=Strict)
 
@@ -107,7 +107,8 @@ class AnswerForm(Generic[AnyJob]):
     events: yields the encoded events of a stream, see `EventStream`; raises ApiError.
     error_event: encodes an error in mid-stream.
     encoded_fields: see `ChoicesJob`.
-    media_type, comment: of a stream; `comment` encodes an event without content.
+    media_type: content type of a stream.
+    comment: encoder of an event without content.
     """
 
     whole: Callable[[ServerState, AnyJob], Coroutine[Any, Any, dict[str, Any]]]
@@ -132,7 +133,7 @@ class Tally:
         self._watch, self._in_flight = state.metrics.watch(len(request_ids)), state.in_flight
         self._in_flight.add(request_ids)
         self.is_queued = False
-        self._prompts: dict[int, tuple[int, int]] = {}  # by index: prompt tokens, cached tokens
+        self._prompts: dict[int, tuple[int, int]] = {}  # (prompt tokens, cached tokens) by index of the prompt
         self.num_generated = 0
 
     def record_queued(self) -> None:
@@ -160,7 +161,7 @@ class Tally:
         """The usage so far.
 
         Args:
-            num_reasoning: generated tokens that are thought; None leaves the detail out.
+            num_reasoning: number of thought tokens among the generated ones; None omits this detail.
         """
         num_prompt = sum(num for num, _ in self._prompts.values())
         usage = {
@@ -226,7 +227,7 @@ async def respond(
                 form.events(state, job), form.error_event, media_type=form.media_type, comment=comment
             )
         answer = await until_disconnect(request.receive, form.whole(state, job))
-        encoded = compact(answer)  # in ASCII: text may hold a lone surrogate
+        encoded = compact(answer)  # ASCII only, since text may hold a lone surrogate
         if form.encoded_fields is not None and (fields := await form.encoded_fields(job)):
             encoded = f"{encoded[:-1]},{fields}}}"
         return Response(encoded, media_type="application/json")
@@ -302,7 +303,7 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
             shown = f',"usage":{compact(tally.usage(job.num_reasoning_tokens if is_last else None))}'
         return event(f"{head}{compact(choices)}{shown}}}")
 
-    frames: dict[int, tuple[bytes, bytes]] = {}  # of choices: the event of a text, without the text
+    frames: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after the text in a choice's events
 
     def text_chunk(choice: int, text: str) -> bytes:
         if each:
@@ -314,10 +315,10 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
         return before + quoted(text).encode() + after
 
     opened: set[int] = set()
-    ended: set[int] = set()  # ended choices, which stay in outputs until the whole prompt ends
+    ended: set[int] = set()  # choices that have ended; outputs repeat them until the whole prompt ends
     with state.admission.open_answer():
         async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
+            yield b""  # marks the request as admitted
             async for output in outputs:
                 for choice, completion in choices_of(job, output, tally):
                     if choice in ended:

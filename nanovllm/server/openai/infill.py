@@ -41,7 +41,7 @@ class OtherFile(Strict):
 
     filename: str = ""
     text: str
-    time: Number | Each[Number] | None = None  # of its change, in Vim a pair; the order is the client's
+    time: Number | Each[Number] | None = None  # last change, in Vim a pair; unused, since clients sort the files
 
 
 class InfillRequest(SamplingFields):

@@ -55,7 +55,7 @@ class CompletionLogprobs:
     Args:
         tokenizer: None where each token's text is its id.
         offset: characters of the choice's text before the first token.
-        skips_special_tokens: whether the text omits special tokens.
+        skips_special_tokens: True if the text omits special tokens.
     """
 
     def __init__(

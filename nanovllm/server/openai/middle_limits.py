@@ -10,13 +10,13 @@ class MiddleLimits:
     """Limits of one middle, applied to its text as it grows.
 
     Args:
-        seconds: from the first token; the first line that ends after them is the last. None: no limit.
+        seconds: time limit from the first token on; the line that ends after it is the last. None: no limit.
         indent: least number of spaces and tabs before each line but the first; 0: no limit.
     """
 
     def __init__(self, seconds: float | None, indent: int) -> None:
         self._seconds, self._indent = seconds, indent
-        self._width: int | None = None  # of the current line's indentation so far; None after it
+        self._width: int | None = None  # width of the current line's indentation so far; None after the indentation
 
     @property
     def is_set(self) -> bool:

@@ -24,7 +24,7 @@ router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedR
 _STARTED = int(time.time())
 
 
-@open_router.head("/health", include_in_schema=False)  # for load balancers that probe with HEAD
+@open_router.head("/health", include_in_schema=False)  # load balancers probe with HEAD
 @open_router.get("/health", responses=ANSWERS, summary="Health: 200 while requests are served, else 503")
 async def health(request: Request) -> dict[str, Any]:
     admission = server_state(request).admission

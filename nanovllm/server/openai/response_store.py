@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.server.errors import ApiError
 from nanovllm.server.sse import compact
 
-MESSAGE_BYTES = 512  # of a message as Python objects, in addition to its text
+MESSAGE_BYTES = 512  # bytes of a message's Python objects, in addition to its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class StoredConversation:
     """Messages of a chat request up to a response's answer, without instructions.
 
     owner: name of the API key that may continue it.
-    num_bytes: at least the size of its texts.
+    num_bytes: bytes of its JSON plus MESSAGE_BYTES per message, see `size_of`.
     """
 
     owner: str
@@ -30,7 +30,7 @@ class ResponseStore:
     """Conversations in the order of their last use; thread-safe, since long ones are looked up off the event loop.
 
     Args:
-        max_responses, max_bytes: of all conversations; 0 responses store nothing.
+        max_responses, max_bytes: limits of all conversations together; 0 responses store nothing.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:

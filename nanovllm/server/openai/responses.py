@@ -43,7 +43,7 @@ class ResponsesJob(SingleJob):
 
     def __init__(self, state: ServerState, request: Request, given: ResponsesRequest) -> None:
         super().__init__(f"resp_{uuid.uuid4().hex}")
-        self._number = -1  # of the last event
+        self._number = -1  # sequence number of the last event
         self.created = int(time.time())
         self._state, self._given = state, given
         self._store: ResponseStore = request.app.state.responses

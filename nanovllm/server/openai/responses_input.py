@@ -121,7 +121,7 @@ def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
     """Assistant message for an item: the last message if it is the assistant's, else a new one.
 
     Args:
-        joins: whether the item may join the last message; False for thought, which begins an answer.
+        joins: True if the item may join the last message; False for thought, which begins an answer.
     """
     last = messages[-1] if messages else {}
     if not joins or last.get("role") != "assistant":

@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.server.answers.delta import AnswerDelta
 from nanovllm.server.openai.responses_input import sealed
 
-Event = dict[str, Any]  # without its sequence number
+Event = dict[str, Any]  # the sequence number is added later
 
 
 def is_json(text: str) -> bool:
@@ -30,12 +30,12 @@ class Items:
     """Output items of one response, in the order of generation.
 
     Args:
-        seals: whether thought also comes as `encrypted_content`.
+        seals: True if thought also comes as `encrypted_content`.
     """
 
     def __init__(self, *, seals: bool) -> None:
         self._seals = seals
-        self.output: list[dict[str, Any]] = []  # completed items
+        self.output: list[dict[str, Any]] = []  # items that are complete
         self._open: dict[str, Any] | None = None
         self._text = ""  # text of the open item
 

@@ -69,7 +69,7 @@ async def streamed_answer(state: ServerState, job: SingleJob) -> AsyncGenerator[
     """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
     with state.admission.open_answer():
         async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
+            yield b""  # marks the request as admitted
             for encoded in job.opening():
                 yield encoded
             async for output in outputs:

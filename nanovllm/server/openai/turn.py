@@ -62,7 +62,7 @@ class ChatTurn:
             options["skip_special_tokens"] = False
         self._params = body.sampling_params(state.engine, **options)
         self._options = engine_options(state, request, body)
-        self._answers: dict[int, Answer] = {}  # by choice
+        self._answers: dict[int, Answer] = {}  # parser by choice
         self._whole_calls, self._streams_calls = whole_calls, False
 
     async def start(self, kind: OutputKind) -> OutputStream:
@@ -135,7 +135,7 @@ class Answer:
 
     Args:
         schemas: schemas of the tools' parameters, by tool name.
-        is_open: whether thought was opened before the answer.
+        is_open: True if the prompt opens the thought, so that the answer begins within it.
         streams_calls: True if calls are returned in parts; see `CallParts`.
     """
 
@@ -161,7 +161,7 @@ class Answer:
         """Parse an output of the choice; returns its parts.
 
         Args:
-            is_whole: whether the output is the last, regardless of its finish_reason.
+            is_whole: True for the choice's last output, whatever its finish_reason.
         """
         if self._stream is None:
             return AnswerDelta(parts=[completion.text] if completion.text else [])

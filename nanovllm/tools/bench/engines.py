@@ -52,7 +52,7 @@ class NanoVLLM:
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
-            pass  # like an idle engine thread
+            pass  # an idle engine thread captures CUDA graphs, too
         for request in workload.requests:  # min_tokens: prompt and output must fit into max_model_len
             check_prompt(
                 request.prompt_token_ids,

@@ -210,7 +210,7 @@ class LlamaCpp:
 
         self._options = {"n_ctx": longest + 1, "verbose": False} | options
         options = dict(self._options)
-        options.pop("dtype", None)  # fixed by the file
+        options.pop("dtype", None)  # the GGUF file determines it
         file = options.pop("gguf", model if is_gguf(model) else None)
         if file is None:
             raise ValueError("llama.cpp needs the model as a GGUF file: --engines llama.cpp:gguf=FILE.")

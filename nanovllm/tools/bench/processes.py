@@ -69,7 +69,7 @@ class Settings:
     """Settings common to all runs.
 
     repeats: runs of each engine, in turn, each in a new process.
-    warm_ups: unmeasured replays before the measured one; slow engines replay a few requests only.
+    warm_ups: number of replays before the measured one; slow engines replay a few requests only.
     profile: measure the parts of this engine's steps.
     record: file for a trace of this engine's measured run.
     verbose: pass the engines' standard error through.
@@ -96,8 +96,8 @@ def run_all(
     """Run every engine on every workload; returns the content of `--json`.
 
     Args:
-        after_run: called with the result so far after each process, to save it if a long run is interrupted.
-        after_workload: called with the figures of each workload after its replay.
+        after_run: callback with the result so far after each process, to save it if a long run is interrupted.
+        after_workload: callback with the figures of each workload after its replay.
 
     Raises RuntimeError if an engine failed, or cannot run a workload (see `check_arrivals`).
     """
@@ -149,7 +149,7 @@ def run_in_subprocess(
     """Run all workloads on one engine in a new process; returns a run for each.
 
     Args:
-        after_workload: called with index and figures of each workload after its replay.
+        after_workload: callback with index and figures of each workload after its replay.
     """
     answer, progress = folder / "answer.json", folder / "progress.jsonl"
     for path in (answer, progress):
@@ -170,7 +170,7 @@ def run_in_subprocess(
         try:
             _follow(process, progress, after_workload)
         finally:
-            process.kill()  # unless it has ended: Ctrl-C ends the worker too
+            process.kill()  # Ctrl-C must end the worker, too; no effect if it has ended
             process.wait()
         errors.seek(0)
         last_words = errors.read().decode(errors="replace")[-4000:]

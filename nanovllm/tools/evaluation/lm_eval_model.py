@@ -30,7 +30,7 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 logger = logging.getLogger("nanovllm")
 
 NAME = "nanovllm"
-UNREAD_TOKENS = 2  # of max_model_len: an answer's last token, and the sampled one
+UNREAD_TOKENS = 2  # positions of max_model_len without an input token: an answer's last token and the sampled one
 MAX_NEW_TOKENS = 256  # default of a task; equal to lm-eval's
 # Generation options of tasks, by their names in `SamplingParams`.
 GENERATION = (*MODEL_OPTIONS, "seed")
@@ -48,10 +48,10 @@ class NanoVLLM(TemplateLM):
         tokenizer: see `LLM`.
         max_length: maximum number of tokens read by the model, None: its limit; longer contexts are cut at the start.
         max_gen_toks: default number of new tokens of an answer.
-        add_bos_token: whether to add special tokens around texts; None: the tokenizer's default.
+        add_bos_token: True to add special tokens around texts; None: the tokenizer's default.
         prefix_token_id: replaces an empty context; None: the tokenizer's token for beginning or end of text.
         device: see `LLM`; a missing GPU becomes the CPU, since lm-eval's command asks for a GPU by default.
-        batch_size, max_batch_size: ignored options of lm-eval's command; the engine batches by its options.
+        batch_size, max_batch_size: options of lm-eval's command, ignored: the engine batches by its own options.
         **options: engine options, see `EngineConfig`.
 
     Raises the errors of `LLM`.

@@ -54,7 +54,7 @@ class Calibration:
         """Resolve options as the measured engine would.
 
         Args:
-            model: expected model; None for the calibration's.
+            model: name of the expected model; None for the calibration's.
 
         Raises ValueError for options that were not measured, and for contradictory ones.
         """

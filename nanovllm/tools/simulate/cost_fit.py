@@ -19,7 +19,7 @@ SMALL_MISS = 0.02  # relative; up to it errors count squared, as noise, and beyo
 class StepSample(NamedTuple):
     """A measured step; times in seconds.
 
-    device_time: from the end of the launch on a GPU, all of execute on a CPU.
+    device_time: time from the end of the launch to the tokens on a GPU, all of execute on a CPU.
     """
 
     work: StepWork
@@ -45,7 +45,7 @@ def fit(
 
     Args:
         intakes: (prompt tokens, seconds) of added requests.
-        head_start: of the model, as measured.
+        head_start: last part of a launch, in seconds, during which an idle device computes; see `CostModel`.
 
     Raises ValueError if there are fewer samples than coefficients.
     """

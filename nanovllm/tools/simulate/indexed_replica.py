@@ -54,7 +54,7 @@ class _Late(Observer):
 
     def __init__(self, index: PrefixIndex, delay: int) -> None:
         self._index, self._delay = index, delay
-        self._events: list[BlockEvent] = []  # since the last step
+        self._events: list[BlockEvent] = []  # events since the last step
         self._reports: deque[tuple[bytes, list[str]]] = deque()  # events and sampled request ids of each step
 
     def add_events(self, events: list[BlockEvent]) -> None:

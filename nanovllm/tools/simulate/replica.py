@@ -35,7 +35,7 @@ from nanovllm.scheduler import Scheduler
 if TYPE_CHECKING:
     from nanovllm.tools.simulate.simulated_drafts import SimulatedDrafts
 
-ONE_POOL = CachePools((CacheGroup(),), (0,))  # of num_kv_blocks
+ONE_POOL = CachePools((CacheGroup(),), (0,))  # one group of full attention with all num_kv_blocks
 
 
 class _Launched(NamedTuple):
@@ -80,7 +80,7 @@ class Replica:
     Args:
         config: fully resolved options (limits and pool).
         draw_token: iterator of unique token ids, so that outputs share no prefixes.
-        on_step: called with the `StepRecord` of each step.
+        on_step: callback with the `StepRecord` of each step.
         pools: KV pools of the model's cache groups; by default one for full attention.
     """
 
@@ -98,7 +98,7 @@ class Replica:
         self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
         budget, decode_cost = None, DECODE_COST
         cost = cost_model.step_cost(overlap=config.overlap)
-        if config.itl_goal is not None or config.step_costs is not None:  # else an engine knows no costs
+        if config.itl_goal is not None or config.step_costs is not None:  # an engine without them has no costs, either
             decode_cost = relative_decode_cost(cost, config)
         if config.itl_goal is not None:
             costs = LearnedCosts(config, self._groups, cost)

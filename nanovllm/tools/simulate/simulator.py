@@ -109,14 +109,14 @@ class _Run:
     """Event loop over arrivals and steps of all replicas in time order; at equal times arrivals come first."""
 
     def __init__(self, requests: list[TimedRequest], replicas: list[Replica], route: Route, front_delay: float) -> None:
-        self.metrics: dict[int, RequestMetrics] = {}  # of finished requests, by index
+        self.metrics: dict[int, RequestMetrics] = {}  # metrics by index, once the request has finished
         self.replica_of: dict[int, int] = {}
         self._requests = requests
         self._replicas = replicas
         self._route = route
         self._front_delay = front_delay
         self._num_arrived = 0
-        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # by `after`: the requests that follow it
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # indexes of requests by their `after`
         self._arrivals: list[tuple[float, int, float]] = []  # heap of (time at the engine, index, arrival)
         self._begins: list[tuple[float, int]] = []  # heap of (start of the next step, replica) of busy replicas
         for number, request in enumerate(requests):
@@ -226,7 +226,7 @@ def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max
 def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) -> dict[str, Any]:
     """Return the figures of a run, simulated or real, from its requests (with `itls`) and its engines' counters.
 
-    seconds: from the first arrival to the last token.
+    seconds: time from the first arrival to the last token.
     ttft, itl: `percentiles` over all requests, and over all inter-token latencies, in seconds.
     hit_rate: prefix cache hits / queries, in tokens; None without queries.
     """

@@ -11,8 +11,8 @@ from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.ranking import Run, worst_excess
 
 SHARES_OF_CAPACITY = (0.4, 0.6, 0.8, 1.0)  # rates of the first comparison of settings
-TOLERANCE = 0.05  # relative, of the found rate
-MOST_HALVINGS = 5  # below the lowest of these rates
+TOLERANCE = 0.05  # relative error of the found rate
+MOST_HALVINGS = 5  # number of times that a rate is halved after the lowest of these has failed
 
 
 @dataclass(frozen=True, slots=True)

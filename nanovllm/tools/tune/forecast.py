@@ -66,7 +66,7 @@ def forecast(
 
 def _figures(workload: Workload, config: EngineConfig, calibration: Calibration, hurried: float) -> Run:
     simulation = simulate(workload, config, calibration.cost_model, pools=calibration.pools(config))
-    seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0, as in a replay
+    seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # a replay also counts from time 0
     return simulation.figures() | {
         "seconds": seconds,
         "output_tokens_per_second": workload.num_output_tokens / seconds,

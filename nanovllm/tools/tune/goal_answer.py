@@ -53,7 +53,7 @@ def goal_answer(
     """Compare the best setting with an `itl_goal` and the best with a fixed budget; None unless one keeps the goals.
 
     Args:
-        finalists: ranked.
+        finalists: best setting first.
         found: the highest rate of the first finalist, with `rival` for the other kind; else their best points count.
     """
     goal, fixed = best_of_kind(finalists, has_goal=True), best_of_kind(finalists, has_goal=False)

@@ -15,7 +15,7 @@ from nanovllm.core.outputs import RequestMetrics
 TIMES = ("ttft", "itl")
 STATISTICS = ("mean", "p50", "p90", "p99")
 TAILS = ("p90", "p99")
-HEADROOM = 1.1  # of a limit over the engine's goal: steps may miss their prediction by so much
+HEADROOM = 1.1  # latency limit / the engine's goal: margin for steps that exceed their predicted time
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Goal:
 
     time: "ttft" or "itl".
     statistic: one of `STATISTICS`.
-    limit: bound in seconds.
+    limit: upper bound in seconds.
     """
 
     time: str

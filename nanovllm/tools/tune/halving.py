@@ -15,7 +15,7 @@ from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.ranking import Run, SettingSummary, best_rivals, ranked, summarise
 from nanovllm.tools.tune.settings import Setting
 
-MOST_FINALISTS = 3  # in addition to the first setting
+MOST_FINALISTS = 3  # most rivals of the first setting in the last round
 
 
 class MeasurementError(Exception):
@@ -49,7 +49,7 @@ def rounds_for(num_settings: int, smallest: float) -> list[Round]:
 
 def num_measurements(rounds: Sequence[Round], repeats: int) -> int:
     """Return the number of measurements of a sweep without failures."""
-    most_of = dict(reversed(rounds))  # of rounds with equal shares the first counts
+    most_of = dict(reversed(rounds))  # the first of rounds with equal shares counts
     return sum(1 + num_rivals for num_rivals in most_of.values()) + (repeats - 1) * (1 + rounds[-1].num_rivals) + 1
 
 
@@ -59,7 +59,7 @@ class Sweep:
 
     settings: all settings; the first is measured in every round, for comparison.
     repeats: measurements of each finalist.
-    results: by setting and share, for each repeat a run per rate.
+    results: one run per arrival rate for each repeat, by setting and share.
     failures: settings that could not be measured, with the reason.
     """
 

@@ -107,7 +107,7 @@ def _whole_lines(path: Path, first: str) -> list[dict[str, Any]]:
     """Read the lines of a journal; an incomplete last line, say after a full disk, is removed from the file.
 
     Args:
-        first: expected first line; an incomplete first line must be a prefix of it.
+        first: first line of this sweep's journal; an incomplete first line must be a prefix of it.
 
     Raises ValueError for any other file, which stays unchanged.
     """

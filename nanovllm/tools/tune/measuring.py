@@ -27,7 +27,7 @@ class Measurer:
     workloads: workload by arrival rate; the rate is None for the workload's own arrivals.
     fixed: engine options common to all settings.
     folder: temporary files of the sweep.
-    progress: called with each measurement, also from the journal; with None for a failed one.
+    progress: callback with each measurement, also from the journal; None for a failed one.
     """
 
     workloads: dict[float | None, Workload]

@@ -43,7 +43,7 @@ def summarise(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequenc
     """Summarise the measurements of a setting.
 
     Args:
-        repeats: for each repeat a run per rate, in the same order.
+        repeats: one run per rate for each repeat, in the same order of rates.
     """
     points = [_median(runs) for runs in zip(*repeats, strict=True)]
     keeping = [point for point in points if worst_excess(point, goals) <= 0.0]
@@ -99,6 +99,6 @@ def _median(runs: Sequence[Run]) -> Run:
         latencies = [run[time] for run in runs if run[time]]
         medians = {name: statistics.median(latency[name] for latency in latencies) for name in STATISTICS if latencies}
         median[time] = medians or None
-    if "utilisation" in runs[0]:  # of a forecast
+    if "utilisation" in runs[0]:  # forecasts alone have it
         median["utilisation"] = runs[0]["utilisation"]
     return median

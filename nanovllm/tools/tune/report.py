@@ -28,12 +28,12 @@ SHORT = {
 class Outcome:
     """A sweep, complete or interrupted, and its question.
 
-    question: fixed part of all measurements.
+    question: identity of the sweep, common to all measurements.
     refused: contradictory combinations of values, with the reason.
     predicted: forecasts by setting; empty without --simulate.
     fit_error: relative error of the forecasts' step times, p90; None if unknown.
     found: the highest rate that keeps the goals; None without --find-rate.
-    rival: with `found`, the best setting of the other kind, goal or fixed budget; None without one.
+    rival: best setting of the other kind (goal or fixed budget) at the found rate; None without one.
     """
 
     sweep: Sweep
@@ -167,7 +167,7 @@ def advice(outcome: Outcome) -> str:
         return "no setting was measured on the whole workload."
     best = finalists[0]
     flags = outcome.resolver.flags(best.setting)
-    is_found = outcome.found is not None and outcome.found.rate is not None  # at a lower rate than were compared
+    is_found = outcome.found is not None and outcome.found.rate is not None  # it may be below all compared rates
     verdict = "recommended" if best.keeps_goals or is_found else "no setting keeps the goals; the nearest"
     lines = [f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}"]
     if outcome.found is not None:
@@ -233,7 +233,7 @@ def _remarks(outcome: Outcome, finalists: list[SettingSummary]) -> Iterator[str]
     if len(rates) > 1:
         bounds = f"{min(rates):.0f} to {max(rates):.0f} tokens/s"
         repeated = f"measured {len(rates)} times: {bounds}, {_difference(rates):.1%} apart"
-        is_last = len(rates) > outcome.sweep.repeats  # else the final run was of another setting, then the best
+        is_last = len(rates) > outcome.sweep.repeats  # the final run may belong to a setting that was the best before
         yield repeated + (f"; first {rates[0]:.0f}, last, after all others, {rates[-1]:.0f}" if is_last else "")
     if (apart := max(_apart(outcome, summary) for summary in finalists)) > DISTURBED:
         yield (

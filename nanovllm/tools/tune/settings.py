@@ -18,7 +18,7 @@ SWEPT = (
     "long_prefill_token_threshold",
 )  # fmt: skip
 NARROW = (0.25, 0.5, 1.0, 2.0)  # factors of the device's default, for measured settings
-WIDE = (0.125, *NARROW, 4.0)  # for simulated settings
+WIDE = (0.125, *NARROW, 4.0)  # same factors for simulated settings
 UNLIMITED = 2**31  # positions; the model's limit is checked when it is loaded
 
 Values = dict[str, Sequence[int | None]]  # values to try per option; None: not set

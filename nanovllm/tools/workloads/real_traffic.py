@@ -70,7 +70,7 @@ def draw_arrivals(arrivals: Arrivals, count: int, rate: float, generator: np.ran
 
 
 def _noise(count: int, lasting: float, generator: np.random.Generator) -> Seconds:
-    """Standard normal numbers whose correlation falls by e within `lasting` steps."""
+    """Standard normal numbers; their autocorrelation decays by a factor e per `lasting` steps."""
     kept = math.exp(-1.0 / lasting)
     fresh = generator.standard_normal(count)
     fresh[1:] *= math.sqrt(1.0 - kept * kept)
@@ -89,15 +89,15 @@ def _quantile(table: Table, share: float) -> float:
 
 
 class _Prompt(NamedTuple):
-    num_tokens: int  # before scaling
+    num_tokens: int  # length in the trace, before `scale`
     hash_ids: list[int]
 
 
 class _Prompts:
-    """Draws prompts, among them those that continue earlier ones.
+    """Draws prompts; some continue earlier ones.
 
-    Without conversations a prompt is one block; else it has the blocks of the prompt that it continues, as far as
-    these are whole, or the first block of all, and blocks of its own.
+    With conversations, a prompt has new blocks after the whole blocks of the prompt that it continues, or after the
+    common first block; without, it is one block.
     """
 
     def __init__(self, trace: Trace, scale: float, generator: np.random.Generator) -> None:

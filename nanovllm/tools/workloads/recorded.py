@@ -23,7 +23,7 @@ logger = logging.getLogger("nanovllm")
 MOONCAKE_BLOCK = 512  # tokens per hash
 RECORD, MOONCAKE, AZURE = "nanovllm serve --record", "Mooncake", "Azure"
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-UNIQUE = 2**54  # above every recorded hash: hashes of prompts that share nothing
+UNIQUE = 2**54  # lower bound of hashes that no other prompt shares; recorded hashes are below it
 
 
 class Recorded(NamedTuple):
@@ -134,7 +134,7 @@ def _azure(line: str, number: int) -> Recorded:
 
 def _timestamp(text: str) -> float:
     day, _, clock = text.partition(" ")
-    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # which has up to seven digits
+    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # seven digits at most; `datetime` keeps six
     return datetime.fromisoformat(f"{day} {clock}+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 

@@ -23,7 +23,7 @@ RATE_PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99.5, 99.9
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Poisson arrivals whose rate changes every second.
+    """Poisson arrivals with a rate that changes every second.
 
     rates: quantiles at `RATE_PERCENTILES` of a second's rate, relative to the mean.
     slow_share, slow_seconds, fast_seconds: share of the rate's variance that lasts `slow_seconds`; the rest lasts
@@ -40,7 +40,7 @@ class Arrivals:
 class Conversations:
     """Prompts that continue earlier ones. All prompts begin with one common block.
 
-    block_tokens: tokens of a block, of which whole ones are shared.
+    block_tokens: tokens of a block; prompts share whole blocks.
     continuing: share of the requests that continue an earlier one.
     first_goes_on, later_goes_on: probability that a first turn, and a later one, is continued.
     ages: seconds since the earlier request.

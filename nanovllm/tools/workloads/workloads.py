@@ -22,7 +22,7 @@ from nanovllm.tools.workloads.trace_statistics import TRACES
 Span = int | tuple[int, int]  # a fixed length, or (shortest, longest) to draw from
 
 VOCAB = 10_000  # default upper bound of drawn ids, below the vocabulary size of common models
-MAX_GROUPS = 4  # with more distinct arrival times a workload counts as spread over time
+MAX_GROUPS = 4  # most distinct arrival times of a workload that does not count as spread over time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TimedRequest:
     prompt_token_ids: the prompt.
     num_output_tokens: exact output length; end-of-sequence tokens are ignored.
     after: index of a request that must end first, such as the previous turn of a conversation.
-    priority, cache_salt, client: as for `LLM.generate`.
+    priority, cache_salt, client: arguments of `LLM.generate`.
     """
 
     arrival: float
@@ -56,7 +56,7 @@ class Workload:
     name: str
     requests: list[TimedRequest]
     parameters: dict[str, Any] = field(default_factory=dict)
-    draft_acceptance: float | None = None  # of a recorded run with speculation, for simulations of it
+    draft_acceptance: float | None = None  # acceptance rate of a recorded run with speculation, for its simulation
 
     @property
     def num_prompt_tokens(self) -> int:
