@@ -169,7 +169,7 @@ def built_library(
     Raises CompilerError if the compiler fails, KernelBuildError if nothing can be compiled or written.
     """
     included = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.h")), *headers)]
-    commands = {}  # by the object that each one compiles
+    commands = {}  # compiler command by the object that it writes
     for source in sorted(folder.glob("*.cpp")):
         command = [cpp_compiler(), *target.flags, *FLAGS, *options, *options_of.get(source.name, ())]
         digest = _digest([*command, source.read_text(encoding="utf-8"), *included, processor()])

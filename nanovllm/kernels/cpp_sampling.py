@@ -30,7 +30,7 @@ _SIGNATURES = {
 class RowKernels:
     """Functions of the compiled library. They read CPU logits [num_rows, vocab_size] with contiguous rows."""
 
-    filters: ClassVar = {"top_k", "top_p", "min_p"}  # applied by `draw`
+    filters: ClassVar = {"top_k", "top_p", "min_p"}  # filters that `draw` applies
 
     def __init__(self, library: Path) -> None:
         self._functions = open_library(library, _SIGNATURES)

@@ -24,11 +24,11 @@ from nanovllm.kernels.state_checks import check_of_heads, first_wrong
 
 logger = logging.getLogger("nanovllm")
 
-MAX_TAPS = 8  # of a chunk's convolution
-MAX_WIDTH = 512  # of a head's keys, and of a state space's row
+MAX_TAPS = 8  # most taps of a convolution over chunks
+MAX_WIDTH = 512  # most elements of a head's key, and of a state space's row
 _TYPES = (torch.float32, torch.bfloat16)
-_POOL = [c_void_p] * 3  # with slots to read and to write
-_ROWS = [*_POOL, c_void_p]  # and the first row of each sequence
+_POOL = [c_void_p] * 3  # state pool, slots to read, slots to write
+_ROWS = [*_POOL, c_void_p]  # the same, then the first row of each sequence
 # Argument types of the functions, which the sources describe.
 _SIGNATURES = {
     "delta_rule": [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + _ROWS + [c_void_p] * 2 + [c_int] * 2,

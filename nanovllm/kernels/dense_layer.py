@@ -21,21 +21,21 @@ from torch import Tensor
 
 from nanovllm.kernels import nvrtc
 
-NUM_ROWS = (16, 32, 64, 128)  # compiled sizes; fewer rows run as the next of them
+NUM_ROWS = (16, 32, 64, 128)  # numbers of rows that are compiled; fewer rows run as the next of them
 TUNING = {"PATIENCE": 0}  # reads before a wait traps, for tests; 0: for ever
 # Largest weights of a layer that an engine runs by it. A gain at 31, 201 and 386 MB; more is not measured.
 MAX_LAYER_BYTES = 512 * 2**20
-_LARGE_BYTES = 128 * 2**20  # of a layer's weights
-_MOST_ROWS_OF_LARGE, _FLIGHT_OF_LARGE = 64, 4  # with 128 rows cuBLAS is faster
+_LARGE_BYTES = 128 * 2**20  # bytes of a layer's weights above which it counts as large
+_MOST_ROWS_OF_LARGE, _FLIGHT_OF_LARGE = 64, 4  # cuBLAS is faster with 128 rows
 _THREADS = 384
 _PANEL = 64  # elements of a box of the copy engine: 128 bytes, the swizzle's width
 _STEP = 2 * _PANEL
 _MOST_COLUMNS = 128  # rows of the batch in one product
-_WEIGHT_BYTES = 2 * 64 * _PANEL * 2  # of a slot
+_WEIGHT_BYTES = 2 * 64 * _PANEL * 2  # bytes of a slot for weights
 _MAX_SPLITS = 8  # MEETING_ROUND of the source
 _MOST_BLOCKS = 256
-_MOST_INPUT_BYTES = 112 * 1024  # of slots for inputs
-_ALIGNMENT, _BARRIER_BYTES = 1024, 512  # of shared memory
+_MOST_INPUT_BYTES = 112 * 1024  # most bytes of all slots for inputs
+_ALIGNMENT, _BARRIER_BYTES = 1024, 512  # bytes of shared memory
 _SOURCES = Path(__file__).with_name("dense_layer_cuda")
 _HOPPER = Path(__file__).with_name("prompt_attention_cuda") / "1_hopper.h"
 _BF16, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 9, 3, 3
@@ -70,7 +70,7 @@ class DenseWeights(NamedTuple):
     output: [hidden, query]; gate_up: [2 * inner, hidden], gate first; down: [hidden, inner].
     qkv, next_norm, q_norm, k_norm, bias ([qkv]), keys, values ([num_slots, num_kv_heads, head_dim]): the next layer's,
         None after the last layer; q_norm, k_norm and bias also where layers have none.
-    epsilons: of post_norm, next_norm, q_norm, k_norm.
+    epsilons: epsilon of each norm, in the order post_norm, next_norm, q_norm, k_norm.
     """
 
     output: Tensor
@@ -106,7 +106,7 @@ class _LayerStruct(ctypes.Structure):
         ("epsilons", c_float * 4),
         ("num_rows", c_int),
         ("has_next", c_int),
-        ("padding", c_int * 14),  # to a multiple of the maps' alignment, as in C++
+        ("padding", c_int * 14),  # rounds the size up to the alignment of the maps, as in C++
     ]
 
 
@@ -182,8 +182,8 @@ class DenseLayers:
     Args:
         sizes: `why_not` must be None for them.
         num_rows: one of NUM_ROWS, the most rows of a step.
-        has_norms: of the heads of q and k.
-        has_bias: of q, k and v.
+        has_norms: True if the heads of q and k are normalised.
+        has_bias: True if q, k and v have biases.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class DenseLayers:
         code = machine_code(sizes, device, num_rows, has_norms=has_norms, has_bias=has_bias)
         self._num_blocks, plan = _plan(sizes, device, num_rows)
         self._starts_early, self._has_run = sizes.num_bytes > _LARGE_BYTES, False  # a gain there; less is not measured
-        self._structs: dict[int, tuple[tuple[Any, ...], _LayerStruct]] = {}  # by layer, with addresses of its weights
+        self._structs: dict[int, tuple[tuple[Any, ...], _LayerStruct]] = {}  # (weight addresses, struct) by layer
 
         def space(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

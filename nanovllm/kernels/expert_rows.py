@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_PAIRS = 1024  # of a row and one of its experts; for more `grouped_mm` is bound by arithmetic
-_BLOCK_PAIRS = 16  # of one expert multiplied at once, the fewest for a matrix instruction
+MAX_PAIRS = 1024  # most pairs of a row and one of its experts; `grouped_mm` serves more, bound by arithmetic
+_BLOCK_PAIRS = 16  # pairs of one expert in a program: the fewest rows of a matrix instruction
 
 
 class Tiles(NamedTuple):
@@ -149,7 +149,7 @@ def expert_products(
             the experts; or, if `top_k` is 0, [num_pairs, depth] in that order, for results in the order of the pairs.
         weight: [num_experts, num_outputs, depth], or [num_experts, depth, num_outputs] if `is_transposed`.
         bias: [num_experts, num_outputs].
-        expert_ids, order, ends: of `sort_by_expert`. Pairs of no expert get zeros.
+        expert_ids, order, ends: results of `sort_by_expert`. Pairs of no expert get zeros.
     """
     num_pairs = len(expert_ids)
     if num_pairs > MAX_PAIRS:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm.kernels import few_rows
 from nanovllm.kernels.few_rows import MAX_ROWS, NUM_WARPS, SLOTS
 
-_LEAST_BYTES = 128 * 2**10  # of shared memory, so that no two launches run at once and meet at one barrier
+_LEAST_BYTES = 128 * 2**10  # more than half of shared memory: two launches at once would meet at one barrier
 
 
 class Sizes(NamedTuple):
@@ -46,8 +46,8 @@ class Router(NamedTuple):
     """The choice of each row's experts.
 
     weight: [num_experts, hidden]; the highest scores are chosen, their softmax is their weight.
-    normalises: whether the weights of a row add up to 1.
-    rounds: whether they are rounded to bfloat16.
+    normalises: True if the weights of a row add up to 1.
+    rounds: True if the weights are rounded to bfloat16.
     norm: [hidden], weight of an RMS norm before the router; the norm's input is added to the output.
     """
 

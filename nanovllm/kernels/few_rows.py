@@ -15,11 +15,11 @@ import torch
 from nanovllm.kernels import nvrtc
 
 MAX_ROWS = 8
-NUM_WARPS = 8  # of a block
-SLOTS = range(3, 5)  # of a warp's ring; more copies on their way only delay other loads
+NUM_WARPS = 8  # warps of a block
+SLOTS = range(3, 5)  # slots in a warp's ring; more copies in flight only delay other loads
 PATIENCE = 1 << 24  # reads before a wait traps: seconds
 _MOST_BLOCKS = 256
-_OWN_BYTES = 4096  # of shared memory
+_OWN_BYTES = 4096  # bytes of static shared memory
 _SOURCES = Path(__file__).with_name("few_rows_cuda")
 
 

@@ -26,15 +26,15 @@ _COARSE, _FINE = tl.constexpr(5), tl.constexpr(8)  # pivots
 _PIVOTS = tl.constexpr(13)
 _SUMS = tl.constexpr(16)  # sums per part: above each pivot, then of all tokens; a power of two
 _FINE_STEP = tl.constexpr(0.07)  # standard deviations
-_FEW = tl.constexpr(256)  # up to so many candidates of a part are placed one by one
+_FEW = tl.constexpr(256)  # most candidates of a part that are placed one by one
 _WARPS, _SEARCH_WARPS, _SEARCH_BLOCK = 4, 8, 2048
-_PROGRAMS = 2048  # of a kernel over parts
+_PROGRAMS = 2048  # programs of a kernel over parts, at most one a part
 _GATHERED_SHARE = 4  # a row's candidate list holds 1/4 of the vocabulary; with more candidates the row is searched
 _NEGLIGIBLE = tl.constexpr(31.0)  # exp(-31) is 2^-44.7, zero in fixed point
 _FIXED_POINT = tl.constexpr(2.0**44)  # probability 1; sums of 2^18 tokens fit into 63 bits
 _INFINITY = tl.constexpr(float("inf"))
 _HUGE = tl.constexpr(1e38)
-FILTERS = {"top_k", "top_p", "min_p"}  # applied by `find_floors`
+FILTERS = {"top_k", "top_p", "min_p"}  # filters that `find_floors` applies
 # Inputs read as scalars: their alignment within packed inputs must not cause a recompilation.
 _ROW_INPUTS = ["top_k", "top_p", "min_p", "is_cold", "inverse_temperatures"]
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # number of low zero bits, as float32
@@ -268,7 +268,7 @@ def find_floors(
     if is_searched | (share > 0) | (tl.load(is_cold + row) != 0):
         top, _mean, _deviation, _count = row_bounds(stats, row, num_parts, WIDTH)
         inverse = tl.load(inverse_temperatures + row)
-        if (top > -_INFINITY) & (top < _INFINITY):  # else the row has no token
+        if (top > -_INFINITY) & (top < _INFINITY):  # rows without a finite maximum have no token
             offset = top
             if is_searched:
                 low, high, base, target = between_pivots(
@@ -281,7 +281,7 @@ def find_floors(
                 base = tl.where(by_count, 0, base)
                 low = search(source, size, low, high, base, target, by_count, top, inverse, SHIFT, BLOCK)
                 floor = (value_of(low, SHIFT) - top) * inverse
-                if by_count & (p > 0):  # among the tokens kept by top-k
+                if by_count & (p > 0):  # top-p counts the mass that top-k has left
                     target = mass_to_reach(p, mass_from(source, size, floor, top, inverse, BLOCK))
                     high, base = key_of(top, SHIFT) + 1, tl.zeros_like(base)
                     low = search(source, size, low, high, base, target, False, top, inverse, SHIFT, BLOCK)

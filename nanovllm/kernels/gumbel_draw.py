@@ -64,7 +64,7 @@ def best_of_parts(
     key, has_noise = tl.load(noise_keys + row), tl.load(noise_scales + row) > 0
     inverse, offset, floor = tl.load(inverse_temperatures + row), tl.load(offsets + row), tl.load(floors + row)
     own_mask = tl.full([], -1, tl.int32)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of the raw logits
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # maximum of the raw logits
     if HAS_MASKS:
         own_mask = tl.load(mask_rows + row)
     for first in range(start, tl.minimum(start + part_size, vocab_size), BLOCK):
@@ -128,7 +128,7 @@ def draw_on_gpu(
         inputs: `draw.DrawTensors`.
         has_filters: False if no row has filters, and none is cold.
         gamma: increment between counters of the noise, as a signed 32-bit number.
-        masks: allowed tokens; rows without a mask allow all.
+        masks: bitmasks of allowed tokens; rows without a mask allow all.
         floors_of: logits and inputs -> offsets and floors, as `filter_floors`.
 
     Returns [num_rows] int64; `non_finite` for a row with NaN or infinity, or only -infinity; `nothing_left` if its mask

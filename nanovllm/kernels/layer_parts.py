@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 1024  # of a program of elementwise kernels
+_ELEMENTS = 1024  # elements per program of the elementwise kernels
 
 
 @triton.jit
@@ -20,7 +20,8 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     is_there = at < SIZE
-    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)  # before the sum, which waits for its row
+    # The weight's load overlaps the row's, which the sum waits for.
+    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32)
     values = tl.load(states + row + at, mask=is_there, other=0.0).to(tl.float32)
     if ADDS:
         rounded = (values + tl.load(residual + row + at, mask=is_there, other=0.0).to(tl.float32)).to(

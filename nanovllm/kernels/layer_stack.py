@@ -34,7 +34,7 @@ from nanovllm.kernels.token_steps import (
     TokenStep,
 )  # fmt: skip
 
-NUM_ROWS = (4, 8)  # supported numbers of rows, padding included
+NUM_ROWS = (4, 8)  # numbers of rows that are compiled, padding included
 TUNING = {
     "SPLIT": 128,  # tokens of a split of a decode's context
     "ALONE": 256,  # tokens of a context that is not split
@@ -43,14 +43,14 @@ TUNING = {
     "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
 }
 _WARPS = 8
-_MAX_SPLITS = 32  # of a decode's context
+_MAX_SPLITS = 32  # most splits of a decode's context
 _MAX_SLOT_BYTES = 176_000  # more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
-_OWN_BYTES = 8192  # of shared memory
+_OWN_BYTES = 8192  # bytes of static shared memory
 # Largest weights of a layer: a gain at 31 and 122 MB; 386 MB are read faster between two attentions at a time
 # (`dense_layer.py`).
 MAX_LAYER_BYTES = 128 * 2**20
-_LARGE_BYTES = 48 * 2**20  # of a layer; from these on two slots of weights are in flight
+_LARGE_BYTES = 48 * 2**20  # weights of a layer from which on two slots are in flight
 _MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
 
@@ -87,7 +87,7 @@ class StackSizes(NamedTuple):
         return min(available, self.hidden // 2, self.inner // 2, self.qkv // 2)
 
     def shared_bytes(self, num_blocks: int, slots: int) -> int:
-        rows = ((self.hidden, 16), (self.qkv, 16), (self.inner, 8))  # of a weight, and of a tile
+        rows = ((self.hidden, 16), (self.qkv, 16), (self.inner, 8))  # (rows of a weight, rows of a tile)
         tiles = max(-(-2 * -(-count // 2 // num_blocks) // size) for count, size in rows)
         groups = self.num_heads // self.num_kv_heads
         of_head = _WARPS * (self.head_dim + 4) + self.head_dim // 2 + 16
@@ -122,7 +122,7 @@ class LayerWeights(NamedTuple):
     v_bias: Tensor | None
     keys: Tensor
     values: Tensor
-    epsilons: tuple[float, float, float, float]  # of the four norms
+    epsilons: tuple[float, float, float, float]  # epsilons of the input, post-attention, q and k norms
 
 
 class _LayerStruct(ctypes.Structure):
@@ -177,8 +177,8 @@ class LayerStack:
     """The layers of one engine.
 
     Args:
-        layers: in order; `why_not` must be None for their sizes.
-        scaling: of the attention scores.
+        layers: weights of the layers in order; `why_not` must be None for their sizes.
+        scaling: factor of the attention scores.
     """
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: StackSizes, scaling: float, device: torch.device) -> None:
@@ -234,11 +234,11 @@ class LayerStack:
         """Steps from tokens to tokens, of `num_rows` rows, padding included.
 
         Args:
-            inputs: by the names of STEP_INPUTS, those of `DrawTensors` for as many samples as there are rows that are
-                no padding, each of one row: on the device, or all by their offsets in `TokenStep.packed`.
+            inputs: tensors by the names of STEP_INPUTS; those of `DrawTensors` have one sample for each row that is not
+                padding. All are on the device, or all are offsets in `TokenStep.packed`.
             sampled: [most samples] int64, tokens of the step before, replaced by those of this one. A negative token id
                 -1 - i is the i-th.
-            non_finite, gamma: as in `gumbel_draw.draw_on_gpu`.
+            non_finite, gamma: arguments of `gumbel_draw.draw_on_gpu`.
             logits: [num_rows, vocab_size] bfloat16, to be written.
         """
         step = StepStruct.of(

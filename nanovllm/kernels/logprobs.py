@@ -13,7 +13,7 @@ from torch import Tensor
 
 MAX_TOP = 32  # top tokens of the first compiled version; more use another version
 _PART = tl.constexpr(4096)
-_PROGRAMS = 2048  # of the first kernel
+_PROGRAMS = 2048  # programs of the first kernel
 _INFINITY = tl.constexpr(float("inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 

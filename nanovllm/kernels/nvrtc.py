@@ -21,8 +21,8 @@ from nanovllm.core.paths import cache_root
 
 BFLOAT16 = Path(__file__).with_name("bfloat16.h")  # a source that others begin with
 _MAX_SHARED_BYTES = 8  # number of a function attribute
-_STARTS_EARLY = 6  # of a launch attribute
-_locks: defaultdict[str, Lock] = defaultdict(Lock)  # by file of the cache
+_STARTS_EARLY = 6  # number of a launch attribute
+_locks: defaultdict[str, Lock] = defaultdict(Lock)  # lock of each file of the cache
 
 
 class CudaError(RuntimeError):
@@ -77,7 +77,7 @@ def compile_source(source: str, architecture: str, definitions: Mapping[str, Any
         with suppress(OSError):
             return path.read_bytes()
         code = _compile(library, source, options)
-        with suppress(OSError):  # without a cache folder it is compiled at each start
+        with suppress(OSError):  # a missing cache folder costs a compilation at each start
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(code)
@@ -123,7 +123,7 @@ class _Attribute(ctypes.Structure):
 
 class _LaunchConfig(ctypes.Structure):
     _fields_ = [
-        ("sizes", ctypes.c_uint * 7),  # of the grid, of a block, of its shared memory
+        ("sizes", ctypes.c_uint * 7),  # grid (3), block (3), bytes of shared memory
         ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
     ]  # fmt: skip
 
@@ -132,7 +132,7 @@ class CudaFunction:
     """A kernel of compiled code, on the current device.
 
     Args:
-        shared_bytes: of each block.
+        shared_bytes: bytes of dynamic shared memory per block.
     """
 
     def __init__(self, code: bytes, name: str, *, num_threads: int, shared_bytes: int) -> None:

@@ -40,11 +40,11 @@ _FLAGS_AT = 2 * _HALF_BYTES  # offset after both halves: [channels, ranks] int32
 _PUSH_BLOCK = 512
 _PUSH_CHANNELS = 128
 _PUSH_VALUES = _PUSH_BLOCK * _PUSH_CHANNELS
-_PUSH_BYTES = 8  # per value: sequence number, float32 value
+_PUSH_BYTES = 8  # bytes of a value: sequence number, float32
 
 _TRIAL_SECONDS = 20.0  # timeout of the first trial, most of it compilation
 _TIMED_VALUES = tuple(2**power for power in range(11, 21))  # sizes at which the methods are timed
-_CALLS = 20  # per CUDA graph
+_CALLS = 20  # all-reduces in a timed CUDA graph
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def push_sum(
             there = (tl.load(buffers + peer) + half + RANK * rank_bytes).to(tl.pointer_type(tl.int64))
             tl.store(tl.multiple_of(there, 16) + lanes, words, mask=is_used)
     total = tl.zeros((BLOCK,), tl.float32)
-    for peer in tl.static_range(SIZE):  # in the same order on every rank: all have the same sum
+    for peer in tl.static_range(SIZE):  # the same order on every rank, so that all have the same sum
         if peer == RANK:
             total += own
         else:
@@ -115,7 +115,7 @@ def pull_sum(
             seen = tl.atomic_add(own_flags + channel * SIZE + peer, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), tl.float32)
-    for peer in tl.static_range(SIZE):  # in the same order on every rank: all have the same sum
+    for peer in tl.static_range(SIZE):  # the same order on every rank, so that all have the same sum
         there = tl.multiple_of((tl.load(buffers + peer) + start).to(tl.pointer_type(dtype)), 16)
         # Bypasses the L1 cache, which is not coherent with peers' writes.
         total += tl.load(there + places, mask=is_used, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -127,7 +127,7 @@ class OneShotReduce:
     """All-reduces of one rank through memory mapped by every peer.
 
     Args:
-        store: shared by all ranks, used by this object alone.
+        store: key-value store that all ranks share, used by this object alone.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
@@ -142,7 +142,7 @@ class OneShotReduce:
         self._abort_stream = torch.cuda.Stream(device)
         self._one = torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._rank, self._size = rank, size
-        self._fastest: list[Reduce | None] = []  # for each of `_TIMED_VALUES`; None: NCCL
+        self._fastest: list[Reduce | None] = []  # method for each of `_TIMED_VALUES`; None: NCCL
         self.choice: dict[int, str] = {}  # number of values -> name of the method
 
     def fastest(self, num_values: int) -> Reduce | None:
@@ -238,7 +238,7 @@ def build_one_shot(rank: int, size: int, device: torch.device, store: Any, reduc
     """One-kernel all-reduces that passed a trial; None if GPUs cannot share memory or the trial fails.
 
     Args:
-        store: shared by all ranks.
+        store: key-value store that all ranks share.
         reduce: NCCL's all-reduce.
     """
 

@@ -22,7 +22,7 @@ def define_operator(
         mutates: arguments that `run` writes to; results are new tensors.
     """
     namespace, short_name = name.split("::")
-    _libraries.pop(name, None)  # of a module that is imported again
+    _libraries.pop(name, None)  # a module that is imported again must not register twice
     library = _libraries[name] = torch.library.Library(namespace, "FRAGMENT")
     schema = torch.library.infer_schema(run, mutates_args=mutates)
     library.define(short_name + schema, tags=(torch.Tag.pt2_compliant_tag,))

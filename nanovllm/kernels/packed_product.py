@@ -179,7 +179,7 @@ class PackedProduct:
 
     Args:
         linears: `can_pack` must hold; may be of different kinds.
-        interleave: for two layers: each panel has 16 outputs of the first and the same 16 of the second.
+        interleave: True for two layers: each panel has 16 outputs of the first and the same 16 of the second.
         memory: holds the packed weight; newly allocated by default.
     """
 

@@ -22,7 +22,7 @@ from nanovllm.kernels.prompt_attention import AttentionSizes
 from nanovllm.kernels.wide_attention import WideAttention, open_kernel
 
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes per program, pieces of each per store
-_MERGED_ELEMENTS = 4096  # of the workspace, per load
+_MERGED_ELEMENTS = 4096  # workspace elements per load of a merge
 _MAX_HEAD_DIM = 256
 _MIN_ROWS = 16  # fewest query heads per program, since tensor cores take 16
 
@@ -32,7 +32,7 @@ class DecodeSizes(NamedTuple):
 
     tile: most tokens per load; a smaller block is one tile.
     num_stages: pipeline stages, one more than the most tiles in flight.
-    least_programs, most_programs: per multiprocessor; between them there is one piece per decode.
+    least_programs, most_programs: limits of programs per multiprocessor; between them there is one piece per decode.
     """
 
     tile: int = 32
@@ -51,7 +51,7 @@ class WideSizes(NamedTuple):
     """Sizes of the programs for wide groups.
 
     rows: query heads of all members of a program.
-    programs: per multiprocessor.
+    programs: number of programs per multiprocessor.
     """
 
     rows: int = 128
@@ -82,7 +82,7 @@ class PagedDecode:
         gpu: number of multiprocessors, bytes of shared memory per program.
         max_decodes: most decodes of a step.
         sight: (window, chunk) of the layers, or None each.
-        softcap: of the layers, or None.
+        softcap: limit of the layers' scores, by tanh; None without one.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class PagedDecode:
         """Cut a step's contexts into pieces; see `StepTables` for the arguments.
 
         Args:
-            sharing: shared blocks, members and bundles, with wide groups their parts and pieces; none by default.
+            sharing: tensors of shared blocks, members and bundles; wide groups add parts and pieces. None: no sharing.
         """
         shared, members, bundles, *wide = sharing or self._nothing_shared
         has_wide = bool(wide) and len(wide[0]) > 0
@@ -206,7 +206,7 @@ class PagedDecode:
         sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
         rows, value_dims, has_sinks = _rows(self._num_groups), _power_of_two(value_dim), sinks is not None
         some_sinks = self._logarithms if sinks is None else sinks  # a placeholder, not read
-        is_large = rows * max(dims, value_dims) > 8192 or query.dtype == torch.float32  # for the registers of two warps
+        is_large = rows * max(dims, value_dims) > 8192 or query.dtype == torch.float32  # two warps lack registers
         num_pieces = min(max(num_rows, self._least_pieces), self._most_pieces) + num_rows
         # Merging in a decode's last program is slower than a separate kernel; with many decodes few are split.
         merges_apart = 4 * num_rows < 3 * self._least_pieces

@@ -124,7 +124,7 @@ def attend_for_members(
         tl.load(query + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale, NUM_KV_HEADS,
         HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False, WHOLE,
     )  # fmt: skip
-    own = (slots + part) * NUM_HEADS + heads  # in the workspace
+    own = (slots + part) * NUM_HEADS + heads  # index in the workspace
     value_dims = tl.arange(0, VALUE_DIMS)
     is_there = is_used[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(outputs + own[:, None] * VALUE_DIM + value_dims[None, :], attended, mask=is_there)
@@ -157,7 +157,7 @@ def _attend_for_one(
             attended = attended / (1.0 + tl.exp2(sink - logarithm))[:, None]
         tl.store(output + heads * VALUE_DIM + to, attended.to(output.dtype.element_ty), mask=is_there)
     else:
-        own = ((slot + part) * NUM_KV_HEADS + head) * GROUPS  # in the workspace
+        own = ((slot + part) * NUM_KV_HEADS + head) * GROUPS  # index in the workspace
         tl.store(outputs + own * VALUE_DIM + to, attended, mask=is_there)
         tl.store(logarithms + own + rows, logarithm, mask=rows < GROUPS)
 
@@ -208,7 +208,7 @@ def _merge_members(
         is_there = is_last[:, None] & (dims < HEAD_DIM)[None, :]
         to = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(output + to, merged.to(output.dtype.element_ty), mask=is_there)
-        tl.store(arrivals + at, 0, mask=is_last)  # for the next layer
+        tl.store(arrivals + at, 0, mask=is_last)  # the next layer counts from zero
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def _merge_alone(
         to += rows[:, None] * HEAD_DIM + dims[None, :]
         is_real = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
         tl.store(output + to, merged.to(output.dtype.element_ty), mask=is_real)
-        tl.store(arrivals + first, 0)  # for the next layer
+        tl.store(arrivals + first, 0)  # the next layer counts from zero
 
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "members"])
@@ -267,7 +267,7 @@ def attend_pieces(
     HAS_SINKS: tl.constexpr,
 ):
     """A program attends to one piece for the query heads of one KV head."""
-    if OVERLAPS:  # with the end of the previous kernel and the start of the next
+    if OVERLAPS:  # this kernel may start before the previous one ends, and the next before this one ends
         gdc_wait()
         gdc_launch_dependents()
     number, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS

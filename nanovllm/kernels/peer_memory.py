@@ -26,11 +26,11 @@ class PeerMemory:
     It is never freed: a peer might still use it.
 
     Args:
-        rank, size: as for `Ranks`.
-        store: shared by all ranks, used for this memory alone.
+        rank, size: number of this process and number of processes, see `Ranks`.
+        store: key-value store that all ranks share, used for this memory alone.
 
     Attributes:
-        addresses: of each rank's memory, in the current device's address space.
+        addresses: address of each rank's memory in the current device's address space.
 
     Raises CudaError if this rank cannot allocate, or cannot map a peer's memory.
     """

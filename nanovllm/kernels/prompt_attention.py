@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nanovllm.kernels import nvrtc
 
-TILE_ROWS = 128  # of a thread block
-_TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and of a tensor map
+TILE_ROWS = 128  # query rows of a thread block
+_TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # name in PTX, number in a tensor map
 _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
 NUM_THREADS = 384
 _ALIGNMENT, _STATIC_BYTES = 1024, 6144
@@ -32,7 +32,7 @@ _LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
 _MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
 _MAX_MAPS = 1024
 _MAX_CHECKED = 8192  # window of the check at start-up, in tokens
-TOLERANCE = 8e-3  # of the check at start-up: bfloat16 rounds to 4e-3
+TOLERANCE = 8e-3  # largest error in the check at start-up; bfloat16 rounds to 4e-3
 _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 3, 3
 _SOURCES = Path(__file__).with_name("prompt_attention_cuda")
 
@@ -45,7 +45,7 @@ class AttentionSizes(NamedTuple):
 
     block_size: tokens of a block; divides 128.
     window: positions that a row sees, its own included; None for all.
-    softcap: bound of scores, by tanh; None for none.
+    softcap: limit of scores, by tanh; None without one.
     chunk: a row sees its own chunk of the positions alone; None for all.
     value_dim: elements of a head of values; None for `head_dim`.
     """
@@ -122,9 +122,9 @@ def shared_memory(sizes: AttentionSizes, device: torch.device, most_buffers: int
 class HopperAttention:
     """A kernel over the paged KV cache for layers of one kind; `why_not` must be None for their sizes.
 
-    name: of the kernel's function.
+    name: name of the CUDA kernel.
     failure, difference: warnings where it fails, or differs from float32.
-    most_buffers: of Q.
+    most_buffers: most buffers of Q in shared memory.
     """
 
     name = failure = difference = ""
@@ -136,7 +136,7 @@ class HopperAttention:
         with torch.cuda.device(device):
             code = machine_code(sizes, stages, buffers, self.name)
             self._function = nvrtc.CudaFunction(code, self.name, num_threads=NUM_THREADS, shared_bytes=shared_bytes)
-        self._maps: dict[tuple[int, ...], Any] = {}  # of tensors by address: those of caches stay, others recur
+        self._maps: dict[tuple[int, ...], Any] = {}  # tensor maps by address; caches stay, others recur
 
     @classmethod
     def open(cls, sizes: AttentionSizes, device: torch.device) -> Self | None:
@@ -178,7 +178,7 @@ class PromptAttention(HopperAttention):
         super().__init__(sizes, device)
         properties: Any = torch.cuda.get_device_properties(device)
         self._num_processors = properties.multi_processor_count
-        items, sums = 2 * self._num_processors, 8 * 32 * (sizes.row_bytes[1] // 4 + 4)  # of parts, and of an item
+        items, sums = 2 * self._num_processors, 8 * 32 * (sizes.row_bytes[1] // 4 + 4)  # parts, floats of each part
         self._workspace = torch.empty(items * sums, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(_MOST_CUT * sizes.num_heads * 8, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, dtype=torch.int32, device=device)
@@ -203,13 +203,13 @@ class PromptAttention(HopperAttention):
             keys, values: [num_slots, num_kv_heads, head_dim or value_dim].
             step: int32, spans [num_spans, 3] of consecutive rows of one sequence: first row, its position, number of
                 rows up to 128, padding (0) last; starts of their block tables [num_spans]; block tables, concatenated.
-            scaling: of the scores, above 0.
+            scaling: factor of the scores, above 0.
             sinks: [num_heads].
             num_decodes: rows of `output` before the chunks.
         """
         sizes, (spans, starts, tables) = self._sizes, step
         if sinks is not None:
-            sinks = sinks.detach().float()  # which the kernel reads
+            sinks = sinks.detach().float()  # the kernel reads float32
         box = min(sizes.block_size, sizes.tile_keys)
         maps = self._map(query, TILE_ROWS), self._map(keys, box), self._map(values, box)
         with torch.cuda.device(self._device):

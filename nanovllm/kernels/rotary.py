@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanovllm.kernels.operators import define_operator
 
-_ELEMENTS_AT_ONCE = 512  # per program
-_MANY_ROWS = 1024  # from here on programs with one warp are faster than with two
+_ELEMENTS_AT_ONCE = 512  # elements per iteration of a program
+_MANY_ROWS = 1024  # number of rows from which on one warp per program is faster than two
 
 
 @triton.jit

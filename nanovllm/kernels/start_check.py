@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
 _BYTE_RUN = 32  # neighbours of a row with one scale, where rows become bytes: kRunOfRows in `csrc/few_rows.h`
-_ROWS = (1, 3, 13, 43)  # of products
+_ROWS = (1, 3, 13, 43)  # numbers of rows of the compared products
 PAGE = 32  # tokens per block: enough for a decode's longest runs
 _MIDDLE = 53  # token of the longest context with element 0 of its key 0
 # Kinds of queries in turn: factor of their random part, and rise of scores per token. Scores from -100 to 100, as a

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-PACKED_BYTES = 3584  # of a step's inputs as launch arguments; all arguments have 4,096
-SPACES = "qkv", "attended", "middle", "inner", "hidden", "partial", "counter"  # of words; see `1_grid.h`
+PACKED_BYTES = 3584  # bytes of a step's inputs as launch arguments; all arguments have 4,096
+SPACES = "qkv", "attended", "middle", "inner", "hidden", "partial", "counter"  # workspace parts, words; see `1_grid.h`
 
 
 class StepStruct(ctypes.Structure):
@@ -48,7 +48,7 @@ class TokenStep:
     """
 
     def __init__(self, launch: Callable[[StepStruct, PackedInputs], None], step: StepStruct, tensors: Any) -> None:
-        self._launch, self._step, self._tensors = launch, step, tensors  # which the step points to
+        self._launch, self._step, self._tensors = launch, step, tensors  # the step points to the tensors
         self._packed = PackedInputs()
         self.packed = np.ctypeslib.as_array(self._packed.words).view(np.int32)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nanovllm.kernels.state_checks import check_of_heads
 
-CHANNELS = 256  # of a convolution, for one program
+CHANNELS = 256  # channels of a convolution per program
 TILE = 4096  # elements of a recurrent state, for one program
-MAX_WIDTH = 512  # of a head's keys, and of a state space's row
+MAX_WIDTH = 512  # most elements of a head's key, and of a state space's row
 NULL_SLOT: tl.constexpr = tl.constexpr(0)
 
 

@@ -47,7 +47,7 @@ def attend_wide_pieces(
 ):
     """A program attends to one piece for the query heads of one KV head of its members.
 
-    MERGES: whether `attend_pieces` merges in the program that arrives last.
+    MERGES: True if `attend_pieces` merges in the program that arrives last.
     """
     number, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     piece = wide_pieces + number * ENTRY

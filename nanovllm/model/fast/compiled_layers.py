@@ -38,7 +38,7 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     few = calls_of_few(few, layers, _compiled, _compile_for_few)
     many = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_many)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
-    for module in _small_modules(model, layers):  # uncompiled, each small kernel costs 1-2 µs
+    for module in _small_modules(model, layers):  # each of their small kernels would cost 1-2 µs
         calls[module] = partial(_compiled(dynamic=True), module)
     return calls
 

@@ -35,7 +35,7 @@ from nanovllm.process.device import find_kernel
 
 logger = logging.getLogger("nanovllm")
 
-LEAST_ROWS = 9  # of layers that a stack serves, which is faster for fewer
+LEAST_ROWS = 9  # fewest rows of the kernel where a layer stack serves fewer rows faster
 
 
 class _Passed(NamedTuple):

@@ -49,7 +49,7 @@ def _run(
 
     Args:
         choice: experts' numbers and weights, as of `FewExperts.run`, or the router's weight and possibly a norm's.
-        normalises, rounds, epsilon: of a `Router`.
+        normalises, rounds, epsilon: fields of a `Router`.
     """
     from nanovllm.kernels.few_experts import Router, Sizes, few_experts
 
@@ -57,7 +57,7 @@ def _run(
     kernel = few_experts(Sizes(hidden, inner, num_experts, top_k), states.device)
     rows, parts = states.reshape(-1, hidden).contiguous(), []
     gate_up, down = gate_up.contiguous(), down.contiguous()  # no copies of a model's own
-    for begin in range(0, len(rows), MAX_ROWS):  # once in a step of up to MAX_ROWS rows
+    for begin in range(0, len(rows), MAX_ROWS):  # one launch in a step of up to MAX_ROWS rows
         some = slice(begin, begin + MAX_ROWS)
         own: Any = Router(choice[0].contiguous(), normalises, rounds, None if len(choice) == 1 else choice[1], epsilon)
         if choice[0].dtype == torch.int64:
@@ -104,9 +104,9 @@ class _Experts(NamedTuple):
     """Nodes of routed experts in a graph."""
 
     output: Any  # [num_rows, hidden]
-    states: Any  # as `output`
+    states: Any  # same shape as `output`
     ids: Any  # [num_rows, top_k]
-    weights: Any  # as `ids`
+    weights: Any  # same shape as `ids`
     gate_up: Any
     down: Any
     top_k: int

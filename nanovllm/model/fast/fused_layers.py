@@ -35,7 +35,7 @@ class Workspace:
 
     scratch: Tensor  # rows padded to whole tiles
     queries: Tensor  # [max_rows, num_heads, head_dim]
-    attended: Tensor  # as queries
+    attended: Tensor  # same shape as queries
 
 
 class FusedLayer:
@@ -54,7 +54,7 @@ class FusedLayer:
         traits = layer.traits
         self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
-        self.linears: list[AnyLinear] = list(block.linears.values())  # packed here
+        self.linears: list[AnyLinear] = list(block.linears.values())  # layers that this one packs
         is_quantised = any(isinstance(linear, QuantisedLinear) for linear in self.linears)
         self.has_byte_rows = is_quantised and kernels.least_byte_rows > 0  # activations of 8 bits
 
@@ -131,14 +131,14 @@ class FusedStack:
     The output is valid until the next call.
     """
 
-    is_used = True  # for all engines; off while a profile times attention
+    is_used = True  # one switch for all engines; off while a profile times attention
 
     def __init__(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
         self.is_on = True
         self._runs_pass = False
         from nanovllm.kernels.packed_product import StackedLayerStruct, WorkspaceStruct
 
-        with torch.inference_mode(False):  # as for the caches
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             outputs = workspace.queries.new_empty(2, len(workspace.queries), layers[0].hidden_size)
         self._output = outputs[(len(layers) - 1) % 2]
         self._layers = (StackedLayerStruct * len(layers))(*(layer.stacked() for layer in layers))
@@ -209,7 +209,7 @@ def fuse_layers(
     Args:
         caches, max_rows: K and V of each layer; the most rows of a step.
         run_batches: runs trial batches through the modules.
-        on_fused: called with each fused layer once its use is certain: its module's plain weights may be freed.
+        on_fused: callback with each fused layer once its use is certain: its module's plain weights may be freed.
         memory: holds all packed weights in addition to the plain ones; without it each layer is packed twice.
 
     Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
@@ -249,7 +249,7 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
         return torch.empty(num_rows, *sizes, dtype=dtype, device="cpu")
 
     heads = (layer.traits.num_heads, layer.traits.head_dim)
-    with torch.inference_mode(False):  # as for the caches
+    with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
         return Workspace(
             scratch=rows_of(
                 fused.hidden_size + max(fused.qkv_size, fused.inner_size), num_rows=max_rows + -max_rows % TILE_ROWS

@@ -28,7 +28,7 @@ from nanovllm.model.patches import Change
 from nanovllm.process.device import find_kernel
 
 _KERNELS = "norm", "add_and_norm", "gated", "turns"
-_COMPARED_ROWS = 64  # of norms and angles
+_COMPARED_ROWS = 64  # rows of norms and angles in a comparison
 
 
 class _Thread(threading.local):
@@ -153,7 +153,7 @@ class KernelLayers:
         self.equations.check(index, kwargs, expected, [count])
         try:
             own = self._layers[index](before, *args, **kwargs)
-        except (TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:  # or out of memory
+        except (TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:  # also if memory runs out
             raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
         check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
         self.num_compared += 1

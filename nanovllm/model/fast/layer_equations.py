@@ -47,7 +47,7 @@ class LayerEquations:
         """Hook the layers and their parts; enter it after replacements of modules are installed.
 
         Args:
-            on_layer: called after each layer with its index and a forward hook's arguments (with keyword arguments).
+            on_layer: callback after each layer, with its index and a forward hook's arguments (with keyword arguments).
         """
         self._fused_attention.clear()
         with ExitStack() as hooks:
@@ -93,7 +93,7 @@ class LayerEquations:
         """Check the last call of a layer; raises NotFusedError for a layer of another kind.
 
         Args:
-            num_rows: of each sequence; further rows are padding.
+            num_rows: rows of each sequence; later rows are padding.
         """
         kind, total = self.blocks[index].kind, sum(num_rows)
         try:

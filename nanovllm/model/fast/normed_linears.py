@@ -16,8 +16,8 @@ from nanovllm.model.fast.graph_nodes import example_of, is_call, norm_of
 from nanovllm.model.fast.merged_linears import MergedLinear
 from nanovllm.process.device import find_kernel
 
-MAX_ROWS = 8  # of a launch
-MAX_BYTES = 24 * 2**20  # of a weight that is prefetched into the L2 cache: half of that
+MAX_ROWS = 8  # most rows of a launch
+MAX_BYTES = 24 * 2**20  # largest weight that is prefetched into the L2 cache: half of the cache
 
 
 def _run(states: Tensor, norm: Tensor, epsilon: float, weight: Tensor, following: Tensor | None) -> Tensor:
@@ -31,7 +31,7 @@ def _run(states: Tensor, norm: Tensor, epsilon: float, weight: Tensor, following
     (num_outputs, depth), rows = weight.shape, states.reshape(-1, states.shape[-1]).contiguous()
     kernel = normed_linear(num_outputs, depth, states.device)
     weight, slots, parts = weight.contiguous(), slots_in_step(), []
-    for begin in range(0, len(rows), MAX_ROWS):  # once in a step of up to MAX_ROWS rows
+    for begin in range(0, len(rows), MAX_ROWS):  # one launch in a step of up to MAX_ROWS rows
         some = rows[begin : begin + MAX_ROWS]
         parts.append(kernel.run(some, norm, epsilon, weight, None if slots is None else slots[begin:], following))
     product = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -43,7 +43,7 @@ class PackedLinear:
     """Replaces the `forward` of a linear layer by a packed product.
 
     Args:
-        num_outputs: of the layer, if the weight is padded with zero outputs.
+        num_outputs: outputs of the layer, fewer than the weight has if zero outputs pad it.
         memory: holds the packed weight; newly allocated by default.
     """
 
@@ -88,7 +88,7 @@ class PackedHead(PackedLinear):
     def __call__(self, states: Tensor) -> Tensor:
         shape = (*states.shape[:-1], self._product.num_outputs)
         if self._output.numel() < math.prod(shape):
-            with torch.inference_mode(False):  # as for the caches
+            with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
                 self._output = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
         return self._multiply(states, self._output[: math.prod(shape)].view(shape))
 
@@ -162,11 +162,11 @@ def pack_linear_layers(
     Args:
         unshared: layers with plain weights that may be freed.
         packed: layers packed already, to skip.
-        memory: for our kernels' weights.
+        memory: memory for our kernels' weights; newly allocated by default.
     """
     if memory is not None and not packed:
         memory.forget_tensors()  # weights packed for layers that could not be fused
-    one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
+    one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # result of the check by the weight's shape
     linears: Iterable[Any] = modules_of(model)
     for linear in linears:
         if type(linear) not in (nn.Linear, QuantisedLinear) or linear in packed or "forward" in vars(linear):

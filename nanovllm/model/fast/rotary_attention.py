@@ -30,7 +30,7 @@ OPERATORS = {
 }  # fmt: skip
 _SERVED = ("window", "chunk", "softcap")  # traits of attention itself, which is not changed
 MANY_ROWS = 2048  # second size that the kernel is compiled for
-POSITIONS = (0, 3, 17, 100)  # of the compared rows
+POSITIONS = (0, 3, 17, 100)  # positions of the compared rows
 
 
 class RotaryAttention(nn.Module):

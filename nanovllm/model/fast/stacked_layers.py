@@ -114,7 +114,7 @@ class StackedLayers:
         Outputs of all layers but the last may be read only by the next layer: a stack does not return them. The calls
         raise NotFusedError.
         """
-        passed: list[tuple[Any, Any]] = []  # per layer of this pass: its output and the position embeddings
+        passed: list[tuple[Any, Any]] = []  # (output, position embeddings) of each layer in this pass
 
         def call(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             before: Any = args[0] if args else kwargs.get("hidden_states")

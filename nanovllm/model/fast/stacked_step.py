@@ -19,7 +19,7 @@ from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.model.fast.stacked_layers import StackedLayers
 from nanovllm.process.device import find_kernel
 
-_MOST_TABLE_BYTES = 64 * 2**20  # of cosines and sines
+_MOST_TABLE_BYTES = 64 * 2**20  # most bytes of the tables of cosines and sines
 _PIECE = 4096  # positions per computation of angles
 
 

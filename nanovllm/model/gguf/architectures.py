@@ -58,7 +58,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "use_parallel_residual": (False,),
-    "tensor_data_layout": ("Meta AI original pth",),  # permuted rows of q and k, in old files
+    "tensor_data_layout": ("Meta AI original pth",),  # old files permute rows of q and k
 }
 # Name of a layer's tensor without "blk.N." -> module of the layer.
 _LAYER = {
@@ -86,7 +86,7 @@ _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_so
 class Architecture:
     """Mapping of one architecture's files.
 
-    model_type, class_name: of `transformers`.
+    model_type, class_name: names in `transformers`.
     keys: metadata key -> field of the config.
     special: keys that `config.py` reads only for this architecture.
     layer: tensor of a layer -> its module.

@@ -40,7 +40,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 class StoredTensor:
     """A tensor of the file; pages of weights are read when `data` is accessed.
 
-    shape: in torch's order, [out_features, in_features].
+    shape: [out_features, in_features], torch's order.
     kind: "F32", "Q4_K", ...
     data: uint8 [..., bytes of a row], a view of the mapped file.
     """
@@ -55,13 +55,13 @@ class GGUFFile:
     """Metadata and tensors of one file, or of all parts of a split file.
 
     Args:
-        path: of the file, or of the first part.
+        path: the file, or the first part of a split one.
 
     Raises ModelLoadError for a file of another format, a truncated or damaged one, and a missing part.
 
     Attributes:
-        metadata: of the first part.
-        tensors: by name.
+        metadata: metadata of the first part, by key.
+        tensors: tensors of all parts, by name.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -39,8 +39,8 @@ _EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn
 class Source:
     """The tensors of one parameter: one, or the parts of gate_up_proj [experts, 2 * width, hidden_size] in order.
 
-    rows_per_head: for q and k, to reorder rows from pairs to halves; 0 for other parameters.
-    offset: subtracted from the values.
+    rows_per_head: rows of a head of q or k, to reorder rows from pairs to halves; 0 for other parameters.
+    offset: number to subtract from the values: 1 where modules add 1 to norm weights.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -151,7 +151,7 @@ def load_model(file: GGUFFile, dtype: torch.dtype | None, *, keeps_blocks: bool)
     """A causal language model on the CPU.
 
     Args:
-        dtype: of plain weights and activations; None for the file's.
+        dtype: dtype of plain weights and activations; None for the file's.
         keeps_blocks: linear layers and embeddings stay quantised; else all weights are dequantised.
 
     Raises UnsupportedModelError and ModelLoadError before a weight is read.
