@@ -13,15 +13,15 @@ from nanovllm.core.config import EngineConfig
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 MAX_MORE_TILES = 256  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them
-STAND_IN_ROWS = 2048  # replaying a graph of so many rows takes less time than launching a step from the host
+STAND_IN_ROWS = 2048  # rows up to which a graph's replay takes less time than launching a step from the host
 
 
 class RowSizes:
     """Bucket sizes in ascending order: fine for short steps of decodes alone, coarse for steps with chunks.
 
-    decodes: of the decodes in a step without chunks, multiples of MIN_ROWS: few kernels serve any limit of requests.
-    mixed_decodes: of the decodes in a step with chunks.
-    mixed_rows: of all rows of a step with chunks, the decodes' padding included.
+    decodes: numbers of decodes in a step without chunks; multiples of MIN_ROWS, so that few kernels serve any limit.
+    mixed_decodes: numbers of decodes in a step with chunks.
+    mixed_rows: numbers of rows in a step with chunks, the decodes' padding included.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -66,8 +66,8 @@ def round_up(sizes: list[int], size: int) -> int:
 def runs_as_decodes(entries: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
     """Entries with each row of a run as a decode, in the same order.
 
-    So steps with drafts have the shapes of steps of decodes, whose graphs are captured, and a decode kernel that splits
-    contexts among programs reads blocks that the rows of a run share once.
+    A step with drafts then has the shape of a step of decodes, which is captured, and a decode kernel that splits
+    contexts among programs reads blocks once that a run's rows share.
     """
     placed: list[ScheduledSequence] = []
     for entry in entries:
@@ -115,8 +115,8 @@ def spread(sizes: list[int], factor: float) -> set[int]:
 class GraphShape(NamedTuple):
     """Sizes of a captured forward pass, padding included: first the decodes, padded, then the chunks, padded.
 
-    num_rows: of the flat batch.
-    is_wide: whether wide programs read prefixes that many of its decodes share.
+    num_rows: rows of the flat batch.
+    is_wide: True if wide programs read prefixes that many of its decodes share.
     """
 
     num_decodes: int
@@ -185,7 +185,7 @@ class Buckets:
         """The smallest captured shape that holds a step of this shape; None if a launch without a graph is faster.
 
         Args:
-            at_any_cost: whether to take a slower one too, since without a graph the step would wait for a compiler.
+            at_any_cost: True to take a slower one too, since without a graph the step would wait for a compiler.
         """
         most = max(STAND_IN_ROWS, shape.num_rows * 3 // 2)
         holding = [other for other in captured if other.holds(shape) and (at_any_cost or other.num_rows <= most)]

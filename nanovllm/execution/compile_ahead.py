@@ -37,7 +37,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
     """Compile the kernels of layers, decodes, draws and options, and import PyTorch's compiler where layers need it.
 
     Args:
-        config: with its block size and limits resolved.
+        config: options with block size and limits resolved.
     """
     assert config.block_size is not None and config.max_num_seqs is not None
     cuda_calls = _cuda_calls(binding, config.block_size, config.max_num_seqs)
@@ -57,7 +57,7 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
             *_layer_calls(binding, MIN_ROWS),
             *around,
         ]
-    with DEVICE_LOCK, collector_paused():  # for the compiler's imports
+    with DEVICE_LOCK, collector_paused():  # the compiler's imports would trigger collections
         call_together([partial(on_device, binding.device, call) for call in calls])
 
 
@@ -115,6 +115,6 @@ def _cuda_calls(binding: ModelBinding, block_size: int, max_num_seqs: int) -> li
 def _layer_calls(binding: ModelBinding, num_rows: int) -> list[Callable[[], Any]]:
     """Kernels of merged linears and fused attention, for `num_rows` rows."""
     calls = [*kernel_calls(binding.model, num_rows), *experts.kernel_calls(binding.model, num_rows)]
-    if not binding.mixers:  # with these, attention layers run uncompiled
+    if not binding.mixers:  # a model with mixers runs attention layers uncompiled
         calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     return calls

@@ -23,7 +23,7 @@ class StepWork(NamedTuple):
     num_decodes, num_chunks: sequences by kind of attention.
     num_context_tokens: KV entries that decodes read; a prefix common to decodes with the same first block counts once,
         as a kernel may read it once. With cache groups: those in sight, each group's by its share of a token's bytes;
-        the recurrent state that a decode reads and writes counts as the tokens whose K and V are as many bytes.
+        a decode's recurrent state, read and written, counts as the tokens with as many bytes of K and V.
     num_shared_context_tokens: further entries if each decode counted its whole context.
     num_chunk_pairs: (query, key) pairs in the attention of chunks, likewise.
     num_samples: rows of the vocabulary projection and the sampler.
@@ -75,7 +75,7 @@ class StepWork(NamedTuple):
         num_chunks = sum([entry.num_new_tokens > 0 for entry in batch.entries[num_decodes:]]) - num_runs  # no forks
         if sizes is not None:
             num_single += run_rows
-            _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
+            _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # runs are laid out as decodes
         return cls(
             num_tokens, num_decodes + run_rows, num_chunks, context + run_context, shared + run_shared, num_pairs,
             num_samples,
@@ -145,8 +145,8 @@ class DeviceCost:
     per_token_below, per_token_above: dense work per new token up to the `knee`-th and after it. The first is about 0
         where reading the weights bounds small steps.
     per_decode, per_chunk: attention of one more sequence.
-    per_context_token: reading one token's K and V for a decode.
-    per_shared_context_token: reading a shared token for one more decode; 0 if the kernel reads it once.
+    per_context_token: load of one token's K and V for a decode.
+    per_shared_context_token: load of a shared token for one more decode; 0 if the kernel loads it once.
     per_chunk_pair: one query with one key of a chunk.
     per_sample: vocabulary projection and sampling of one row.
     both: a step with decodes and chunks: each layer calls attention twice.
@@ -217,16 +217,16 @@ class IntakeCost:
 class CostModel:
     """Seconds of the parts of a step, and of adding a request.
 
-    schedule: scheduling the step.
-    device: computing it.
-    update: from the arrival of its tokens to the start of the next step or the next added request.
-    launch: building the batch layout and launching the step on a GPU.
-    launch_blocks: launching computes the step, as on a CPU; overlap then hides nothing, and `device` is all of execute.
+    schedule: host time to schedule the step.
+    device: device time of the step.
+    update: host time from the arrival of its tokens to the start of the next step or the next added request.
+    launch: host time to build the batch layout and launch the step on a GPU.
+    launch_blocks: True if a launch computes the step, as on a CPU; overlap hides nothing, `device` is all of execute.
     head_start: last part of a launch, during which an idle device already computes; a step queued on a busy device
         takes this much longer than `device`.
-    intake: validating and queueing a request between two steps; a server validates in another thread, which shares the
-        interpreter.
-    front_delay: from a request's arrival to its engine: delay of a server's threads and of the front of several
+    intake: host time to validate and queue a request between two steps; a server validates in another thread, which
+        shares the interpreter.
+    front_delay: time from a request's arrival to its engine: delay of a server's threads and of the front of several
         replicas. Engines cannot measure it: it is `RequestMetrics.queue_time` on an idle server, less the intake.
     """
 
@@ -254,7 +254,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, parts: dict[str, Any]) -> CostModel:
-        """The model whose `dataclasses.asdict` is given; raises TypeError or KeyError for anything else."""
+        """Cost model from its `dataclasses.asdict`; raises TypeError or KeyError for anything else."""
         kinds = {"schedule": HostCost, "device": DeviceCost, "update": HostCost, "launch": HostCost}
         made = {name: kind(**parts[name]) for name, kind in (kinds | {"intake": IntakeCost}).items()}
         return cls(**(parts | made))

@@ -50,12 +50,12 @@ class GraphExecutor:
     """Runs the `flex` backend on a GPU.
 
     Args:
-        binding: with compiled layers and its caches allocated.
-        config: fully resolved.
-        pools: of the cache groups.
+        binding: model with compiled layers and allocated caches.
+        config: options, fully resolved.
+        pools: KV pools of the cache groups.
     """
 
-    further_inputs: tuple[StepFeature, ...] = ()  # of a packed step
+    further_inputs: tuple[StepFeature, ...] = ()  # inputs of a packed step besides those of every model
     captures_chunks = True
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
@@ -86,7 +86,7 @@ class GraphExecutor:
             from nanovllm.execution.rank_sampler import RankExtras
 
             self._extras = RankExtras(sampler, max_samples, binding.device)
-        self._draw_inputs = largest.views(self._inputs)  # at the same place for every shape
+        self._draw_inputs = largest.views(self._inputs)  # same offsets for every shape
         self._has_head_apart: bool | None = splits_head(binding)  # None: to be found anew
         # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
@@ -96,7 +96,7 @@ class GraphExecutor:
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads = HeadGraphs()
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
-        self._addresses = weight_addresses(binding)  # of the weights that the graphs read
+        self._addresses = weight_addresses(binding)  # addresses of the weights that the graphs read
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None
@@ -330,7 +330,7 @@ class GraphExecutor:
         """Drop graphs that no longer fit the model: they read weights by address.
 
         Args:
-            in_place: whether nothing but the weights can have changed.
+            in_place: True if only the weights can have changed.
         """
         addresses = weight_addresses(self._binding)
         if in_place and self._addresses == addresses:

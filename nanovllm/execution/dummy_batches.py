@@ -11,7 +11,7 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.model.binding import ModelBinding
 
 Spans = Iterable[tuple[int, int]]  # (start, number of new tokens) of each sequence of a batch
-COMPARED_ROWS = 8  # at an end of the positions
+COMPARED_ROWS = 8  # rows at each end of the positions
 
 
 def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Spans, *, apart: bool = False) -> ScheduledBatch:

@@ -14,7 +14,7 @@ logger = logging.getLogger("nanovllm")
 MAX_GRAPHS = 192
 STALE_STEPS = 4096  # a graph unused for so many steps may be evicted while idle
 MIN_MISSES = 2  # steps of a shape before another graph is evicted for it
-STEPS_TO_CAPTURE = 16  # of a shape, or of a head with rare options, without any graph; the last waits for a capture
+STEPS_TO_CAPTURE = 16  # steps without a graph, of a shape or a head with rare options; the last one waits for a capture
 
 
 class ForwardGraphs:
@@ -24,10 +24,10 @@ class ForwardGraphs:
     MAX_GRAPHS does not recapture them in turn for ever. Graphs from start-up stay, since they hold all other shapes.
 
     Args:
-        may_wait: whether a step may wait for a capture: not one that several ranks take together.
+        may_wait: True if a step may wait for a capture; False where several ranks take it together.
 
     Attributes:
-        graphs: by shape, the least recently used first.
+        graphs: graph of each shape, least recently used first.
         missed: number of steps by shape that may be captured and is not.
         bare: the part of `missed` that ran without any graph, or with wide groups in a graph without wide programs.
         usual: shapes to capture after the missed ones.
@@ -46,7 +46,7 @@ class ForwardGraphs:
         self.bare.clear()
         self.graphs: OrderedDict[GraphShape, Any] = OrderedDict()
         self.usual = deque(self._buckets.usual())
-        self._last_steps: dict[GraphShape, int] = {}  # that used each
+        self._last_steps: dict[GraphShape, int] = {}  # number of the last step that used each graph
         self._stand_ins: dict[GraphShape, GraphShape] = {}
 
     def shape_for_step(self, shape: GraphShape, *, at_any_cost: bool) -> GraphShape:
@@ -119,7 +119,7 @@ class ForwardGraphs:
 class HeadGraphs:
     """The captured heads of one engine.
 
-    graphs: Captured graph of each shape.
+    graphs: graph of each shape.
     """
 
     def __init__(self) -> None:

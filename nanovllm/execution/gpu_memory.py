@@ -29,7 +29,7 @@ from nanovllm.sampling.fast_draws import fast_sampler
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
 from nanovllm.sampling.sampler import Sampler
 
-_OTHER_BYTES = 256 * 2**20  # besides a model's weights: workspaces of libraries, inputs of kernels
+_OTHER_BYTES = 256 * 2**20  # memory besides a model's weights: workspaces of libraries, inputs of kernels
 GRAPH_BYTES_PER_LAYER = 64 * 2**10  # device memory of a captured forward pass
 
 

@@ -20,7 +20,7 @@ from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured, StepLogprobs
 from nanovllm.sampling.penalties import PENALTY_INPUTS, LatestTokens, clear_entries, penalty_entries, write_tokens
 
-_LEAST_TOKENS = 2**20  # of the buffer; it grows when a step needs more, and graphs are captured anew
+_LEAST_TOKENS = 2**20  # fewest tokens of the buffer; it grows when a step needs more, and graphs are captured anew
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
 
 
@@ -28,7 +28,7 @@ class DrawExtras(NamedTuple):
     """Options of a step's rows that a captured graph applies in addition to `draw`.
 
     num_top: logprobs of the drawn token and of this many top tokens; None: no logprobs.
-    has_masks: whether rows have masks of structured outputs.
+    has_masks: True if rows have masks of structured outputs.
     """
 
     penalises: bool = False
@@ -69,8 +69,8 @@ class HeadExtras:
         self._measure = find_kernel("logprobs", "measure")
         self._masks = build_mask_buffer(max_samples, device)
         self._packing = Packing(PENALTY_INPUTS, {"samples": max_samples})
-        self._penalties: Tensor | None = None  # packed penalties
-        self._words: Tensor | None = None  # of `Measured`
+        self._penalties: Tensor | None = None  # buffer of packed penalties
+        self._words: Tensor | None = None  # buffer of `Measured`
         # Of the step launched last: a step that is undone drops it.
         self._late_draw: Callable[[], LateDraw | None] = lambda: None
 
@@ -99,7 +99,7 @@ class HeadExtras:
 
         Args:
             draw: launches the draw, after `upload`.
-            report: as in `PendingTokens`.
+            report: log-probabilities of the step, see `PendingTokens`.
         """
         # Penalties are sent by `upload`, from tokens that the host knows by then.
         if not head.has_masks or self._masks is None or head.penalises or not self._masks.begin(sequences, positions):

@@ -23,8 +23,8 @@ class LateDraw:
 
     Args:
         draw: launches it, once; None if there is nothing to draw.
-        reported: as in `PendingTokens`.
-        on_drop: called if it is dropped without a launch, as by a step that is undone.
+        reported: report of the step, see `PendingTokens`.
+        on_drop: callback if it is dropped without a launch, as by a step that is undone.
     """
 
     def __init__(

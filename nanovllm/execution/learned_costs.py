@@ -31,7 +31,8 @@ NUM_ERRORS = 100
 # margin = this percentile of measured / predicted over so many prefill steps. A request waits for some ten such steps:
 # at 95 % two requests in five would have a gap above the goal, and 99 % cost more first tokens.
 NUM_EXCESSES, KEPT_SHARE = 300, 0.98
-# itl_goal="auto": a time at which text still flows, for 5 % of a batch at most, or what so many blocks take.
+# itl_goal="auto", on a CPU and a GPU: text still flows, at a cost of at most 5 % of a batch; or the time of so many
+# blocks, if that is longer.
 DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
 # A CPU's ttft_goal with it, in itl_goals: up to the capacity hardly a prompt waits half of them, in a batch most do.
 DEFAULT_TTFT_GOALS = 50
@@ -54,11 +55,11 @@ class RecursiveFit:
         self._knee = cost.knee
         self._coefficients = np.array(cost.coefficients)  # [10]
         size = len(self._coefficients)
-        self._products = np.zeros((size, size))  # Decaying sum of outer products of rows
-        self._sums = np.zeros(size)  # Decaying sum of rows
+        self._products = np.zeros((size, size))  # sum of outer products of rows, decays with each step
+        self._sums = np.zeros(size)  # sum of rows, decays with each step
         self._squares = np.zeros(size)  # the last square of each column that was not 0
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
-        self._excess: deque[float] = deque(maxlen=NUM_EXCESSES)  # Measured / predicted seconds of steps with chunks
+        self._excess: deque[float] = deque(maxlen=NUM_EXCESSES)  # ratios measured / predicted of steps with chunks
         self._in_a_row = {False: 0, True: 0}  # misses of steps without and with chunks
 
     @classmethod
@@ -186,7 +187,7 @@ def relative_decode_cost(cost: DeviceCost, config: EngineConfig) -> float:
 class LearnedCosts(Observer):
     """`StepCosts` of an engine, which learns from its step records.
 
-    A step's seconds are those that a decode waits for it: since the step before was read, or since its scheduling.
+    A step's seconds are a decode's wait for it: from the end of the previous step, or from its own scheduling.
 
     when_learned: Callback that gets the engine's time after each step with chunks.
 

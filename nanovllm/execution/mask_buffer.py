@@ -32,7 +32,7 @@ class MaskBuffer:
         self._device = device
         self._token_masks = token_masks
         self._buffer: Tensor | None = None  # int32: the mask of each sample, or -1; then the masks
-        self._num_words = 0  # of a mask
+        self._num_words = 0  # words of a mask
         # Pinned, as an array, and the end of the copy from it.
         self._hosts: deque[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = deque()
         self._threads: Any = None
@@ -47,7 +47,7 @@ class MaskBuffer:
         self.wait()
         self._hosts.rotate()
         _, words, is_copied = self._hosts[0]
-        is_copied.synchronize()  # of two steps before
+        is_copied.synchronize()  # the copy of two steps before reads this array
         words[: self._max_samples] = -1
         words[rows] = range(len(rows))
         masks = words[self._max_samples :][: len(rows) * self._num_words].reshape(len(rows), -1)

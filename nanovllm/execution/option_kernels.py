@@ -29,7 +29,7 @@ def use_gpu(model: Any, device: str, dtype: str) -> None:
     """Use a GPU's libraries once, then compile the kernels of a model's options, if its folder names its vocabulary.
 
     Args:
-        model, dtype: as for `LLM`.
+        model, dtype: arguments of `LLM`.
     """
     with suppress(Exception), DEVICE_LOCK, torch.no_grad():  # the engine meets an error again
         table = torch.ones(64, 64, dtype=torch.bfloat16, device=device)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-CLOSE_SECONDS = 30.0  # for writing at the end
-MIN_CHUNK_STEPS = 3  # measured before the predicted time to compute counts
-WRITES_BETWEEN_LOOKS = 64  # whether the other ranks still write
-LOOK_SECONDS = 10.0  # between looks whether they write again, such as after another process has gone
+CLOSE_SECONDS = 30.0  # most time for writing at the end
+MIN_CHUNK_STEPS = 3  # fewest steps with chunks before the predicted time to compute counts
+WRITES_BETWEEN_LOOKS = 64  # number of orders between two looks whether the other ranks still write
+LOOK_SECONDS = 10.0  # time between looks whether they write again, such as after another process has gone
 DECODES_SKIPPED = 16  # steps without chunks for each that is learned from
 
 _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
@@ -54,10 +54,10 @@ class PrefixTiers(Observer):
     """The tiers of an engine's block manager, which it attaches.
 
     Args:
-        manager: without entries.
-        fit: of the time to compute; learns from steps with prompts, and from a few others.
-        seed: everything that KV depends on besides tokens and salt.
-        orders: to the other ranks.
+        manager: block manager without entries.
+        fit: costs of computing; learns from steps with prompts, and from a few others.
+        seed: identity of all that KV depends on besides tokens and salt.
+        orders: connection to the other ranks; None on one rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PrefixTiers(Observer):
         self._fit = fit
         self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
         self._num_skipped = 0  # steps since the last one that was learned from
-        self._keeps_all = config.prefix_cache_host_bytes is not None  # else only likely hits, in files
+        self._keeps_all = config.prefix_cache_host_bytes is not None  # files alone keep only likely hits
         self._num_writes, self._is_alone = 0, False  # orders to other ranks; whether these do not write
         self._next_look = 0.0  # time to ask other ranks again, after they did not write
         self._lock = threading.Lock()
@@ -213,7 +213,7 @@ class PrefixTiers(Observer):
                         self._write_all()
                         if self._orders is not None:
                             self._orders.finish(CLOSE_SECONDS)
-                except DeviceError:  # of a rank that is gone
+                except DeviceError:  # a rank is gone
                     pass
                 finally:
                     self.directory.close()
@@ -274,8 +274,8 @@ def open_tiers(
     """The tiers of an engine.
 
     Args:
-        manager: of `build_block_manager`, with tiers.
-        digest: of the model; None without files.
+        manager: block manager of `build_block_manager`, with tiers.
+        digest: fingerprint of the model; None without files.
     """
     assert isinstance(manager, TieredBlocks)
     binding, pools = runner.binding, runner.pools

@@ -105,7 +105,7 @@ class RankSampler(Sampler):
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
         if logits.device.type == "cpu":
             return super()._draw(logits, sequences, positions)
-        inputs = DrawInputs.from_sequences(sequences, positions)  # by rank 0 alone, of whole logits
+        inputs = DrawInputs.from_sequences(sequences, positions)  # rank 0 alone gets here, with whole logits
         return self._draw_whole(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
 
     def _own_tokens(self) -> tuple[int, int]:

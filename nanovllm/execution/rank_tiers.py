@@ -1,7 +1,7 @@
 """Tiers of several ranks: each keeps its part of every block, and rank 0's books decide.
 
-Orders go to ranks in one queue with the steps, so all ranks use a slot in one order. Answers come through the ranks'
-store: which parts of a read were right. A block of files is a hit only with all parts::
+Orders go to ranks in one queue with the steps, so all ranks use a slot in one order. A rank answers through the ranks'
+store which parts of a read were right. A block of files is a hit only with all parts::
 
     rank 0    order: read 7 | its own part ....... | all parts are right: a hit | step with copies
     rank 1                  | its part, answer 7 ............. |                | the copies of the step
@@ -32,7 +32,7 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.ranks import Ranks
 
 POLL_SECONDS = 0.001
-ANSWER_SECONDS = 5.0  # that a rank may take to answer at the end: else it is stuck in a step
+ANSWER_SECONDS = 5.0  # most time until a rank answers at the end; a slower one is stuck in a step
 
 
 class Part(NamedTuple):
@@ -87,7 +87,7 @@ class RankOrders:
             number = next(self._numbers)
             self._send("answer", number)
             self._answers(number, ANSWER_SECONDS)
-            self._end = time.monotonic() + ANSWER_SECONDS  # of reads in progress, which nobody needs any more
+            self._end = time.monotonic() + ANSWER_SECONDS  # reads in progress get this long; nobody needs them any more
             return True
         self._end = time.monotonic()
         return False
@@ -149,7 +149,7 @@ class RankTiers:
 
     def tell_writer(self, number: int) -> None:
         if self._directory is not None:
-            self._directory.take_over(now=True)  # after rank 0, so that one engine has the folders of all ranks
+            self._directory.take_over(now=True)  # rank 0 goes first, so that one engine has the folders of all ranks
         self.answer(number, str(int(self._directory is not None and self._directory.is_writer)))
 
     def write(self, before: bytes, is_first: bool, group: int, tokens: bytes, block: int, slot: int | None) -> None:
@@ -185,7 +185,7 @@ class RankTiers:
         assert self._directory is not None
         while not self._damaged.empty():
             node, group, place = self._damaged.get()
-            if node.places.get(group) == place:  # else it was written again
+            if node.places.get(group) == place:  # another place means that it was written again
                 self._directory.damaged(node, group)
 
     def finish(self, number: int) -> None:
@@ -208,7 +208,7 @@ class RankTiers:
                 self._memory.settle()
                 for part, slot in parts:
                     right.append(part is not None and self._is_right(part, slot, files))
-            except Exception:  # of a device that failed: the rank's next step says so
+            except Exception:  # the device has failed: the rank's next step says so
                 pass
             finally:
                 for file in files.values():

@@ -49,7 +49,7 @@ class _Rehearsal(NamedTuple):
 @cache
 def _rehearsals(*, embeds: bool, drafts: bool) -> list[_Rehearsal]:
     found = [_Rehearsal(SamplingParams(**options)) for options in _OPTIONS]
-    found.append(_Rehearsal(SamplingParams(), copies=(Copy(0, NULL_BLOCK, NULL_BLOCK),)))  # as samples and forks do
+    found.append(_Rehearsal(SamplingParams(), copies=(Copy(0, NULL_BLOCK, NULL_BLOCK),)))  # a sample's or fork's copy
     if embeds:
         found.append(_Rehearsal(EmbeddingParams()))
     if drafts:
@@ -80,7 +80,7 @@ def rehearse_at_start(runner: Any, capture_head: Callable[[], bool]) -> None:
     try:
         while capture_head():
             pass
-    except Exception:  # of a device, it comes again
+    except Exception:  # an error of the device comes again
         logger.info("a head with rare options was not captured", exc_info=True)
 
 

@@ -38,8 +38,8 @@ from nanovllm.sampling.noise import GAMMA_32, signed_32
 
 logger = logging.getLogger("nanovllm")
 
-_MOST_ROWS = 8  # of a stack
-_NUM_BUFFERS = 8  # for tokens of steps that the host has not read; two are in flight
+_MOST_ROWS = 8  # most rows of a stack
+_NUM_BUFFERS = 8  # buffers for tokens that the host has not read; two steps are in flight
 _DTYPES: dict[str, Any] = {
     **dict.fromkeys(("sample_rows", "noise_keys", "token_ids", "positions", "slot_mapping"), np.int64),
     **dict.fromkeys(("inverse_temperatures", "noise_scales"), np.float32),
@@ -53,7 +53,7 @@ class PackedLaunch:
     """The launch of steps of one number of rows, padding included.
 
     Args:
-        logits: as in `StackedStep.token_step`.
+        logits: [num_rows, vocab_size], buffer to write the logits to; None: not written.
     """
 
     def __init__(self, step: StackedStep, num_rows: int, sampled: Tensor, logits: Tensor | None = None) -> None:
@@ -117,7 +117,7 @@ class StackedSteps:
         """Pack a step of plain sequences; returns its launch, to `PendingTokens`, or None for another step."""
         count, sequences = layout.num_tokens, batch.sampling
         if batch.copies or not count == len(sequences) == layout.num_decodes:
-            return None  # else each row is sampled, in some order
+            return None  # the launch samples each row once, in any order
         launch = next((launch for num_rows, launch in self._launches.items() if num_rows >= count), None)
         if launch is None:
             return None
@@ -165,7 +165,7 @@ class StackedSteps:
         if temperature:
             inputs: Any = DrawInputs.from_sequences(samples, layout.sampled_positions.tolist()).to_device(device)
             is_right = tokens == draw(own, inputs, has_filters=False)
-        else:  # of equal logits either is right
+        else:  # either of equal logits is right
             is_right = own.gather(1, tokens[:, None])[:, 0] == own.amax(dim=1)
         if not is_right.all():
             raise NotFusedError("its tokens are others than its logits give")

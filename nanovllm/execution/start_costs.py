@@ -9,7 +9,7 @@ from pathlib import Path
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.execution.cost_model import CostModel
 
-REPEATS = 3  # of each step; the fastest counts, and one of a second is not repeated
+REPEATS = 3  # runs of each step; the fastest counts, and a step of over a second runs once
 LONG_STEP = 0.25  # seconds; after a first step that takes longer, none of several sequences is tried
 
 

@@ -25,7 +25,7 @@ class Packing:
     """Offsets of arrays in a buffer of 32-bit words; see `StepInput.sizes` for the names in `sizes`."""
 
     def __init__(self, inputs: Sequence[StepInput], sizes: Mapping[str, int]) -> None:
-        self.num_words = 0  # without an array that takes the rest
+        self.num_words = 0  # words of all arrays but one that takes the rest
         self._spans: list[tuple[StepInput, slice, tuple[int, ...]]] = []
         for each in inputs:
             if each.sizes is None:
@@ -33,7 +33,7 @@ class Packing:
                 continue
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in each.sizes)
             item_words = np.dtype(each.dtype).itemsize // 4
-            start = -(-self.num_words // item_words) * item_words  # aligned
+            start = -(-self.num_words // item_words) * item_words  # views need an aligned start
             self.num_words = start + prod(shape) * item_words
             self._spans.append((each, slice(start, self.num_words), shape))
 
@@ -107,7 +107,7 @@ class RowInputs(StepFeature):
     def fill(self, to: Any, step: HostStep) -> None:
         layout, real, padded = step.layout, step.layout.num_decodes, step.num_decodes
         slots = to.slot_mapping if self._kind_groups else [to.slot_mapping]
-        layouts = layout, *layout.others  # of each group
+        layouts = layout, *layout.others  # layouts of all groups
         slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
         values = layout.token_ids, layout.positions, *slots_of_kinds
         for rows, of_layout in zip((to.token_ids, to.positions, *slots), values, strict=True):

@@ -22,16 +22,16 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.mixers import Mixers
 from nanovllm.process.device import find_kernel
 
-DEFAULT_HOST_BYTES = 2**30  # that files are read into, where no host tier is asked for
+DEFAULT_HOST_BYTES = 2**30  # host memory that files are read into, where no host tier is asked for
 
 
 @dataclass(frozen=True, slots=True)
 class TierStorage:
     """Storage of one rank.
 
-    books: of rank 0; other ranks know blocks of their files by them.
+    books: index of stored blocks; rank 0's decides, other ranks find the blocks of their files by it.
     directory: None for host memory alone.
-    seed: everything that KV depends on besides tokens and salt, as files name it; None without files.
+    seed: identity of all that KV depends on besides tokens and salt, as files name it; None without files.
     """
 
     memory: HostMemory
@@ -44,7 +44,7 @@ class TierStorage:
         """Open host memory and files. The caches are allocated.
 
         Args:
-            digest: of the model, or of this rank's shard, by `model.fingerprint`; None without files.
+            digest: fingerprint of the model, or of this rank's shard, by `model.fingerprint`; None without files.
 
         Raises ValueError for bytes that hold no block or recurrent state, or that cannot be pinned.
         """

@@ -42,9 +42,9 @@ keep_import_index()
 from nanovllm.build import run_worker
 run_worker(int(sys.argv[1]), int(sys.argv[2]))
 """
-CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
-HANG_SECONDS = 60.0  # without a heartbeat, after which a process counts as ended
-ENDING_SECONDS = 2.0  # between a worker's lost connections and its exit code, on a busy host
+CLOSE_SECONDS = 5.0  # most time for a process to end after it was asked to
+HANG_SECONDS = 60.0  # time without a heartbeat after which a process counts as ended
+ENDING_SECONDS = 2.0  # most time between a worker's lost connections and its exit code, on a busy host
 _POLL_SECONDS = 1.0
 _MEETING_POLL_SECONDS = 0.1
 _LOST = (EOFError, OSError, RuntimeError)  # errors of a connection to a dead worker
@@ -54,8 +54,8 @@ _LOST = (EOFError, OSError, RuntimeError)  # errors of a connection to a dead wo
 class Start:
     """Start message of a worker.
 
-    port: of rank 0's store on this host.
-    num_threads: of a CPU's cores.
+    port: port of rank 0's store on this host.
+    num_threads: this rank's share of a CPU's cores; None on a GPU.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class WorkerProcesses:
         size = config.tensor_parallel_size
         self._is_closing = False
         self._failure: str | None = None
-        self._lock = threading.Lock()  # of the ends of processes
+        self._lock = threading.Lock()  # guards the ends of processes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._orders: list[Connection[Any, Any]] = []
         self._lifelines: list[Connection[Any, Any]] = []
@@ -122,7 +122,7 @@ class WorkerProcesses:
         while not futures.wait((meeting,), _MEETING_POLL_SECONDS).done:
             self.check()
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # which holds for one thread
+            torch.cuda.set_device(device)  # the current device is per thread
         return meeting.result()
 
     def _start(self, start: Start) -> None:

@@ -55,7 +55,7 @@ class OldObjectsFrozen:
 
     OF_PYTHON = 1000  # most objects frozen by the interpreter; 3.12 freezes some hundred
     COLLECTS_EVERY = 60.0  # seconds of such calls, or a tenth of that
-    AFTER_CALLS = 1000  # after this many calls
+    AFTER_CALLS = 1000  # number of calls from which on a tenth of COLLECTS_EVERY is enough
 
     _lock = threading.RLock()  # a collection may run finalizers of any kind
     # Weak: a call interrupted at its start or end is removed when it is freed, and the next call thaws for it.
@@ -63,7 +63,7 @@ class OldObjectsFrozen:
     _has_frozen = False
     _is_for_good = False
     _begin = 0.0
-    _seconds, _count = 0.0, 0  # of calls since the last collection
+    _seconds, _count = 0.0, 0  # sums over calls since the last collection
 
     def __enter__(self) -> None:
         cls = OldObjectsFrozen
@@ -101,7 +101,7 @@ class OldObjectsFrozen:
         with cls._lock:
             gc.collect()
             gc.freeze()
-            gc.collect()  # of no objects: the count of the last full collection decides when the next is due
+            gc.collect()  # collects nothing; its count decides when the next full collection is due
             cls._has_frozen, cls._is_for_good = False, True  # no call thaws
             cls._follow_calls()
 
@@ -129,7 +129,7 @@ class OldObjectsFrozen:
                 try:
                     gc.freeze()
                 finally:
-                    gc.unfreeze()  # into the oldest generation
+                    gc.unfreeze()  # all objects are now in the oldest generation
 
     @classmethod
     def forget_calls(cls) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HUGE_PAGE_BYTES = 2 * 2**20  # on most systems
+HUGE_PAGE_BYTES = 2 * 2**20  # size on most systems
 _ALIGNMENT = 64  # bytes: a cache line
 _MARGIN = 2**16  # bytes, for padding between tensors
 
@@ -43,7 +43,7 @@ class HugePages:
     """One mapping for consecutive tensors; it lives as long as any of them.
 
     Args:
-        num_bytes: of all tensors; pages are allocated at the first write.
+        num_bytes: bytes of all tensors; pages are allocated at the first write.
         num_taken: bytes that a background thread touches at once: the system clears them, and a virtual machine may
             have to request them from its host, at a millisecond per page.
     """

@@ -102,7 +102,7 @@ def _cached(make: Callable[[], Any], call: str, identity: Callable[[], bytes]) -
     with suppress(OSError, ValueError):  # an unwritable cache; marshal refuses instances of classes
         result = marshal.dumps(made)
         file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(".new")  # shared by processes: the checksum detects concurrent writes
+        written = file.with_suffix(".new")  # all processes share this path; the checksum detects concurrent writes
         written.write_bytes(_digest(identity() + result) + result)
         os.replace(written, file)
     return made

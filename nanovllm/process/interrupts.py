@@ -27,7 +27,7 @@ class InterruptsHeld:
     is_in_step = False  # a second SIGINT then raises at once
     _handler: Callable[[int, FrameType | None], Any] | None = None  # the previous one
     _lets_through = False
-    _holder: ClassVar[InterruptsHeld | None] = None  # of the main thread, the innermost
+    _holder: ClassVar[InterruptsHeld | None] = None  # innermost one of the main thread
 
     def __enter__(self) -> InterruptsHeld:
         is_main = threading.current_thread() is threading.main_thread()

@@ -92,7 +92,7 @@ def node_for_one(
 
     Args:
         affinity: cores on which the process may run.
-        num_cores: of the machine; a smaller affinity is the user's choice.
+        num_cores: cores of the machine; a smaller affinity is the user's choice.
     """
     if len(nodes) < 2 or len(affinity) < num_cores or any(environment.get(name) for name in PLACING):
         return None

@@ -89,7 +89,7 @@ class Reporter(Observer):
         self._unreported: set[str] = set()  # requests that report their first token, and then only their end
         self._num_prompt_logprobs: dict[str, int] = {}
         self._tokens = TokenSender()
-        self._answers: dict[str, AnswerLogits] = {}  # by request id
+        self._answers: dict[str, AnswerLogits] = {}  # `AnswerLogits` by request id
         self._last_report = self._last_progress = 0.0
 
     def prepare(self, sent: Add) -> list[NewRequest]:
@@ -212,7 +212,7 @@ def main(descriptor: int, front: int) -> None:
     if not isinstance(start, Start):
         raise TypeError(f"the first message is {start!r}.")
     setup = pickle.loads(start.setup)
-    logging.basicConfig(format=f"%(name)s: replica {setup['index']}: %(message)s")  # as the command's lines
+    logging.basicConfig(format=f"%(name)s: replica {setup['index']}: %(message)s")  # same form as the command's lines
     logging.getLogger("nanovllm").setLevel(setup["log_level"])
     match_log_format(setup)
     try:

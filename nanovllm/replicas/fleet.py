@@ -30,7 +30,7 @@ class Fleet:
     Args:
         source: the model's folder, file or hub id.
         step_timeout: seconds, see `EngineConfig`.
-        ends_in_order: whether engines have something to write when they are closed, and get the time for it.
+        ends_in_order: True if engines have something to write when they are closed; they get CLOSE_SECONDS for it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Fleet:
         # There is nobody to move the requests of a single one to: its first step may be a long compilation.
         self._stall_seconds = min(STALL_SECONDS, step_timeout) if len(replicas) > 1 else step_timeout
         self._source, self._files = source, stored_files(source)
-        self._hash_seed = ""  # of the first replica that was ready
+        self._hash_seed = ""  # hash seed of the first ready replica; the others must have the same
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -171,7 +171,7 @@ class Fleet:
         os.close(self._wake)
 
     def _close_in_order(self) -> None:
-        """Have engines closed by their processes, within CLOSE_SECONDS; what they still send is dropped."""
+        """Have the processes close their engines, within CLOSE_SECONDS; messages that arrive meanwhile are dropped."""
         closing = set(self.up)
         for replica in closing:
             self.send(replica, Close())

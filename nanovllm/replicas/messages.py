@@ -6,7 +6,7 @@
     Start                    ─────────────▶   builds its engine
                              ◀─────────────   Ready, or LoadFailed
     Add, Abort, ResetCache   ─────────────▶   between two steps
-    Close                    ─────────────▶   ends once it has written what outlives it
+    Close                    ─────────────▶   ends once prefixes and events are written
                              ◀─────────────   Report: outputs, statistics, step records
                              ◀─────────────   Died: the engine has failed for good
 
@@ -50,8 +50,8 @@ from nanovllm.requests.scores import AnswerLogits
 class Start(Struct, tag=True, array_like=True):
     """Order to build an engine.
 
-    setup: pickled options, see `opening`; they never leave the host.
-    sends_records, sends_block_events: whether reports include them.
+    setup: options, pickled, see `opening`; they never leave the host.
+    sends_records, sends_block_events: True if reports include them.
     """
 
     setup: bytes
@@ -166,7 +166,7 @@ class Ready(Struct, tag=True, array_like=True):
     """Resolved options of the engine, and limits of its model.
 
     hash_seed: seed of the block hashes, see `BlockManager`.
-    stats: of the new engine, until its first report.
+    stats: statistics of the new engine, until its first report.
     worker_ids: process ids of its other ranks.
     """
 

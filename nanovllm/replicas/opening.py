@@ -75,7 +75,7 @@ def open_pool(
             fleet.launch(replica)
         from nanovllm.model.loader import load_tokenizer
 
-        own_tokenizer = load_tokenizer(model, tokenizer, config)  # while the replicas load theirs
+        own_tokenizer = load_tokenizer(model, tokenizer, config)  # the replicas load theirs meanwhile
         ready = _wait_until_up(fleet)
     except BaseException:
         fleet.close()
@@ -98,7 +98,7 @@ def start_keeper(pool: ReplicaPool) -> None:
 def _tend(reference: weakref.ref[ReplicaPool]) -> None:
     pause = threading.Event()  # never set
     while (pool := reference()) is not None and pool.tend():
-        del pool  # so that an unused pool is freed during the pause
+        del pool  # the pause must not keep an unused pool alive
         pause.wait(LOOK_SECONDS)
 
 

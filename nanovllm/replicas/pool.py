@@ -56,7 +56,7 @@ class PoolParts:
 
     config: config of one replica, with the smallest limits of all.
     input_processor: makes the requests for `add`.
-    expects_prefixes: whether the prefix indexes include blocks expected from requests in flight.
+    expects_prefixes: True if the prefix indexes include blocks expected from requests in flight.
     """
 
     config: EngineConfig
@@ -89,8 +89,8 @@ class ReplicaPool:
         self.requests: dict[str, PoolRequest] = {}
         self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
         self._fleet, self._parts, self._route = fleet, parts, route
-        self._waiting = WaitingRequests()  # without a replica
-        self._moved: list[PoolRequest] = []  # from replicas that died in this step
+        self._waiting = WaitingRequests()  # requests without a replica
+        self._moved: list[PoolRequest] = []  # requests of replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id)
         self._num_unfinished = 0  # samples
         self._numbers, self._placements, self._step_ids = itertools.count(), itertools.count(), itertools.count(1)
@@ -98,7 +98,7 @@ class ReplicaPool:
         self._death: BaseException | None = None
         self._process_id = os.getpid()
         self._records: list[StepRecord] = []  # not yet passed to observers
-        self._lock = threading.RLock()  # between the owner's thread and `tend`
+        self._lock = threading.RLock()  # `tend` runs in another thread than the owner's steps
         self._is_closed = False
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -240,7 +240,7 @@ class ReplicaPool:
                 self._bury(replica)
             self._fleet.restart()
             if self._moved or self._waiting.may_admit:
-                moved, self._moved = self._moved, []  # after all deaths of this step are known
+                moved, self._moved = self._moved, []  # all deaths of this step are known here
                 self._place([request for request in moved if not request.is_ended])
         except BaseException as error:  # such as a second Ctrl-C: received reports may be lost
             self._death = self._death or RuntimeError(f"a step was cut off by {error!r}")
@@ -262,13 +262,13 @@ class ReplicaPool:
         if (tokens := report.tokens) is not None:
             rows = zip(tokens.placements, tokens.texts, tokens.token_ids, strict=True)
             for placement, text, token_id in rows:
-                if (request := replica.requests.get(placement)) is not None:  # else aborted
+                if (request := replica.requests.get(placement)) is not None:  # an aborted request is not there
                     self.outputs.append(request.record_token(text, token_id, tokens.time))
         self._records += report.records
 
     def _deliver(self, replica: ReplicaQueue, sent: SentOutput) -> None:
         request = replica.requests.get(sent.placement)
-        if request is None:  # aborted, or ended by its deadline
+        if request is None:  # it was aborted, or its deadline ended it
             return
         output = request.record(sent)
         replica.prefixes.settle(sent.request_id)  # its prompt is cached

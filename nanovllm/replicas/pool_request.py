@@ -47,9 +47,9 @@ class PoolRequest:
 
     placement: number of its latest assignment to a replica; -1 before the first.
     replica: index of its replica; None while it waits for one.
-    samples, metrics: as last reported.
+    samples, metrics: last report of its replica.
     num_deaths: deaths of replicas that may have run it, since its last new token.
-    has_begun: whether its current replica has reported a token.
+    has_begun: True once its current replica has reported a token.
     """
 
     def __init__(self, new: NewRequest) -> None:
@@ -96,7 +96,7 @@ class PoolRequest:
             return self._output([completion.to_output() for completion in sent.completions], is_finished=True)
         self.has_begun = True
         for completion in sent.completions:
-            if completion.token_ids:  # else it restarts in each replica
+            if completion.token_ids:  # an empty output is no progress: earlier deaths still count
                 self.num_deaths = 0
             sample = self.samples[completion.index]
             sample.text += completion.text
@@ -121,7 +121,7 @@ class PoolRequest:
         first, last, num_gaps, longest = (
             before.first_token_time, before.last_token_time, before.num_output_tokens, before.max_itl,
         )  # fmt: skip
-        assert first is not None and last is not None  # known since its first token
+        assert first is not None and last is not None  # its first token set both
         itl = time - last
         self.metrics = RequestMetrics(
             before.arrival_time,

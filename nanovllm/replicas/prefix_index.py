@@ -14,7 +14,7 @@ from struct import Struct
 from nanovllm.core.block_hashes import HASH_BYTES, num_leading_hits
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
 
-MAX_EXPECTED = 256  # expected blocks per prompt after its hits; bounds the hashing
+MAX_EXPECTED = 256  # most blocks expected per prompt after its hits; bounds the hashing
 
 _RUN = Struct("<BI")  # kind of the events, number of hashes
 _KINDS: dict[type, int] = {AllForgotten: 0, Findable: 1, Forgotten: 2}

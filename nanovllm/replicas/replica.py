@@ -64,7 +64,7 @@ class Replica(ReplicaQueue):
         self.num_restarts = 0
         self.silence = 0.0  # seconds without a message, while the replica had work and the front listened
         self.start_time: float | None = None  # time of the next restart
-        self._num_deaths = 0  # in a row
+        self._num_deaths = 0  # consecutive deaths
         self._up_since = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: tuple[ForeignProcess, ...] = ()  # its other ranks, until the next launch

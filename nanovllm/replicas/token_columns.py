@@ -12,7 +12,7 @@ from nanovllm.core.outputs import RequestOutput
 class TokenColumns(Struct, array_like=True):
     """One more token of each of several requests with one sample; a row each.
 
-    time: of all these tokens; the front computes their latencies.
+    time: one time for all these tokens, in seconds; the front computes their latencies.
     """
 
     time: float

@@ -12,7 +12,7 @@ def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bo
     """Requests of a dead replica that its scheduler may have run; it had not reached the rest of its queue.
 
     Args:
-        ages: whether priorities age. Then, or with several clients, the order of the queue is unknown here.
+        ages: True if priorities age. Then, or with several clients, the order of the queue is unknown here.
     """
     ordered = sorted(requests, key=lambda request: (request.new.priority, request.placement))
     if ages or len({request.new.client for request in ordered}) > 1:
