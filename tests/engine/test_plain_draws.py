@@ -9,7 +9,6 @@ import torch
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import Sequence
-from nanovllm.sampling.draw import DrawInputs, best_on_cpu, draw, draw_on_cpu
 from nanovllm.sampling.sampler import Sampler
 from tests.engine.blocks import make_sequence
 
@@ -59,17 +58,6 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(options):
     assert (np.abs(counts - NUM_DRAWS * expected) <= 5 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_captured_draw_takes_the_tokens_of_the_one_row_by_row(options):
-    """A GPU draws all rows alike, by a sort; a CPU goes row by row, and searches the largest tokens first."""
-    logits, sequences = logits_of(64, 3000), many(64, **options)
-    inputs = DrawInputs.from_sequences(sequences, [3] * 64)
-    captured = draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
-    assert captured.tolist() == draw_on_cpu(logits, inputs).tolist()
-    if not inputs.has_filters():
-        assert captured.tolist() == draw(logits, inputs.to_device(logits.device)).tolist()
-
-
 def test_greedy_rows_take_the_most_probable_token_and_ties_go_to_the_lowest_id():
     logits = logits_of(20, 100)
     logits[0, [30, 60]] = logits[0].max() + 1
@@ -92,14 +80,6 @@ def test_another_seed_or_position_is_another_draw():
     by_seed = sample(logits, many(300))
     by_position = sample(logits, [make_sequence([1], seed=5)] * 300, [*range(300)])
     assert len({*by_seed}) == len({*by_position}) == 50
-
-
-def test_a_part_of_the_vocabulary_draws_by_the_noise_of_its_own_tokens():
-    logits, inputs = logits_of(6, 90), DrawInputs.from_sequences(many(6), [2] * 6)
-    largest = logits.amax(dim=-1)
-    parts = [best_on_cpu(logits[:, a:b], inputs, largest=largest, first_token=a) for a, b in ((0, 40), (40, 90))]
-    scores, tokens = (torch.stack(each) for each in zip(*parts, strict=True))
-    assert tokens.gather(0, scores.argmax(dim=0)[None])[0].tolist() == draw_on_cpu(logits, inputs).tolist()
 
 
 def test_a_nucleus_wider_than_what_is_searched_first_is_whole():
