@@ -14,7 +14,7 @@ import torch
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import kinds_of
-from nanovllm.core.config import EngineConfig
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.process.device import cpp_compiler
 
 logger = logging.getLogger("nanovllm")

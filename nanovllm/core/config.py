@@ -10,25 +10,19 @@ from typing import Any
 
 from nanovllm.core import option_checks, plain_config
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
-from nanovllm.core.option_checks import MIN_GOAL_S, share, weights
+from nanovllm.core.option_checks import MIN_GOAL_S, weights
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.plain_config import NOT_SET
 from nanovllm.core.sampling_params import MODEL_OPTIONS
 from nanovllm.core.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
-from nanovllm.core.validation import integer, matching, one_of, real
+from nanovllm.core.validation import integer, matching, one_of, real, share
 
 logger = logging.getLogger("nanovllm")
 
-ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
 RETIRED_BACKEND = "flash"  # runs as "flex" until 0.4
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
-DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4")
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
-
-
-def _attention_backend(name: str, value: Any) -> Any:
-    return value if value == RETIRED_BACKEND else one_of(name, value, ATTENTION_BACKENDS)
 
 
 def _goal(name: str, value: Any) -> Any:
@@ -63,11 +57,7 @@ class _InOrder:
 
     __slots__ = ()
 
-    dtype: str = option(
-        "auto",
-        'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".',
-        check=partial(one_of, choices=DTYPES),
-    )
+    dtype: str
     device: str
     max_model_len: int
     max_num_batched_tokens: int
@@ -101,14 +91,8 @@ class _InOrder:
     )
     block_size: int
     num_kv_blocks: int
-    kv_cache_memory_bytes: int | None = option(
-        None, "memory for the KV cache in bytes; overrides gpu_memory_utilization."
-    )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "share of the GPU's memory for this process, weights and activations included.",
-        check=partial(share, high=1),
-    )
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
     kv_cache_touch: str
     window_pool_share: float | None = option(
         None,
@@ -133,22 +117,11 @@ class _InOrder:
     max_num_partial_prefills: int
     max_long_partial_prefills: int
     long_prefill_token_threshold: int
-    attention_backend: str = option(
-        "auto",
-        '"flex", "sdpa", "cpp" (CPU only) or "auto".',
-        check=_attention_backend,
-    )
-    enforce_eager: bool = option(False, "disable compilation.")
+    attention_backend: str
+    enforce_eager: bool
     overlap: bool
-    cuda_graphs: bool = option(
-        NOT_SET,
-        'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex". '
-        "Default: wherever it is supported.",
-    )
-    skip_tokenizer_init: bool = option(
-        False,
-        "load no tokenizer: prompts are token ids, and outputs have no text. A folder without a tokenizer needs it.",
-    )
+    cuda_graphs: bool
+    skip_tokenizer_init: bool
     allow_control_tokens_in_messages: bool = option(
         False,
         "parse control tokens spelled out in messages, which lets a message end its turn or open one of another "
@@ -228,10 +201,10 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
     """Options of one engine."""
 
     def __post_init__(self) -> None:
-        plain_config.EngineConfig.__post_init__(self)
         if self.attention_backend == RETIRED_BACKEND:
             logger.warning("attention_backend='flash' is retired and runs as 'flex'; leave it out")
             object.__setattr__(self, "attention_backend", "flex")
+        plain_config.EngineConfig.__post_init__(self)
         for mode in (REPLICAS, TENSOR_PARALLEL):
             if getattr(self, mode) != 1:
                 check_options(self, mode)

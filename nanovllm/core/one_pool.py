@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from nanovllm.core.config import EngineConfig
+from nanovllm.core.plain_config import EngineConfig
+
+Config = TypeVar("Config", bound=EngineConfig)
 
 
 class OnePool(NamedTuple):
@@ -40,18 +42,14 @@ class OnePool(NamedTuple):
         return layout
 
 
-def one_pool(
-    config: EngineConfig, binding: Any, memory_bytes: int, *, max_model_len_is_set: bool
-) -> tuple[EngineConfig, OnePool]:
+def one_pool(config: Config, binding: Any, memory_bytes: int, *, max_model_len_is_set: bool) -> tuple[Config, OnePool]:
     """Resolve num_kv_blocks for a hooked model; arguments and errors as of `resolve_pool`."""
     block_bytes = binding.caches.num_bytes(config.block_size)
     config = resolve_pool(config, block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
     return config, OnePool(config.num_kv_blocks, block_bytes)
 
 
-def resolve_pool(
-    config: EngineConfig, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool
-) -> EngineConfig:
+def resolve_pool(config: Config, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool) -> Config:
     """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
 
     Args:

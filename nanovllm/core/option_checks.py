@@ -36,12 +36,6 @@ class FrozenDict(dict[Key, Value]):
         return type(self), (dict(self),)
 
 
-def share(name: str, value: Any, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < float(value) <= high:
-        raise ValueError(f"{name} is {value!r}; it must be a number above 0 and at most {high}.")
-    return float(value)
-
-
 def biases(name: str, value: Any) -> FrozenDict[int, float]:
     if value is None:
         return FrozenDict()

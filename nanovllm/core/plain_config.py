@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any, Self
 
 from nanovllm.core.option_fields import option
-from nanovllm.core.validation import ageing, check_fields, integer, matching, one_of, string
+from nanovllm.core.validation import ageing, check_fields, integer, matching, one_of, share, string
 
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
+ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -72,6 +74,11 @@ def _block_size(name: str, value: Any) -> Any:
 class EngineConfig:
     """Options of one engine."""
 
+    dtype: str = option(
+        "auto",
+        'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".',
+        check=partial(one_of, choices=DTYPES),
+    )
     device: str = option(
         "auto",
         '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".',
@@ -106,6 +113,14 @@ class EngineConfig:
         "blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and gpu_memory_utilization.",
         check=partial(integer, low=2),
     )
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory for the KV cache in bytes; overrides gpu_memory_utilization."
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of the GPU's memory for this process, weights and activations included.",
+        check=partial(share, high=1),
+    )
     kv_cache_touch: str = option(
         "idle",
         'when a CPU\'s KV cache takes memory: "idle" (ahead of use, while no request runs) or "none" (when blocks are '
@@ -125,7 +140,22 @@ class EngineConfig:
         "per-prompt token cap per step while others wait, for a prompt or for their next token. Default: half of "
         "max_num_batched_tokens.",
     )
+    attention_backend: str = option(
+        "auto",
+        '"flex", "sdpa", "cpp" (CPU only) or "auto".',
+        check=partial(one_of, choices=ATTENTION_BACKENDS),
+    )
+    enforce_eager: bool = option(False, "disable compilation.")
     overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
+    cuda_graphs: bool = option(
+        NOT_SET,
+        'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex". '
+        "Default: wherever it is supported.",
+    )
+    skip_tokenizer_init: bool = option(
+        False,
+        "load no tokenizer: prompts are token ids, and outputs have no text. A folder without a tokenizer needs it.",
+    )
     record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
     seed: int = option(
         0,

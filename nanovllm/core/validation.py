@@ -46,6 +46,12 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
+def share(name: str, value: Any, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < float(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0 and at most {high}.")
+    return float(value)
+
+
 def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")

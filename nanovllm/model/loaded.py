@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model.config_fields import positions_of
 

@@ -11,7 +11,8 @@ import pytest
 
 from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, StructuredOutput
 from nanovllm.cli import conversation
-from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
+from nanovllm.core.config import QUANTIZATIONS, ROUTING_POLICIES
+from nanovllm.core.plain_config import ATTENTION_BACKENDS
 from nanovllm.model.gguf.architectures import ARCHITECTURES
 from nanovllm.model.sizes import DTYPE_BYTES, QUANTISED_BYTES, kv_layers
 from nanovllm.requests.infill import MARKERS
