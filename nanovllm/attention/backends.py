@@ -14,9 +14,8 @@ import torch
 
 from nanovllm.attention.no_attention import NoAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
-from nanovllm.attention.plain import may_compile
+from nanovllm.attention.plain import PlainAttention, may_compile
 from nanovllm.attention.scores import scores_of
-from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import KernelBuildError, ProcessorClassError
@@ -135,23 +134,12 @@ class AttentionChoice:
 
             return GroupedAttention(self, layers, device, config, pools.paged)
         kinds = kinds_of(layer.traits for layer in layers)
-        if self.backend == "flex" and not uncompiled:
-            from nanovllm.attention.flex_cpu import FlexAttention
-
-            return FlexAttention(
-                num_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-                kinds=kinds,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                device=device,
-            )
         if self.kernels and not uncompiled:
             from nanovllm.attention.cpp import CppAttention
 
             return CppAttention(kinds, self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size)
-        block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
-        return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device, scores_of(kinds))
+        plain = PlainAttention("flex" if self.backend == "flex" and not uncompiled else "sdpa")
+        return plain.build(layers, device, config, scores=scores_of(kinds))
 
 
 def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTraits], str | None]) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,22 +77,25 @@ class FlexAttention:
         count = layout.num_decodes
         firsts, lasts = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
         tables, starts = self._block_tables(layout.entries, firsts, lasts)
+        parts = []
         if count:
             decodes = TileRows(tables, starts[:count], lasts[:count], lasts[:count], lasts[:count])
-            for of_decodes, _ in self._tables.values():
-                of_decodes.fill(decodes)
-        if count == len(firsts):
-            return FlexPlan(self, count, 0, torch.zeros(0, dtype=torch.int64, device=self.device))
-        size, firsts, lasts = self.block_size, firsts[count:], lasts[count:]
-        num_tiles = lasts // size - firsts // size + 1  # of each chunk
-        positions = runs(firsts // size, num_tiles) * size
-        starts, first_rows, last_rows = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
-        first_rows, last_rows = np.maximum(first_rows, positions), np.minimum(last_rows, positions + size - 1)
-        chunks = TileRows(tables, starts, positions, first_rows, last_rows)
-        for _, of_chunks in self._tables.values():
-            of_chunks.fill(chunks)
-        chunk_rows = runs(firsts % size + (num_tiles.cumsum() - num_tiles) * size, lasts - firsts + 1)
-        return FlexPlan(self, count, max(MIN_TILES, len(positions)), torch.from_numpy(chunk_rows).to(self.device))
+            parts.append(self._fill(0, 1, decodes, np.arange(count)))
+        if count < len(firsts):
+            size, firsts, lasts = self.block_size, firsts[count:], lasts[count:]
+            num_tiles = lasts // size - firsts // size + 1  # of each chunk
+            positions = runs(firsts // size, num_tiles) * size
+            of_tiles = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
+            starts, first_rows, last_rows = of_tiles
+            first_rows, last_rows = np.maximum(first_rows, positions), np.minimum(last_rows, positions + size - 1)
+            rows = runs(firsts % size + (num_tiles.cumsum() - num_tiles) * size, lasts - firsts + 1)
+            parts.append(self._fill(1, size, TileRows(tables, starts, positions, first_rows, last_rows), rows))
+        return FlexPlan(self, parts)
+
+    def _fill(self, call: int, size: int, tiles: TileRows, rows: NDArray[np.int64]) -> _Part:
+        for tables in self._tables.values():
+            tables[call].fill(tiles)
+        return _Part(call, size, len(tiles.positions), torch.from_numpy(rows).to(self.device))
 
     def _block_tables(
         self, entries: Sequence[ScheduledSequence], firsts: NDArray[np.int64], lasts: NDArray[np.int64]
@@ -109,14 +113,21 @@ class FlexAttention:
         return np.fromiter(blocks, np.int32, int(counts.sum())), counts.cumsum() - end
 
 
+class _Part(NamedTuple):
+    """The decode tiles of a step, or its chunk tiles."""
+
+    call: int  # 0 for decodes, 1 for chunks
+    size: int  # positions of a tile
+    num_tiles: int
+    rows: Tensor  # [num_tokens] int64: the row of the tiles, of all positions, that each token takes
+
+
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """One step's tiles; `attend` is called once a layer."""
+    """One step's tiles, decodes first; `attend` is called once a layer."""
 
     backend: FlexAttention
-    num_decodes: int
-    num_chunk_tiles: int
-    chunk_rows: Tensor  # [num_chunk_tokens] int64
+    parts: list[_Part]
 
     def attend(
         self,
@@ -129,28 +140,20 @@ class FlexPlan:
     ) -> Tensor:
         """See `AttentionPlan`."""
         num_kv_heads, head_dim = key_cache.shape[1:]
-        groups, value_dim, size = query.shape[1] // num_kv_heads, value_cache.shape[2], self.backend.block_size
-        decode, chunk = self.backend.calls[kind]
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
-        grouped = query.view(-1, num_kv_heads, groups, head_dim)
-        output = query.new_empty(len(query), num_kv_heads, groups, value_dim)
-        if self.num_decodes:
-            n, tiles = self.num_decodes, max(MIN_TILES, self.num_decodes)
-            rows = query.new_zeros(1, num_kv_heads, tiles, groups, head_dim)
-            rows[0, :, :n] = grouped[:n].transpose(0, 1)
-            rows = rows.view(1, num_kv_heads, tiles * groups, head_dim)
-            attended = decode.attend(rows, keys, values, scaling, sinks)
-            output[:n] = attended.view(num_kv_heads, tiles, groups, value_dim)[:, :n].transpose(0, 1)
-        if self.num_chunk_tiles:
-            tiles = self.num_chunk_tiles
-            # [kv head, tile, group, position in block, head_dim]: so that row % block_size is the position
+        grouped = query.view(len(query), num_kv_heads, -1, head_dim)
+        groups, value_dim = grouped.shape[2], value_cache.shape[2]
+        output = query.new_empty(*query.shape[:2], value_dim)
+        counts = [len(part.rows) for part in self.parts]
+        for part, own, to in zip(self.parts, torch.split(grouped, counts), torch.split(output, counts), strict=True):
+            size, tiles = part.size, max(MIN_TILES, part.num_tiles)
+            # [kv head, tile, group, position in tile, head_dim]: so that row % size is the position
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
-            rows[self.chunk_rows] = grouped[self.num_decodes :]
+            rows[part.rows] = own
             rows = rows.view(tiles, size, num_kv_heads, groups, head_dim).permute(2, 0, 3, 1, 4)
             rows = rows.reshape(1, num_kv_heads, tiles * groups * size, head_dim)
-            attended = chunk.attend(rows, keys, values, scaling, sinks)
+            attended = self.backend.calls[kind][part.call].attend(rows, keys, values, scaling, sinks)
             attended = attended.view(num_kv_heads, tiles, groups, size, value_dim).permute(1, 3, 0, 2, 4)
-            attended = attended.reshape(tiles * size, num_kv_heads, groups, value_dim)
-            output[self.num_decodes :] = attended[self.chunk_rows]
-        return output.view(*query.shape[:2], value_dim)
+            to.copy_(attended.reshape(tiles * size, num_kv_heads * groups, value_dim)[part.rows])
+        return output

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
-from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.attention.sdpa import Scores, SdpaAttention
 from nanovllm.cache.kinds import kinds_of
 from nanovllm.core.plain_config import EngineConfig
 from nanovllm.process.device import cpp_compiler
@@ -63,13 +63,18 @@ class PlainAttention:
         return False
 
     def build(
-        self, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig, pools: object = None
+        self,
+        layers: Sequence[AttentionLayer],
+        device: torch.device,
+        config: EngineConfig,
+        pools: object = None,
+        scores: Sequence[Scores | None] = (),
     ) -> AttentionBackend:
-        """The backend; config is fully resolved."""
+        """The backend; config is fully resolved. `scores` as of `SdpaAttention`."""
         kinds = kinds_of(layer.traits for layer in layers)
         if self.backend == "sdpa":
             block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
-            return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
+            return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device, scores)
         from nanovllm.attention.flex_cpu import FlexAttention  # with a part of the compiler, which takes a second
 
         return FlexAttention(

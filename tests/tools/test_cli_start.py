@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nanovllm.attention import backends
+from nanovllm.attention import plain
 from nanovllm.cli import main
 from nanovllm.process.device import cpp_compiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -65,4 +65,4 @@ def test_the_compiler_is_the_one_that_torch_finds(monkeypatch):
     assert cpp_compiler() == get_cpp_compiler()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cpp_compiler() == "no-such-compiler"
-    assert backends._missing_compiler(backends.torch.device("cpu")) == "a C++ compiler"
+    assert plain._missing_compiler(plain.torch.device("cpu")) == "a C++ compiler"
