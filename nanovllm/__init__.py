@@ -24,12 +24,12 @@ _HOMES = {
     "BeamSearchOutput": "nanovllm.features.beams",
     "BeamSearchSequence": "nanovllm.features.beams",
     "CompletionOutput": "nanovllm.core.outputs",
-    "EmbeddingOutput": "nanovllm.core.outputs",
-    "ScoreOutput": "nanovllm.core.outputs",
+    "EmbeddingOutput": "nanovllm.requests.score_outputs",
+    "ScoreOutput": "nanovllm.requests.score_outputs",
     "ErrorKind": "nanovllm.core.outputs",
     "Logprob": "nanovllm.core.outputs",
     "RequestMetrics": "nanovllm.core.outputs",
-    "EngineStats": "nanovllm.core.outputs",
+    "EngineStats": "nanovllm.core.engine_stats",
     "OutputKind": "nanovllm.core.outputs",
     "StepRecord": "nanovllm.observability.step_records",
     "TraceWriter": "nanovllm.observability.trace_writer",
@@ -75,24 +75,16 @@ __all__ = [
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.core.config import EngineConfig
+    from nanovllm.core.engine_stats import EngineStats
     from nanovllm.core.errors import EngineDeadError, ModelLoadError, QueueFullError, StepError, UnsupportedModelError
-    from nanovllm.core.outputs import (
-        CompletionOutput,
-        EmbeddingOutput,
-        EngineStats,
-        ErrorKind,
-        Logprob,
-        OutputKind,
-        RequestMetrics,
-        RequestOutput,
-        ScoreOutput,
-    )
+    from nanovllm.core.outputs import CompletionOutput, ErrorKind, Logprob, OutputKind, RequestMetrics, RequestOutput
     from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
     from nanovllm.core.structured_output import StructuredOutput
     from nanovllm.features.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.features.llm import LLM
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.requests.score_outputs import EmbeddingOutput, ScoreOutput
     from nanovllm.speculation.drafter import Drafter, DraftRequest
 
 

@@ -13,14 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from nanovllm.core.engine_options import EngineOptions
+from nanovllm.core.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.core.errors import QueueFullError
-from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.features.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.requests.chat import Message
+from nanovllm.requests.headless import check_head
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.intake import Intake, IntakeClosedError
 from nanovllm.requests.preparation import (
@@ -186,12 +188,13 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         **options: Any,
     ) -> OutputStream:
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
-        self.limits.check_head()
+        check_head(self.limits)
 
         def prepare(**given: Any) -> list[NewRequest]:
-            limit = self._input_processor.limit_of(sampling_params)
-            token_ids = self._input_processor.chat.apply_to(messages, limit, tools=tools, **(template_options or {}))
-            return self._input_processor.process_each([token_ids], sampling_params, **given, **options)
+            processor = self._input_processor
+            limit, variables = processor.limit_of(sampling_params), template_options or {}
+            token_ids = processor.parts.chat.apply_to(messages, limit, tools=tools, **variables)
+            return processor.process_each([token_ids], sampling_params, **given, **options)
 
         request_ids = [uuid.uuid4().hex if request_id is None else request_id]
         texts, client = (messages, tools), options.get("client")

@@ -202,11 +202,9 @@ def _build_input_processor(
     build = _part("requests.building", "build_input_processor") or InputProcessor
     input_processor: InputProcessor = build(loaded.tokenizer, model_runner.config, limits, clock)
     if budget is not None:
-        input_processor.goals = lambda: budget
-    if not limits.has_head:
-        logger.warning("%s", limits.without_head)
-    elif loaded.tokenizer is not None and (log_ends := _part("requests.turn_end", "log_ends")) is not None:
-        log_ends(loaded.tokenizer, limits.eos_token_ids, input_processor.chat.end_token_ids)
+        input_processor.parts.goals = lambda: budget
+    if (log_ends := _part("requests.building", "log_ends_of")) is not None:
+        log_ends(input_processor)
     return input_processor
 
 

@@ -18,14 +18,14 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedcontainers import SortedList
 
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.core.outputs import EngineStats, ErrorKind, FinishReason, RequestOutput
+from nanovllm.core.outputs import ErrorKind, FinishReason, RequestOutput, SchedulerStats
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
@@ -52,8 +52,8 @@ class EngineObservers(Protocol):
     ) -> None:
         """Report a step read at `time`; advanced: the sequences that got a token or an error from it."""
 
-    def stats(self, scheduler: Scheduler) -> EngineStats:
-        """A snapshot of the scheduler, and figures of recent steps."""
+    def engine_stats(self, engine: Any) -> Any:
+        """A snapshot of an engine, and figures of recent steps."""
 
 
 class NoObservers:
@@ -68,8 +68,8 @@ class NoObservers:
     def step_ended(self, *arguments: Any) -> None:
         pass
 
-    def stats(self, scheduler: Scheduler) -> EngineStats:
-        return EngineStats.of_scheduler(scheduler)
+    def engine_stats(self, engine: Engine) -> SchedulerStats:
+        return engine.scheduler.stats
 
 
 @dataclass(slots=True)
@@ -369,16 +369,11 @@ class Engine:
         """Tokens generated since construction."""
         return self.scheduler.stats.num_output_tokens
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> Any:
+        """The observers' statistics: `EngineStats`, or the scheduler's counters alone."""
         if os.getpid() != self._process_id:
             raise ForkedChildError("Engine", self._process_id)
-        pools, caches = self.block_manager.pools, self.model_runner.binding.caches
-        return replace(
-            self.observers.stats(self.scheduler),
-            kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
-            kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
-            tiers=None if self.tiers is None else self.tiers.stats(),
-        )
+        return self.observers.engine_stats(self)
 
     @property
     def is_dead(self) -> bool:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from nanovllm.core.errors import EngineClosedError, ForkedChildError
-from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.requests.input_processor import Prompt
 
 if TYPE_CHECKING:
-    from nanovllm.streaming.engines import EngineInterface
+    from nanovllm.engine import Engine
 
 
 class Interrupts:
@@ -46,6 +46,12 @@ class Interrupts:
         return items
 
 
+def _build_engine(*model: Any, trace: Any) -> Engine:
+    from nanovllm.build import build_engine  # the composition root, which imports every part
+
+    return build_engine(*model, trace=trace)
+
+
 class LLM:
     """A model with its engine, for the threads that call it; `nanovllm.LLM` adds the methods of features.
 
@@ -62,12 +68,13 @@ class LLM:
     """
 
     _interrupts: Callable[[], Any] = Interrupts
+    _build_engine: Callable[..., Any] = staticmethod(_build_engine)
 
     def __init__(self, model: Any, *, tokenizer: Any = None, on_step: Any = None, trace: Any = None, **options: Any):
-        engine = self._build_engine(model, tokenizer, on_step, options, trace)
+        engine: Engine = self._build_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._process_id = os.getpid()
-        self._engine: EngineInterface | None = engine
+        self._engine: Engine | None = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
         self._request_ids: Iterator[str] = map(str, itertools.count())
@@ -75,13 +82,6 @@ class LLM:
         self._abandoned: deque[str] = deque()  # request ids of calls that have ended
         self._close = weakref.finalize(self, engine.close)  # an LLM that is dropped gives its memory back at once
         self._close.atexit = False
-
-    def _build_engine(
-        self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
-    ) -> EngineInterface:
-        from nanovllm.build import build_engine  # the composition root, which imports every part
-
-        return build_engine(model, tokenizer, on_step, options, trace=trace)
 
     # ----------------------------------------------------------------------------------------------- generation
 
@@ -126,22 +126,6 @@ class LLM:
     def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Any:
         """Around the steps of `generate`; gives a function to call after each."""
         return nullcontext()
-
-    def as_completed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Complete prompts as `generate` does, yielding the index of each and its `RequestOutput` when it has ended.
-
-        Its options are those of `generate` but use_tqdm. Closing the iterator ends the prompts that are left.
-        """
-        processor = self._open_engine().input_processor
-        requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
-        indices = {request.request_id: index for index, request in enumerate(requests)}
-        interrupts = self._interrupts()
-        return interrupts.held_in((indices[out.request_id], out) for out in self._run(requests, interrupts))
 
     def stream(
         self,
@@ -208,7 +192,7 @@ class LLM:
                 finally:
                     self._lock.release()
 
-    def _step(self, engine: EngineInterface, interrupts: Interrupts) -> None:
+    def _step(self, engine: Engine, interrupts: Interrupts) -> None:
         """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
             if not engine.requests:
@@ -225,7 +209,7 @@ class LLM:
                 inbox.append(output)
 
     @contextmanager
-    def _turn(self) -> Iterator[EngineInterface]:
+    def _turn(self) -> Iterator[Engine]:
         """The engine for this thread alone."""
         self._open_engine()  # before the lock, which another thread may have held when this process was forked
         if self._owner == threading.get_ident():
@@ -263,38 +247,10 @@ class LLM:
         """Parameters of requests without any; vary them by `dataclasses.replace(llm.default_sampling_params, ...)`."""
         return self._open_engine().input_processor.default_params
 
-    @property
-    def sampling_defaults(self) -> dict[str, int | float]:
-        """The sampling options that the model's generation config sets, by name; empty if they are left out."""
-        return dict(self._open_engine().input_processor.limits.sampling_defaults)
-
-    @property
-    def can_generate(self) -> bool:
-        """Whether the model has a language model head; without one it embeds alone."""
-        return self._open_engine().input_processor.limits.has_head
-
-    def stats(self) -> EngineStats:
-        with self._interrupts(), self._turn() as engine:
-            return engine.stats()
-
-    def replicas(self) -> list[ReplicaStatus]:
-        """The state of each replica; empty with data_parallel_size=1."""
-        return list(self._open_engine().statuses)
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         with self._interrupts(), self._turn() as engine:
             engine.reset_prefix_cache()
-
-    def weights_changed(self) -> None:
-        """Forget all KV and captured graphs after an edit of the model that the engine cannot detect.
-
-        Those are edits of weights that change neither a parameter's version nor its storage, as through `.data`
-        (`p.data.mul_(0.9)`), and edits of a module's functions, flags or submodules while requests run; between calls
-        the engine detects replaced attributes.
-        """
-        with self._interrupts(), self._turn() as engine:
-            engine.drop_computed()
 
     def close(self) -> None:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
@@ -308,7 +264,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_engine(self) -> EngineInterface:
+    def _open_engine(self) -> Engine:
         if os.getpid() != self._process_id:
             raise ForkedChildError("LLM", self._process_id)
         if self._engine is None:

@@ -10,7 +10,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import AutoTokenizer
 
 from nanovllm.model.default_model import ensure_default_model
-from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.detokenizer import decode
+from nanovllm.requests.token_texts import detokenizer_of
 
 TEXTS = {
     "english": "The sea is calm tonight, the tide is full, the moon lies fair upon the straits. ",
@@ -33,7 +34,7 @@ def test_token_by_token(benchmark: BenchmarkFixture, tokenizer, text: str) -> No
     token_ids = tokens_of(tokenizer, text)
 
     def stream() -> None:
-        detokenizer = IncrementalDetokenizer(tokenizer)
+        detokenizer = detokenizer_of(tokenizer)
         for token_id in token_ids:
             detokenizer.add(token_id)
 

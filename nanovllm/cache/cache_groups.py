@@ -31,7 +31,7 @@ from nanovllm.cache.group_blocks import GroupBlocks
 from nanovllm.cache.state_blocks import StateBlocks, StatePool
 from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
-from nanovllm.core.outputs import CacheGroupStats
+from nanovllm.core.engine_stats import CacheGroupStats
 from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.core.sequence import GroupTables, Sequence
 

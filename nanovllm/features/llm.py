@@ -13,6 +13,9 @@ from tqdm import tqdm
 import nanovllm.llm
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.engine_options import EngineOptions
+from nanovllm.core.engine_stats import EngineStats, ReplicaStatus
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.execution.early_start import begin_gpu
 from nanovllm.features.beam_search import BeamSearching
@@ -23,6 +26,7 @@ from nanovllm.observability.step_records import StepHook
 from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
 from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.chatting import Chatting
+from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.resumption import Resuming
 from nanovllm.requests.scoring import Scoring
 from nanovllm.streaming.engines import EngineInterface
@@ -75,7 +79,8 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
     call `close`. In a forked child every call but `close` raises RuntimeError.
     """
 
-    _interrupts = InterruptsHeld
+    _interrupts: Callable[[], Any] = InterruptsHeld
+    _build_engine: Callable[..., Any] = staticmethod(open_engine)
 
     def __init__(
         self,
@@ -89,10 +94,49 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         super().__init__(model, tokenizer=tokenizer, on_step=on_step, trace=trace, **options)
         take_memory_when_idle(self._open_engine())
 
-    def _build_engine(
-        self, model: Any, tokenizer: Any, on_step: Any, options: dict[str, Any], trace: Any
-    ) -> EngineInterface:
-        return open_engine(model, tokenizer, on_step, options, trace=trace)
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete prompts as `generate` does, yielding the index of each and its `RequestOutput` when it has ended.
+
+        Its options are those of `generate` but use_tqdm. Closing the iterator ends the prompts that are left.
+        """
+        processor = self._open_engine().input_processor
+        requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
+        indices = {request.request_id: index for index, request in enumerate(requests)}
+        interrupts = self._interrupts()
+        return interrupts.held_in((indices[out.request_id], out) for out in self._run(requests, interrupts))
+
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """The sampling options that the model's generation config sets, by name; empty if they are left out."""
+        return dict(self._open_engine().input_processor.limits.sampling_defaults)
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model has a language model head; without one it embeds alone."""
+        return self._open_engine().input_processor.limits.has_head
+
+    def stats(self) -> EngineStats:
+        with self._interrupts(), self._turn() as engine:
+            return engine.stats()
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """The state of each replica; empty with data_parallel_size=1."""
+        return list(self._open_engine().statuses)
+
+    def weights_changed(self) -> None:
+        """Forget all KV and captured graphs after an edit of the model that the engine cannot detect.
+
+        Those are edits of weights that change neither a parameter's version nor its storage, as through `.data`
+        (`p.data.mul_(0.9)`), and edits of a module's functions, flags or submodules while requests run; between calls
+        the engine detects replaced attributes.
+        """
+        with self._interrupts(), self._turn() as engine:
+            engine.drop_computed()
 
     @property
     def config(self) -> EngineConfig:

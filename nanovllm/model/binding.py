@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -292,8 +291,9 @@ class ModelBinding:
 
         The logits are empty if the report needs none.
         """
-        compute = partial(self.passes.of_step, report)
-        return self.compute_step(compute, step, token_ids, positions, slot_mapping, sample_rows)
+        with self._in_step(step, slot_mapping) as extra:
+            logits: Tensor = self.passes.of_step(report, token_ids[None], positions[None], sample_rows, **extra)
+            return logits
 
     def compute_step(
         self,

@@ -39,7 +39,7 @@ class ForwardPasses:
     def __init__(self, model: Any, patches: AttributePatches, vocab_size: int) -> None:
         self._model = model
         self._patches = patches
-        self.logits = WholePass(model, vocab_size).logits
+        self.logits: Callable[..., Tensor] = WholePass(model, vocab_size).logits
         self.has_base_model = False  # until it is known
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
@@ -53,20 +53,21 @@ class ForwardPasses:
 
     def of_step(self, report: StepLogprobs | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
         """Logits of a step as by `logits`, empty if the report needs none; fills the report."""
-        if report is not None and not report.needs_logits:
-            token_ids, positions, sample_rows = inputs
-            states = self.hidden_states(token_ids, positions, **kwargs)
-            report.take_states(states, sample_rows)
-            return states.new_empty(len(sample_rows), 0)
-        return self.whole(report, *inputs, **kwargs)
+        if report is None:
+            compute = self.logits if self.direct is None or not self.direct.is_ready else self.direct
+            return compute(*inputs, **kwargs)
+        if report.needs_logits:
+            return self.whole(report, *inputs, **kwargs)
+        token_ids, positions, sample_rows = inputs
+        states = self.hidden_states(token_ids, positions, **kwargs)
+        report.take_states(states, sample_rows)
+        return states.new_empty(len(sample_rows), 0)
 
     def whole(self, report: StepLogprobs | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
         """As `of_step`, with logits even if the report needs none."""
-        if report is not None and report.reads_rows:
-            return self.reported(report, *inputs, **kwargs)
-        direct = self.direct
-        compute: Callable[..., Tensor] = direct if direct is not None and direct.is_ready else self.logits
-        return compute(*inputs, **kwargs)
+        if report is None or not report.reads_rows:
+            return self.of_step(None, *inputs, **kwargs)
+        return self.reported(report, *inputs, **kwargs)
 
     def drop_copies(self) -> None:
         self.direct = None

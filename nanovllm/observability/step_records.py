@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cache.cache_groups import group_stats
 from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.outputs import CacheGroupStats, EngineStats
+from nanovllm.core.engine_stats import CacheGroupStats, EngineStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.requests.output_processor import StepTimes
 
@@ -182,8 +182,18 @@ class StepObservers:
                 self.error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)
 
-    def stats(self, scheduler: Scheduler) -> EngineStats:
+    def engine_stats(self, engine: Any) -> EngineStats:
         """A snapshot of the engine."""
+        pools, caches = engine.block_manager.pools, engine.model_runner.binding.caches
+        return replace(
+            self.stats(engine.scheduler),
+            kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
+            kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
+            tiers=None if engine.tiers is None else engine.tiers.stats(),
+        )
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        """A snapshot of the scheduler, and figures of recent steps."""
         first, last = self._recent[0], self._recent[-1]
         num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
         return replace(

@@ -25,8 +25,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
+from nanovllm.core.engine_stats import ReplicaStatus
 from nanovllm.core.features import RAY, refuse
-from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.ray.prompt import Prompt
 from nanovllm.replicas.messages import Abort, Add, FromEngine, Report, SentRequest, ToEngine, decode_from_engine, encode
 from nanovllm.replicas.pool_request import PoolRequest

@@ -9,8 +9,8 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
+from nanovllm.core.engine_stats import ReplicaStatus
 from nanovllm.core.errors import ModelLoadError
-from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.model.source import stored_files
 from nanovllm.replicas.messages import Close, Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica

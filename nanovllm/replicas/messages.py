@@ -23,10 +23,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
+from nanovllm.core.engine_stats import EngineStats
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.outputs import (
     CompletionOutput,
-    EngineStats,
     ErrorKind,
     FinishReason,
     OutputKind,
@@ -119,7 +119,7 @@ class SentRequest(Struct, array_like=True):
             arrival_time=self.arrival_time,
             output_kind=self.output_kind,
             resumed=self.resumed,
-            matcher=None if form is None else input_processor.grammars.matcher(form, is_tried=True),
+            matcher=None if form is None else input_processor.parts.grammars.matcher(form, is_tried=True),
             client=self.client,
         )
 

@@ -27,9 +27,10 @@ from sortedcontainers import SortedList
 
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.core.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.core.features import refuse
-from nanovllm.core.outputs import EngineStats, FinishReason, ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import FinishReason, RequestOutput
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import text
@@ -82,7 +83,7 @@ class ReplicaPool:
 
     def __init__(self, fleet: FleetInterface, parts: PoolParts, route: Route) -> None:
         self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
-        self.input_processor.goals = partial(goals_in_force, fleet.replicas, parts.config)
+        self.input_processor.parts.goals = partial(goals_in_force, fleet.replicas, parts.config)
         self.clock = time.monotonic
         self.observers = StepObservers()
         self.outputs: deque[RequestOutput] = deque()

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.engine_stats import CacheGroupStats, EngineStats
 from nanovllm.core.option_stats import BudgetStats, Goals, SpeculationStats, TierStats
-from nanovllm.core.outputs import CacheGroupStats, EngineStats
 from nanovllm.replicas.replica_queue import ReplicaQueue
 
 # Statistics that only grow; sums include dead processes.

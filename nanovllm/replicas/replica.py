@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.core.outputs import ReplicaStatus
+from nanovllm.core.engine_stats import ReplicaStatus
 from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.foreign_process import ForeignProcess
 from nanovllm.replicas.messages import Start, ToEngine, encode

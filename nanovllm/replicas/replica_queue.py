@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from nanovllm.core.outputs import EngineStats, ReplicaStatus
+from nanovllm.core.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.replicas.messages import FromEngine, ToEngine
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.prefix_index import PrefixIndex

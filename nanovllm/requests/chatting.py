@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.requests.chat import NOT_FOR_TEMPLATES, Message
+from nanovllm.requests.headless import check_head
 
 Messages = SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
 
@@ -39,7 +40,7 @@ class Chatting:
             add_generation_prompt: begin an answer at the end of the conversation.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
         """
-        self._open_engine().input_processor.limits.check_head()
+        check_head(self._open_engine().input_processor.limits)
         prompts = self.apply_chat_template(
             messages,
             tools=tools,
@@ -74,5 +75,6 @@ class Chatting:
         options = variables | {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             options["continue_final_message"] = True
-        prompts: list[list[int]] = self._open_engine().input_processor.chat.apply(messages, tools=tools, **options)
+        chat = self._open_engine().input_processor.parts.chat
+        prompts: list[list[int]] = chat.apply(messages, tools=tools, **options)
         return prompts

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-
-from nanovllm.requests.token_texts import TokenTexts, plain_backend, token_texts
 
 # A character has at most four bytes, hence at most three byte tokens while it is unfinished. Text that still ends in a
 # replacement character after more tokens starts with invalid bytes, and is not held back.
@@ -24,17 +22,16 @@ class IncrementalDetokenizer:
 
         tokens   [ settled | pending ...   ]      pending: they end in an unfinished character
         text     [ settled | early | \ufffd ]      early: whole characters of pending tokens, appended already
+
+    Args:
+        decode_ids: the text of some tokens.
+        texts: text of each token of whole characters, and "" of any other; None if only `decode_ids` knows.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, decode_ids: Callable[[list[int]], str], texts: Mapping[int, str] | None = None) -> None:
         self.text = ""
-        self._texts: TokenTexts | None = None
-        self._decode_ids: Callable[[list[int]], str]
-        if (backend := plain_backend(tokenizer)) is None:
-            self._decode_ids = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
-        else:
-            self._texts = token_texts(tokenizer, backend, skip_special_tokens=skip_special_tokens)
-            self._decode_ids = partial(backend.decode, skip_special_tokens=skip_special_tokens)
+        self._texts = texts
+        self._decode_ids = decode_ids
         self._window: list[int] = []
         self._num_settled = 0  # tokens of the window with text appended already
         self._num_early = 0  # characters of pending tokens that have been appended
@@ -86,6 +83,11 @@ class IncrementalDetokenizer:
 
     def _decode(self, end: int) -> str:
         return self._decode_ids(self._window[:end])
+
+
+def plain_detokenizer(tokenizer: Any, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+    """A detokenizer by the tokenizer's own `decode`."""
+    return IncrementalDetokenizer(partial(decode, tokenizer, skip_special_tokens=skip_special_tokens))
 
 
 def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

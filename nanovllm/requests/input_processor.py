@@ -8,25 +8,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import PromptTooLongError, too_long
-from nanovllm.core.option_stats import Goals
-from nanovllm.core.outputs import OutputKind
+from nanovllm.core.outputs import OutputKind, RequestMetrics
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
-from nanovllm.requests.prompts import ChatPrompt, Texts, plain_prompt
-
-if TYPE_CHECKING:
-    from nanovllm.requests.chat import ChatTemplate
-    from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.requests.detokenizer import IncrementalDetokenizer, plain_detokenizer
 
 Prompt = str | SequenceABC[int] | Mapping[str, Any]
 
+PROMPT_FORMS = ("prompt", "prompt_token_ids")  # of a prompt as a dictionary
 OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
     ("sampling_params", SamplingParams, "SamplingParams"),
     ("priority", numbers.Integral, "a whole number"),
@@ -45,7 +40,7 @@ class RequestLimits:
     num_logits: number of tokens that can be sampled, with rows in embedding and head.
     model_name: for errors.
     has_base_model: whether the head is a separate module, which prompt_logprobs requires.
-    has_head: False for a model that embeds alone.
+    has_head: False for a model that embeds alone, see `check_head`.
     eos_token_ids: those of the model that can be sampled: its config may name others.
     sampling_defaults: fields of `SamplingParams` for requests that leave them out.
     """
@@ -58,18 +53,42 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def without_head(self) -> str:
-        """Use of a model without a head, for the log and errors."""
-        return (
-            f"{self.model_name} has no language model head, so it generates nothing: it embeds (LLM.embed, "
-            "/v1/embeddings, /api/embed), and scores by embeddings (method 'cosine', /v1/rerank, /v1/score)."
-        )
 
-    def check_head(self) -> None:
-        """Raise ValueError for a model that generates nothing."""
-        if not self.has_head:
-            raise ValueError(self.without_head)
+class RequestParts:
+    """Prompts and options beyond texts, token ids, temperature, filters and ends; this class refuses all.
+
+    `AllParts` in `building.py` has them.
+    """
+
+    def encode(
+        self, text: str, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]], limit: int | None
+    ) -> list[int]:
+        """Token ids of a text: at once. `Pieces` lets other clients go between.
+
+        Args:
+            encode: tokenises a piece, without special tokens around it.
+            whole: tokenises a text with them, if they are wanted.
+            limit: maximum of the model's length; None for any number of tokens.
+
+        Raises PromptTooLongError for a text that has as many tokens, if that is known before the end.
+        """
+        return whole(text)
+
+    detokenizer: Callable[..., IncrementalDetokenizer] = staticmethod(plain_detokenizer)
+
+    def merged_metrics(self, samples: list[RequestMetrics]) -> RequestMetrics:
+        """The metrics of a request from those of its samples: here the first one's."""
+        return samples[0]
+
+    def ended(self, prompt: Any, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Token ids of a prompt, truncated, with further tokens that end its answer in `end_token_ids`."""
+        return token_ids
+
+    def fields_of(self, params: SamplingParams) -> dict[str, Any]:
+        """Fields of `NewRequest` by parameters; raises ValueError for parameters that it cannot serve."""
+        if not params.is_plain or params.itl_goal is not None or params.ttft_goal is not None:
+            raise ValueError("this engine was built for temperature, filters and ends alone; leave other options out.")
+        return {}
 
 
 class InputProcessor:
@@ -79,9 +98,7 @@ class InputProcessor:
         tokenizer: None if prompts are token ids only.
         config: EngineConfig with every option resolved.
         clock: the engine's, in seconds; never goes back.
-        make_chat, make_grammars: builders of chat templates and grammar compilers, called at the first use of each;
-            None refuses them.
-        texts: tokenising of texts; None for `Texts`.
+        parts: parts that `building.py` hands over; None for `RequestParts`.
     """
 
     def __init__(
@@ -90,33 +107,14 @@ class InputProcessor:
         config: EngineConfig,
         limits: RequestLimits,
         clock: Callable[[], float] = time.monotonic,
-        make_chat: Callable[[InputProcessor], ChatTemplate] | None = None,
-        make_grammars: Callable[[InputProcessor], GrammarCompiler] | None = None,
-        texts: Texts | None = None,
+        parts: RequestParts | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
-        self.goals: Callable[[], Goals] = lambda: config  # Goals in force, which may follow the costs
-        self.texts = texts or Texts()
-        self._make_chat = make_chat
-        self._make_grammars = make_grammars
-
-    @cached_property
-    def chat(self) -> ChatTemplate:
-        """The tokenizer's chat template, for the first conversation."""
-        if self._make_chat is None:
-            raise ValueError("this engine was built without chats; give prompts as text or token ids.")
-        return self._make_chat(self)
-
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of structured outputs, made on first use."""
-        if self._make_grammars is None:
-            raise ValueError("this engine was built without structured outputs; leave structured_output out.")
-        return self._make_grammars(self)
+        self.parts: Any = parts or RequestParts()
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -126,9 +124,9 @@ class InputProcessor:
         Args:
             request_ids: at least one per prompt.
         """
-        items = [prompts] if isinstance(prompts, (str, Mapping, ChatPrompt)) else _as_list(prompts)
+        items = [prompts] if isinstance(prompts, (str, Mapping)) else _as_list(prompts)
         if items and all(isinstance(item, numbers.Integral) for item in items):
-            items = [items]
+            items = [items if isinstance(prompts, Iterator) else prompts]
         return self.process_each(items, sampling_params, request_ids=request_ids, **options)
 
     def process_one(
@@ -159,14 +157,12 @@ class InputProcessor:
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout, own_client)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
-                prompt = plain_prompt(prompt) if isinstance(prompt, Mapping) else prompt
+                prompt = _plain_prompt(prompt) if isinstance(prompt, Mapping) else prompt
                 token_ids = self._token_ids(prompt, params)
                 check_prompt(token_ids, params, self.limits, self.config.max_model_len)
                 if id(params) not in prepared:
-                    check_params(params, self.limits, self.goals, has_tokenizer=self.tokenizer is not None)
-                    words, form = params.bad_words, params.structured_output
-                    spellings = words and self.texts.spellings_of(words)
-                    prepared[id(params)] = {"bad_words": spellings, "matcher": form and self.grammars.matcher(form)}
+                    check_params(params, self.limits, has_tokenizer=self.tokenizer is not None)
+                    prepared[id(params)] = self.parts.fields_of(params)
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
@@ -189,13 +185,12 @@ class InputProcessor:
         return requests
 
     def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt, truncated; of a chat with its own ends, and of a structured output with those too."""
+        """Token ids of a prompt, truncated."""
         token_ids = self.tokenize(prompt, limit=self.limit_of(params))
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
-        if isinstance(prompt, ChatPrompt):
-            return ChatPrompt(token_ids, prompt.end_token_ids)
-        return token_ids if params.structured_output is None else ChatPrompt(token_ids, self.chat.end_token_ids)
+        ended: list[int] = self.parts.ended(prompt, token_ids, params)
+        return ended
 
     def limit_of(self, params: SamplingParams | None) -> int | None:
         """Number of tokens at which a prompt is too long; None if its beginning is cut off."""
@@ -215,7 +210,7 @@ class InputProcessor:
                 raise ValueError("the prompt is an empty string; it needs at least one token.")
             text("the prompt", prompt)
             options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may lack it
-            prompt = self.texts.encode(
+            prompt = self.parts.encode(
                 prompt,
                 lambda piece: list(self.tokenizer(piece, add_special_tokens=False)["input_ids"]),
                 lambda given: list(self.tokenizer(given, **options)["input_ids"]),
@@ -228,6 +223,20 @@ class InputProcessor:
             if isinstance(item, bool) or not isinstance(item, numbers.Integral):
                 raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
         return [int(item) for item in items]
+
+
+def _plain_prompt(given: Mapping[str, Any]) -> Any:
+    """Text or token ids of {"prompt": ...} or {"prompt_token_ids": ...}; raises TypeError for anything else."""
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:
+        if name not in PROMPT_FORMS:
+            raise TypeError(
+                f"a prompt has the key {name!r}; it is a string, a list of token ids, or a dictionary with one of them "
+                f"as {' or '.join(PROMPT_FORMS)}. Give options of a request by their keywords."
+            )
+    if not values:
+        raise TypeError(f"a prompt is a dictionary without {' or '.join(PROMPT_FORMS)}; give one of them.")
+    return values.get("prompt_token_ids", values.get("prompt"))
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -272,8 +281,6 @@ def check_prompt(
     prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits, max_model_len: int
 ) -> None:
     """Raise ValueError for an (already truncated) prompt that cannot be served with these parameters."""
-    if not params.embeds:
-        limits.check_head()
     vocab_size = limits.vocab_size
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")
@@ -286,11 +293,6 @@ def check_prompt(
     length = len(prompt_token_ids)
     if length >= max_model_len:
         raise too_long(f"{length} tokens", max_model_len)
-    if params.prompt_logprobs_start >= length:
-        raise ValueError(
-            f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {length} tokens; it must "
-            f"be at most {length - 1}."
-        )
     if params.min_tokens > max_model_len - length:
         raise ValueError(
             f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len "
@@ -298,52 +300,22 @@ def check_prompt(
         )
 
 
-def check_params(
-    params: SamplingParams, limits: RequestLimits, goals: Callable[[], Goals], *, has_tokenizer: bool
-) -> None:
-    """Raise ValueError for parameters that this model, engine or tokenizer cannot serve."""
-    vocab_size = limits.num_logits
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        for token_id in getattr(params, name):
-            if token_id >= vocab_size:
-                raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {vocab_size} tokens.")
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, name)
-        if count is not None and count > vocab_size:
-            raise ValueError(f"{name} is {count}, more tokens than the vocabulary has; at most {vocab_size}.")
-    if params.prompt_logprobs is not None and not limits.has_base_model:
-        raise ValueError(
-            f"prompt_logprobs is {params.prompt_logprobs}, and {limits.model_name} has no base model apart "
-            "from its head, whose logits could be made in pieces. Leave it out."
-        )
-    if params.embeds and not limits.has_base_model:
-        raise ValueError(
-            f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
-        )
-    if params.itl_goal is not None or params.ttft_goal is not None:
-        _check_goals(params, goals())
-    if has_tokenizer:
-        return
-    for name, is_used in (
-        ("stop strings", bool(params.stop)),
-        ("bad_words", bool(params.bad_words)),
-        ("structured_output", params.structured_output is not None),
-        ("skip_special_tokens=False", not params.skip_special_tokens),
-    ):
-        if is_used:
-            raise ValueError(
-                f"{name} need a tokenizer, and the engine was built without one; pass tokenizer=... to LLM."
-            )
+def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer: bool) -> None:
+    """Raise ValueError for stop tokens outside the vocabulary, and for text options without a tokenizer."""
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits)
+    if not has_tokenizer:
+        check_unused("stop strings", params.stop)
+        check_unused("skip_special_tokens=False", not params.skip_special_tokens)
 
 
-def _check_goals(params: SamplingParams, in_force: Goals) -> None:
-    """Raise ValueError for a goal that is stricter than the engine's."""
-    for name in ("itl_goal", "ttft_goal"):
-        goal, least = getattr(params, name), getattr(in_force, name)
-        if goal is not None and (least is None or goal < least):
-            has = "none" if least is None else f"{least:g} s"
-            remedy = f"the engine option {name}" if least is None else f"at least {least:g} s"
-            raise ValueError(
-                f"{name} of a request is {goal:g} s, and that of the engine is {has}; a request may only wait longer. "
-                f"Set {remedy}, or leave it out."
-            )
+def check_token_ids(name: str, token_ids: Iterable[int], limits: RequestLimits) -> None:
+    """Raise ValueError for token ids of an option that cannot be sampled."""
+    for token_id in token_ids:
+        if token_id >= limits.num_logits:
+            raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {limits.num_logits} tokens.")
+
+
+def check_unused(name: str, value: Any) -> None:
+    """Raise ValueError if an option that needs a tokenizer is used without one."""
+    if value:
+        raise ValueError(f"{name} need a tokenizer, and the engine was built without one; pass tokenizer=... to LLM.")

@@ -1,27 +1,16 @@
-"""One output and one set of metrics of a request, from those of its samples."""
+"""The metrics of a request, from those of its samples."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.core.outputs import RequestMetrics, RequestOutput
-
-
-def merged(samples: list[RequestOutput]) -> RequestOutput:
-    """Merge the outputs of a request's samples, in order of their index; fields of the prompt are the first one's."""
-    failed = next((sample for sample in samples if sample.error), samples[0])
-    return replace(
-        samples[0],
-        outputs=[completion for sample in samples for completion in sample.outputs],
-        finished=all(sample.finished for sample in samples),
-        metrics=merged_metrics([sample.metrics for sample in samples]),
-        error=failed.error,
-        error_kind=failed.error_kind,
-    )
+from nanovllm.core.outputs import RequestMetrics
 
 
 def merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
+    """Sums, first and last times of all samples; fields of the prompt are the first one's."""
+
     def known(name: str) -> list[Any]:
         return [value for value in (getattr(sample, name) for sample in samples) if value is not None]
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, FinishReason, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.core.sampling_params import sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode, plain_detokenizer
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.merging import merged, merged_metrics
 
 
 @dataclass(slots=True)
@@ -52,46 +51,38 @@ class Sample:
 
     Args:
         tokenizer: None leaves the text empty.
+        detokenizer: makes the detokenizer of a tokenizer.
         record_itl: keep every inter-token latency, in seconds.
     """
 
     def __init__(
-        self, request: NewRequest, sequence: Sequence, tokenizer: Any = None, *, record_itl: bool = False
+        self,
+        request: NewRequest,
+        sequence: Sequence,
+        tokenizer: Any = None,
+        detokenizer: Callable[..., IncrementalDetokenizer] = plain_detokenizer,
+        *,
+        record_itl: bool = False,
     ) -> None:
         params = sequence.params
         self.sequence = sequence
         self.is_streamed = request.output_kind is not OutputKind.FINAL
-        self._request = request
+        self.request = request
         self._tokenizer = tokenizer
-        self._incremental: IncrementalDetokenizer | None = None
+        self.incremental: IncrementalDetokenizer | None = None
         if tokenizer is not None and (self.is_streamed or params.stop):
-            self._incremental = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            self.incremental = detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         # Characters held back at the end of the text, since they may begin a stop string.
         self._hold_back = 0 if params.include_stop_str_in_output else max(map(len, params.stop), default=1) - 1
         self._stopped_at: int | None = None
         self._ends = getattr(request.prompt_token_ids, "end_token_ids", ()) if params.skip_special_tokens else ()
         self._text_without_tokenizer = ""
-        self._num_shown_tokens = self._num_shown_chars = 0  # sent in earlier deltas
+        self.num_shown_tokens = self.num_shown_chars = 0  # sent in earlier deltas
         self.last_token_time: float | None = None
-        self._first_token_time: float | None = None
-        self._finished_time: float | None = None
-        self._max_itl: float | None = None
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+        self.max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
-
-    def catch_up(self, before: RequestMetrics) -> None:
-        """Read the tokens of a restored sequence, which were all sent before."""
-        sequence, params = self.sequence, self.sequence.params
-        self._max_itl = before.max_itl
-        token_ids = sequence.output_token_ids
-        if token_ids:
-            self._first_token_time, self.last_token_time = before.first_token_time, before.last_token_time
-        if self._incremental is not None:
-            for count, token_id in enumerate(token_ids, start=1):
-                self._read(token_id, may_stop=count >= params.min_tokens)
-        if sequence.is_finished:
-            self._finished_time = before.last_token_time
-        if self._request.output_kind is OutputKind.DELTA:
-            self._num_shown_tokens, self._num_shown_chars = len(token_ids), len(self._text())
 
     def advance(self, now: float, num_tokens: int = 0) -> str | None:
         """Process the sequence's newest token, or the last of the first `num_tokens`.
@@ -99,23 +90,23 @@ class Sample:
         Returns the stop string that it completes, or None.
         """
         if self.last_token_time is None:
-            self._first_token_time = now
+            self.first_token_time = now
         else:
             itl = now - self.last_token_time
-            if self._max_itl is None or itl > self._max_itl:
-                self._max_itl = itl
+            if self.max_itl is None or itl > self.max_itl:
+                self.max_itl = itl
             if self._itls is not None:
                 self._itls.append(itl)
         self.last_token_time = now
-        if self._incremental is None:
+        if self.incremental is None:
             return None
         sequence = self.sequence
         num_output_tokens = (num_tokens or len(sequence.token_ids)) - sequence.num_prompt_tokens
-        return self._read(sequence.token_ids[num_tokens - 1], may_stop=num_output_tokens >= sequence.params.min_tokens)
+        return self.read(sequence.token_ids[num_tokens - 1], may_stop=num_output_tokens >= sequence.params.min_tokens)
 
-    def _read(self, token_id: int, *, may_stop: bool) -> str | None:
+    def read(self, token_id: int, *, may_stop: bool) -> str | None:
         """Detokenise one token; returns the stop string that it completes, or None; always None unless may_stop."""
-        incremental = cast(IncrementalDetokenizer, self._incremental)
+        incremental = cast(IncrementalDetokenizer, self.incremental)
         params, searched = self.sequence.params, len(incremental.text)
         incremental.add(token_id)
         if not params.stop or not may_stop:
@@ -130,9 +121,9 @@ class Sample:
 
     def fail_text(self, error: Exception) -> None:
         """Record a failure of the tokenizer: the sample keeps all tokens, and the text sent so far."""
-        if self._incremental is not None and self.is_streamed:
-            self._text_without_tokenizer = self._shown_text(self._incremental)
-        self._tokenizer = self._incremental = None
+        if self.incremental is not None and self.is_streamed:
+            self._text_without_tokenizer = self._shown_text(self.incremental)
+        self._tokenizer = self.incremental = None
         self.sequence.error_kind = ErrorKind.INTERNAL
         self.sequence.error = (
             f"request {self.sequence.request_id!r}: the tokenizer could not decode its tokens "
@@ -141,15 +132,15 @@ class Sample:
 
     def output(self, now: float) -> RequestOutput:
         """The output at the time `now`; a delta contains only text and tokens not returned before."""
-        sequence, request, first = self.sequence, self._request, self._num_shown_tokens  # runs once a streamed token
-        if sequence.is_finished and self._finished_time is None:
-            self._finished_time = now
-        text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
+        sequence, request, first = self.sequence, self.request, self.num_shown_tokens  # runs once a streamed token
+        if sequence.is_finished and self.finished_time is None:
+            self.finished_time = now
+        text, token_ids = self.text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
         if sequence.stop_reason in self._ends and self._tokenizer is not None:  # not special to some tokenizers
             text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
         if request.output_kind is OutputKind.DELTA:
-            self._num_shown_tokens = first + len(token_ids)
-            text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
+            self.num_shown_tokens = first + len(token_ids)
+            text, self.num_shown_chars = text[self.num_shown_chars :], max(len(text), self.num_shown_chars)
         logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
         completion = CompletionOutput(
             sequence.index, text, token_ids, sequence.finish_reason, sequence.stop_reason, logprobs
@@ -170,28 +161,28 @@ class Sample:
 
     def metrics(self) -> RequestMetrics:
         sequence = self.sequence
-        first, last = self._first_token_time, self.last_token_time
+        first, last = self.first_token_time, self.last_token_time
         num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         return RequestMetrics(
             sequence.arrival_time,
             sequence.scheduled_time,
             first,
             last,
-            self._finished_time,
+            self.finished_time,
             sequence.num_prompt_tokens,
             sequence.num_cached_tokens,
             num_tokens,
             sequence.num_preemptions,
             None if first is None or last is None or num_tokens < 2 else (last - first) / (num_tokens - 1),
-            self._max_itl,
-            None if self._finished_time is None else self._itls,
+            self.max_itl,
+            None if self.finished_time is None else self._itls,
         )
 
-    def _text(self) -> str:
+    def text(self) -> str:
         """The text so far; in a stream it only grows at the end."""
         if self._tokenizer is None:
             return self._text_without_tokenizer
-        incremental, is_finished = self._incremental, self._finished_time is not None
+        incremental, is_finished = self.incremental, self.finished_time is not None
         if incremental is not None and self._stopped_at is not None:
             return incremental.text[: self._stopped_at]
         if incremental is None or (is_finished and not self.is_streamed):
@@ -219,7 +210,8 @@ class Request:
         number: int,
         arrivals: Iterator[int],
     ) -> None:
-        config = input_processor.config
+        config, parts = input_processor.config, input_processor.parts
+        self._merge_metrics: Callable[[list[RequestMetrics]], RequestMetrics] = parts.merged_metrics
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
@@ -242,7 +234,7 @@ class Request:
             for sequence in self.sequences:
                 sequence.samples = self.sequences
         self.samples = [
-            Sample(new, sequence, input_processor.tokenizer, record_itl=config.record_itl)
+            Sample(new, sequence, input_processor.tokenizer, parts.detokenizer, record_itl=config.record_itl)
             for sequence in self.sequences
         ]
         if new.resumed is not None:
@@ -253,7 +245,7 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """The request's metrics so far."""
         each = [sample.metrics() for sample in self.samples]
-        return each[0] if len(each) == 1 else merged_metrics(each)
+        return each[0] if len(each) == 1 else self._merge_metrics(each)
 
     def output(self, now: float) -> RequestOutput:
         """The request's output at the time `now`."""
@@ -265,7 +257,17 @@ class Request:
                 sample.fail_text(error)
                 sample.sequence.finish_reason = "error"
                 outputs.append(sample.output(now))
-        return outputs[0] if len(outputs) == 1 else merged(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        failed = next((output for output in outputs if output.error), outputs[0])
+        return replace(
+            outputs[0],
+            outputs=[completion for output in outputs for completion in output.outputs],
+            finished=all(output.finished for output in outputs),
+            metrics=self._merge_metrics([output.metrics for output in outputs]),
+            error=failed.error,
+            error_kind=failed.error_kind,
+        )
 
 
 def deliver(

@@ -20,7 +20,6 @@ from typing import Any
 
 from nanovllm.core.errors import too_long
 from nanovllm.requests.intake import checkpoint
-from nanovllm.requests.prompts import Texts
 
 PIECE_CHARS = 2048  # 1 to 10 ms
 LONG_TOKEN = 8  # bytes; every vocabulary has a longer token
@@ -50,7 +49,7 @@ ALTERNATIVES = frozenset(
 BYTES_SHRUNK_BY_NFC = 3  # maximum: three Hangul letters of three bytes make a syllable of three
 
 
-class Pieces(Texts):
+class Pieces:
     """Safe cuts of a tokenizer's texts; thread-safe.
 
     Args:
@@ -68,6 +67,7 @@ class Pieces(Texts):
     def encode(
         self, text: str, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]], limit: int | None
     ) -> list[int]:
+        """See `RequestParts.encode`."""
         if limit is not None and len(text) > LONG_TOKEN * limit:
             self._check_bytes(text, limit)
         checkpoint()
@@ -87,6 +87,7 @@ class Pieces(Texts):
         return ids + specials[1]
 
     def spellings_of(self, bad_words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """See `spellings_of`."""
         return spellings_of(bad_words, self._tokenizer)
 
     def _check_bytes(self, text: str, limit: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.requests.headless import check_head
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.intake import LONG_CHARS, form_turn
 
@@ -72,15 +73,15 @@ def prepare_ahead(processor: InputProcessor, *, is_tried: bool = False) -> None:
         return
     with form_turn():
         with suppress(ValueError, ModuleNotFoundError):  # requests with forms raise the error
-            processor.limits.check_head()
-            processor.grammars.prepare(is_tried=is_tried)
+            check_head(processor.limits)
+            processor.parts.grammars.prepare(is_tried=is_tried)
         if not is_tried:
-            processor.texts.prepare()
-            processor.chat.prepare()
+            processor.parts.texts.prepare()
+            processor.parts.chat.prepare()
 
 
 def compiles_form(processor: InputProcessor, sampling_params: Any) -> bool:
     """Whether parameters have a structured output that is not compiled yet."""
     params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
     forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
-    return not all(form is None or processor.grammars.is_known(form) for form in forms)
+    return not all(form is None or processor.parts.grammars.is_known(form) for form in forms)

@@ -55,7 +55,22 @@ class Resumed:
             sequence.error, sequence.error_kind = self.error, self.error_kind
         sequence.scheduled_time, sequence.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
         sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs sum over samples
-        sample.catch_up(before)
+        _catch_up(sample, before)
+
+
+def _catch_up(sample: Sample, before: RequestMetrics) -> None:
+    """Read the tokens of a restored sequence, which were all sent before."""
+    sequence, token_ids = sample.sequence, sample.sequence.output_token_ids
+    sample.max_itl = before.max_itl
+    if token_ids:
+        sample.first_token_time, sample.last_token_time = before.first_token_time, before.last_token_time
+    if sample.incremental is not None:
+        for count, token_id in enumerate(token_ids, start=1):
+            sample.read(token_id, may_stop=count >= sequence.params.min_tokens)
+    if sequence.is_finished:
+        sample.finished_time = before.last_token_time
+    if sample.request.output_kind is OutputKind.DELTA:
+        sample.num_shown_tokens, sample.num_shown_chars = len(token_ids), len(sample.text())
 
 
 def continuation(output: RequestOutput, params: SamplingParams, max_model_len: int) -> tuple[SamplingParams, Resumed]:

@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.core.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.core.validation import text
 from nanovllm.requests.chat import Message
+from nanovllm.requests.headless import check_head
 from nanovllm.requests.input_processor import InputProcessor, Prompt
+from nanovllm.requests.score_outputs import EmbeddingOutput, ScoreOutput
 
 METHODS = ("yes_no", "cosine", "auto")
 INSTRUCTION = "Decide whether the document is relevant to the query. Reply with one word only: yes or no."
@@ -132,7 +134,7 @@ def plan_scores(
     asks = instruction is not None or template is not None
     raises = method == "yes_no" or asks
     if raises:
-        processor.limits.check_head()
+        check_head(processor.limits)
     asks_model = method != "cosine" and processor.limits.has_head
     answers = _answer_ids(processor.tokenizer, raises=raises) if asks_model else None
     if answers is None:
@@ -147,7 +149,7 @@ def plan_scores(
         return ScoringPlan(list(prompts), [params] * len(prompts), pairs)
     options: dict[str, Any] = {} if template is None else {"chat_template": text("template", template)}
     prompts_of_pairs: list[Prompt] = [
-        processor.chat.apply_to(_question(*pair, instruction, is_own=template is None), **options)
+        processor.parts.chat.apply_to(_question(*pair, instruction, is_own=template is None), **options)
         for pair in zip(queries, texts, strict=True)
     ]
     return ScoringPlan(

@@ -9,9 +9,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
 
-from nanovllm.core.outputs import EmbeddingOutput, OutputKind, RequestOutput, ScoreOutput
+from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import EmbeddingParams
 from nanovllm.requests.input_processor import Prompt
+from nanovllm.requests.score_outputs import EmbeddingOutput, ScoreOutput
 from nanovllm.requests.scores import ScoringPlan, embedding_output, plan_scores
 
 

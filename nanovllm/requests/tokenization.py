@@ -32,7 +32,7 @@ class AsyncTokenization:
             answer_params: parameters of an answer, for which a conversation may be too long; None for any length.
         """
         limit = None if answer_params is None else self._input_processor.limit_of(answer_params)
-        work = partial(self._input_processor.chat.apply_to, messages, limit, tools=tools, **template_options)
+        work = partial(self._input_processor.parts.chat.apply_to, messages, limit, tools=tools, **template_options)
         return cast(list[int], await self.prepare(work, (messages, tools)))
 
     async def detokenize(self: Any, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:

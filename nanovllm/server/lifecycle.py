@@ -14,8 +14,8 @@ from types import FrameType
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.engine_stats import ReplicaStatus
 from nanovllm.core.errors import EngineClosedError, QueueFullError
-from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.server import errors
 from nanovllm.server.listening import allow_restart, format_address
 from nanovllm.server.retry_after import RetryAfter

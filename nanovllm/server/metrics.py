@@ -19,7 +19,8 @@ from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
+from nanovllm.core.engine_stats import CacheGroupStats, ReplicaStatus
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.server.option_metrics import option_gauges, tier_counters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from nanovllm.core.engine_stats import EngineStats
 from nanovllm.core.option_stats import BudgetStats, TierStats
-from nanovllm.core.outputs import EngineStats
 
 
 def option_gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:

@@ -13,8 +13,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from nanovllm.core.engine_stats import ReplicaStatus
 from nanovllm.core.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
-from nanovllm.core.outputs import ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.heartbeat import Heartbeat

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.core.errors import DeviceError, StepError
-from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import NewRequest
 from nanovllm.requests.input_processor import InputProcessor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.core.outputs import EngineStats
+from nanovllm.core.engine_stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def test_half_of_a_surrogate_pair_in_a_conversation_is_refused(conversation, opt
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm, pytest.raises(ValueError) as caught:
-        llm._engine.input_processor.chat.apply_to(conversation, **options)
+        llm._engine.input_processor.parts.chat.apply_to(conversation, **options)
     assert_names(str(caught.value), name, "U+DFFF, as character 0", "errors='replace'")
 
 

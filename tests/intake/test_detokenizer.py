@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models
 from nanovllm.core.outputs import CompletionOutput, OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.detokenizer import decode
 from nanovllm.requests.output_processor import Sample
-from nanovllm.requests.token_texts import _known, plain_backend, token_texts
+from nanovllm.requests.token_texts import _known, detokenizer_of, plain_backend, token_texts
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
@@ -56,7 +56,7 @@ class Counting:
 
 def pieces(token_ids: list[int], using: Any) -> list[str]:
     """The text that each token appended."""
-    detokenizer, texts = IncrementalDetokenizer(using), [""]
+    detokenizer, texts = detokenizer_of(using), [""]
     for token_id in token_ids:
         detokenizer.add(token_id)
         assert detokenizer.text.startswith(texts[-1])
@@ -116,7 +116,7 @@ def test_what_is_shown_of_any_tokens_never_shrinks(token_ids):
 
 def test_invalid_bytes_do_not_hold_the_text_back_for_ever():
     lone = bytes_as_tokens("é")[0]  # the first byte of two
-    detokenizer = IncrementalDetokenizer(tokenizer())
+    detokenizer = detokenizer_of(tokenizer())
     for token_id in [lone] * 40 + bytes_as_tokens("well"):
         detokenizer.add(token_id)
     assert detokenizer.text.endswith("well")
@@ -153,7 +153,7 @@ def test_words_of_a_sentencepiece_decoder_join_to_the_whole(words):
 
 def pieces_and_rest(token_ids: list[int], using: Any) -> list[str]:
     """The text that each token appended, and what is left once no more come."""
-    detokenizer = IncrementalDetokenizer(using)
+    detokenizer = detokenizer_of(using)
     for token_id in token_ids:
         detokenizer.add(token_id)
     return [*pieces(token_ids, using), detokenizer.unfinished_text()]
@@ -184,7 +184,7 @@ def test_byte_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
 @settings(deadline=None, max_examples=300)
 def test_texts_of_single_tokens_bring_each_piece_as_decoding_does(token_ids, skips):
     """Half characters, invalid bytes and special tokens included."""
-    by_texts, by_decoding = (IncrementalDetokenizer(tokenizer(), skip_special_tokens=skips) for _ in range(2))
+    by_texts, by_decoding = (detokenizer_of(tokenizer(), skip_special_tokens=skips) for _ in range(2))
     assert by_texts._texts is not None
     by_decoding._texts = None
     for token_id in token_ids:

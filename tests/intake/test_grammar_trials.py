@@ -217,8 +217,8 @@ def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monk
     prepare_ahead(processor)
     monkeypatch.setattr(compiler, "open_vocabulary", lambda *_: pytest.fail("it reads the vocabulary"))
     monkeypatch.setattr(Tokenizer, "from_str", lambda *_: pytest.fail("it copies the tokenizer"))
-    assert allowed(processor.grammars.matcher(StructuredOutput(regex="a")))
-    assert processor.chat.apply_to([{"role": "user", "content": "<|end|>"}])
+    assert allowed(processor.parts.grammars.matcher(StructuredOutput(regex="a")))
+    assert processor.parts.chat.apply_to([{"role": "user", "content": "<|end|>"}])
 
 
 @bounded

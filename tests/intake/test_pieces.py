@@ -220,11 +220,11 @@ def processor(max_model_len: int) -> tuple[InputProcessor, Any]:
 def test_conversations_are_rendered_to_the_tokens_of_the_whole(content, monkeypatch):
     own, _ = processor(64)
     conversation = [{"role": "user", "content": content}]
-    in_pieces = own.chat.apply_to(conversation)
+    in_pieces = own.parts.chat.apply_to(conversation)
     with pytest.raises(PromptTooLongError, match="characters"):
-        own.chat.apply_to(conversation, 64)
+        own.parts.chat.apply_to(conversation, 64)
     monkeypatch.setattr(Pieces, "_can_cut", False)
-    assert in_pieces == processor(64)[0].chat.apply_to(conversation)
+    assert in_pieces == processor(64)[0].parts.chat.apply_to(conversation)
 
 
 def test_a_prompt_that_is_cut_off_is_not_too_long():

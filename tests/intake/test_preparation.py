@@ -65,7 +65,7 @@ async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
             await asyncio.sleep(0.005)
         prepared = []
         monkeypatch.setattr(llm._input_processor, "process_each", lambda *_, **__: prepared.append(1))
-        monkeypatch.setattr(llm._input_processor.chat, "apply_to", lambda *_, **__: prepared.append(1))
+        monkeypatch.setattr(llm._input_processor.parts.chat, "apply_to", lambda *_, **__: prepared.append(1))
         with pytest.raises(QueueFullError, match="max_queue"):
             await llm.submit(["a long text"], SHORT)
         with pytest.raises(QueueFullError, match="max_queue"):

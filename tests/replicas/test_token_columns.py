@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.core.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.core.engine_stats import EngineStats
+from nanovllm.core.outputs import OutputKind, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.replicas.messages import Report, SentOutput, decode_from_engine, encode

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
+from nanovllm.core.engine_stats import CacheGroupStats
 from nanovllm.core.errors import EngineClosedError, EngineDeadError
-from nanovllm.core.outputs import CacheGroupStats
 from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.server.live import live_feed
 from nanovllm.server.live.engine_snapshot import (

@@ -114,7 +114,7 @@ def test_an_agent_makes_several_calls_without_a_malformed_event(running, client,
 def test_a_conversation_reaches_the_template(running, monkeypatch):
     says(running, monkeypatch, "Fine")
     prompts: list[str] = []
-    chat = running.engine._input_processor.chat
+    chat = running.engine._input_processor.parts.chat
     apply = chat.apply_to
 
     def noted(*args: Any, **options: Any) -> list[int]:

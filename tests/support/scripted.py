@@ -44,7 +44,7 @@ def ending_model() -> Any:
 def prompt_of(running: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that the engine gets from now on, as text."""
     prompts: list[str] = []
-    chat = running.engine._input_processor.chat
+    chat = running.engine._input_processor.parts.chat
     apply = chat.apply_to
 
     def noted(*args: Any, **options: Any) -> list[int]:

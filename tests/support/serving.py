@@ -17,7 +17,7 @@ import httpx
 import openai
 
 from nanovllm import AsyncLLM
-from nanovllm.core.outputs import EngineStats
+from nanovllm.core.engine_stats import EngineStats
 from nanovllm.server.app import build_server, create_app
 from nanovllm.server.lifecycle import DrainingServer
 from nanovllm.server.settings import ServerSettings

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.core.engine_stats import EngineStats
 from nanovllm.core.option_stats import BudgetStats, TierStats
-from nanovllm.core.outputs import EngineStats, SchedulerStats
+from nanovllm.core.outputs import SchedulerStats
 from nanovllm.core.sequence import Sequence as Sample
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord

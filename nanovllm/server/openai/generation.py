@@ -20,6 +20,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
+from nanovllm.requests.headless import check_head
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.openai.protocol import SamplingFields
@@ -214,7 +215,7 @@ async def respond(
     """Answer a request; raises ApiError if it fails before the response starts."""
     limits: BodyLimits = request.app.state.body_limits
     try:
-        state.engine.limits.check_head()
+        check_head(state.engine.limits)
         job = await limits.off_loop(request, partial(make_job, state, request, body))
     except (TypeError, ValueError) as error:
         raise errors.from_engine(error, body.names()) from error

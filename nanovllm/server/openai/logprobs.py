@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.core.outputs import TokenLogprobs
 from nanovllm.requests.detokenizer import IncrementalDetokenizer
+from nanovllm.requests.token_texts import detokenizer_of
 from nanovllm.server.sse import compact
 from nanovllm.server.token_text import TokenText
 
@@ -65,7 +66,7 @@ class CompletionLogprobs:
         self._offset = offset
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips_special_tokens)
+            self._detokenizer = detokenizer_of(tokenizer, skip_special_tokens=skips_special_tokens)
 
     def report(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """Format the logprobs of the next tokens."""

@@ -20,7 +20,8 @@ from nanovllm.cache.managers import build_block_manager
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import EngineStats, RequestMetrics
+from nanovllm.core.engine_stats import EngineStats
+from nanovllm.core.outputs import RequestMetrics
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import CostModel, StepWork

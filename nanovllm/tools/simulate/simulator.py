@@ -19,8 +19,9 @@ from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.engine_stats import EngineStats
 from nanovllm.core.features import check_one_process
-from nanovllm.core.outputs import EngineStats, RequestMetrics
+from nanovllm.core.outputs import RequestMetrics
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.sequence import Sequence as RequestSequence
