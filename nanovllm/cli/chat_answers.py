@@ -27,7 +27,7 @@ class Answers:
     """Answers the messages of a conversation, and adds /continue, /show, /copy and /clear to it.
 
     Args:
-        options: flags of the command: model, timeout and those of display.
+        options: flags of the command: model, timeout, display.
         llm: returns the model, once it is loaded.
         is_terminal: True if a user reads; notices and the status line are for terminals.
     """

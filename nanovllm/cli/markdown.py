@@ -1,4 +1,4 @@
-"""Draws a growing Markdown text at a terminal: finished blocks once, the last one anew with each update."""
+"""Draws a growing Markdown text at a terminal: finished blocks once, the last one again with each update."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class GraphExecutor:
 
             self._extras = RankExtras(sampler, max_samples, binding.device)
         self._draw_inputs = largest.views(self._inputs)  # same offsets for every shape
-        self._has_head_apart: bool | None = splits_head(binding)  # None: to be found anew
-        # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
+        self._has_head_apart: bool | None = splits_head(binding)  # None: to be determined again
+        # Output of the first graph: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._stacked: StackedSteps | None = None
@@ -162,7 +162,7 @@ class GraphExecutor:
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
-        # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
+        # PyTorch's allocator reuses pinned memory only when the copy from it is done.
         buffer = torch.empty(packing.num_words_for(layout), dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
         self._begin(layout)

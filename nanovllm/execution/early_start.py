@@ -11,7 +11,7 @@ from torch import nn
 
 
 def begin_gpu(model: Any, options: Mapping[str, Any]) -> None:
-    """Begin to load a GPU's libraries and kernels, for a model that is loaded to one that nobody uses yet."""
+    """Begin to load a GPU's libraries and kernels while a model loads, unless this process uses a GPU already."""
     device = str(options.get("device", "auto"))
     is_for_gpu = device.startswith(("auto", "cuda")) and not isinstance(model, nn.Module)
     if is_for_gpu and torch.cuda.is_available() and not torch.cuda.is_initialized():

@@ -12,7 +12,7 @@ from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 logger = logging.getLogger("nanovllm")
 
 MAX_GRAPHS = 192
-STALE_STEPS = 4096  # a graph unused for so many steps may be evicted while idle
+STALE_STEPS = 4096  # number of steps without use after which a graph may be evicted while idle
 MIN_MISSES = 2  # steps of a shape before another graph is evicted for it
 STEPS_TO_CAPTURE = 16  # steps without a graph, of a shape or a head with rare options; the last one waits for a capture
 

@@ -88,7 +88,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     firsts = layers_by_kind(binding.layers)
     of_kinds = [KernelOptions.for_layer(layer, binding.device, config.block_size) for layer in firsts]
     buckets = Buckets(config)
-    # Of queries and outputs.
+    # Elements of queries and outputs per row.
     head_values = [layer.traits.num_heads * (layer.traits.head_dim + layer.traits.value_dim) for layer in firsts]
     tile_bytes = config.block_size * max(head_values, default=0) * binding.dtype.itemsize
     # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
@@ -103,7 +103,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     graphs = 0
     if config.cuda_graphs:
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
-        # In the graphs' pool, in float32: logits after penalties, and masked logits for filters.
+        # Float32 tensors in the graphs' pool: logits after penalties, and masked logits for filters.
         graphs += 8 * buckets.max_decodes * binding.vocab_size
         num_layers = len(binding.layers) + len(binding.mixers.shapes)
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * num_layers

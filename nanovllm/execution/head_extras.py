@@ -71,7 +71,7 @@ class HeadExtras:
         self._packing = Packing(PENALTY_INPUTS, {"samples": max_samples})
         self._penalties: Tensor | None = None  # buffer of packed penalties
         self._words: Tensor | None = None  # buffer of `Measured`
-        # Of the step launched last: a step that is undone drops it.
+        # Draw of the step launched last: a step that is undone drops it.
         self._late_draw: Callable[[], LateDraw | None] = lambda: None
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
@@ -151,7 +151,7 @@ class HeadExtras:
                     self._packing.num_words + capacity, dtype=torch.int32, device=self._device
                 )
         assert self._penalties is not None
-        # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
+        # PyTorch's allocator reuses pinned memory only when the copy from it is done.
         buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         to = self._packing.views(buffer.numpy())
         clear_entries(to.entries)
@@ -161,7 +161,7 @@ class HeadExtras:
         return is_new
 
     def clear(self) -> None:
-        """Make all rows those of samples without options, for a head that no step waits for."""
+        """Give all rows the values of samples without options, for a head that no step waits for."""
         if self._penalties is not None:
             clear_entries(self._packing.views(self._penalties).entries)
         if self._masks is not None:

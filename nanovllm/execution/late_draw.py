@@ -54,7 +54,7 @@ class LateDraw:
                 raise
 
     def result(self) -> list[int]:
-        """As in `PendingTokens`."""
+        """Token ids, see `PendingTokens`; launches the draw if it is not launched yet."""
         try:
             self.launch()
         except RuntimeError as error:

@@ -20,9 +20,9 @@ from nanovllm.execution.buckets import RowSizes
 from nanovllm.execution.cost_model import KNEES, DeviceCost, StepWork, columns
 from nanovllm.observability.step_records import Observer, StepRecord
 
-MEMORY_STEPS = 20  # a step's weight falls to 1/e after so many, and to a twelfth after 50
+MEMORY_STEPS = 20  # steps after which a step's weight is 1/e; after 50 it is a twelfth
 NOISE = 0.25  # relative; larger errors count by their size, not its square (Huber 1964)
-MISS = 2.0  # a step that takes so many times, or so small a part, of its prediction is another event: a capture, a page
+MISS = 2.0  # a step with this multiple, or this fraction, of its prediction is another event: a capture, a page
 MAX_MISSES = 4  # Misses in a row that are ignored; the machine has changed if there are more
 RIDGE = 0.01  # Weight that keeps coefficients where samples do not determine them
 NUM_SWEEPS = 4
@@ -36,7 +36,7 @@ NUM_EXCESSES, KEPT_SHARE = 300, 0.98
 DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
 # A CPU's ttft_goal with it, in itl_goals: up to the capacity hardly a prompt waits half of them, in a batch most do.
 DEFAULT_TTFT_GOALS = 50
-BUSY = 2.0  # a machine that is busy at start may take so many times as long for a step; such a goal is kept
+BUSY = 2.0  # a machine that is busy at start may take this many times as long for a step; such a goal is kept
 NO_WORK = StepWork(0, 0, 0, 0, 0, 0, 0)
 MIN_DECODE_COST, MAX_DECODE_COST = 1.0, 100.0  # Prompt tokens; the few steps of a start may fit others
 
@@ -139,7 +139,7 @@ class RecursiveFit:
 
 
 def automatic_goal(config: EngineConfig, block_seconds: float) -> float:
-    """Seconds of itl_goal="auto" where a step of one block takes so many."""
+    """Seconds of itl_goal="auto", given the seconds of a step of one block."""
     least = GPU_GOAL_S if config.device.startswith("cuda") else DEFAULT_GOAL_S
     return max(least, DEFAULT_GOAL_BLOCKS * block_seconds)
 
@@ -171,7 +171,7 @@ def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
 
 
 def relative_decode_cost(cost: DeviceCost, config: EngineConfig) -> float:
-    """Seconds of a generated token over those of a prompt token: of full batches, which clients compete for.
+    """Seconds of a generated token / seconds of a prompt token, in full batches, which clients compete for.
 
     Args:
         config: fully resolved.

@@ -33,7 +33,7 @@ class MaskBuffer:
         self._token_masks = token_masks
         self._buffer: Tensor | None = None  # int32: the mask of each sample, or -1; then the masks
         self._num_words = 0  # words of a mask
-        # Pinned, as an array, and the end of the copy from it.
+        # Pinned buffers, their arrays, and the ends of the copies from them.
         self._hosts: deque[tuple[Tensor, NDArray[np.int32], torch.cuda.Event]] = deque()
         self._threads: Any = None
         self._begun: BegunMasks | None = None
@@ -91,7 +91,7 @@ class MaskBuffer:
                 self._hosts.append((host, host.numpy(), torch.cuda.Event()))
 
     def views(self, num_samples: int) -> Any:
-        """`TokenMasks` of so many samples."""
+        """`TokenMasks` of the first `num_samples` samples."""
         assert self._buffer is not None
         words = self._buffer[self._max_samples :].view(self._max_samples, self._num_words)
         return self._token_masks(self._buffer[:num_samples], words)

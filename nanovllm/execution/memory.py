@@ -11,10 +11,10 @@ from nanovllm.execution.gpu_memory import free_earlier_engines, measure_peaks, w
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import DEVICE_LOCK, raise_device_error
 
-# On a CPU the cache competes with everything else in memory: by default it takes at most half of the available bytes
+# The cache on a CPU competes with everything else in memory: by default it takes at most half of the available bytes
 # and at most this, enough for 64 requests of 2,800 tokens with the default model.
 MAX_DEFAULT_CPU_CACHE_BYTES = 4 * 2**30
-# Kept free on a GPU beyond the measured peak, for allocator fragmentation and kernels' own workspaces.
+# GPU memory left free beyond the measured peak, for allocator fragmentation and kernels' own workspaces.
 GPU_RESERVE_BYTES = 512 * 2**20
 
 
@@ -36,7 +36,7 @@ def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: Attent
         raise_device_error(error)
     free, total = torch.cuda.mem_get_info(binding.device)  # memory of other processes counts as used
     num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - num_step_bytes - GPU_RESERVE_BYTES
-    # Compiled code depends on the caches' size: rounded, so that the next process finds it again.
+    # Compiled code depends on the caches' size, which is rounded so that the next process finds the code again.
     block_bytes = max(1, binding.caches.num_bytes(config.block_size))  # 0 without attention
     num_blocks = max(0, num_bytes) // block_bytes
     return block_bytes * (num_blocks - num_blocks % max(1, num_blocks >> 5))

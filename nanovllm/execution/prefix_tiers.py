@@ -44,7 +44,7 @@ _open: weakref.WeakSet[PrefixTiers] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Save prefixes of engines that nobody closed; their threads may step no more."""
+    """Save prefixes of engines that were not closed; their threads may not step any more."""
     for tiers in list(_open):
         with suppress(Exception):
             tiers.engine_closed()
@@ -69,7 +69,7 @@ class PrefixTiers(Observer):
         self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
         self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # files alone keep only likely hits
-        self._num_writes, self._is_alone = 0, False  # orders to other ranks; whether these do not write
+        self._num_writes, self._is_alone = 0, False  # orders to other ranks; True if these do not write
         self._next_look = 0.0  # time to ask other ranks again, after they did not write
         self._lock = threading.Lock()
         self._is_closed = False
@@ -90,7 +90,7 @@ class PrefixTiers(Observer):
     # ------------------------------------------------------------------------------------------------- costs -------
 
     def _compute_seconds(self, start: int, count: int) -> float | None:
-        """Of as many steps as the tokens take, each alone."""
+        """Predicted seconds to compute these tokens in steps of the most tokens, each alone; None if not known."""
         if self._num_chunk_steps < MIN_CHUNK_STEPS:
             return None
         end, most = start + count, self._max_step_tokens
@@ -163,9 +163,9 @@ class PrefixTiers(Observer):
         return not self._is_alone
 
     def _first_unsaved(self, node: StoredBlock) -> tuple[StoredBlock, int] | None:
-        """The first block up to this one that no file has; a block in a file is reached by those before it.
+        """First block of the chain up to this one that no file has: a file's block is reached through earlier ones.
 
-        Of recurrent states this one's alone: it replaces those before it.
+        A recurrent state is needed of this block only: it replaces earlier states.
         """
         chain = [node]
         while (before := chain[-1].parent) is not None and before.parent is not None:

@@ -99,7 +99,7 @@ class StackedSteps:
     """The launches of one engine.
 
     Args:
-        sampled: tokens of the step before, which those of a step replace.
+        sampled: tokens of the previous step, which a step replaces.
         begin: prepares the device for a step, before its launch.
     """
 
@@ -191,7 +191,7 @@ def reads_own_rows(layout: BatchLayout, block_size: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _inverse_temperature(options: tuple[Any, ...]) -> float | None:
-    """0 for greedy rows; None for those with a filter, or cold."""
+    """Inverse temperature, 0 for greedy rows; None for rows with a filter, or cold ones."""
     params = SimpleNamespace(**dict(zip(("temperature", *FILTERS), options, strict=True)))
     inputs = DrawInputs.from_sequences([SimpleNamespace(params=params, seed=0)], [0])  # type: ignore[list-item]
     if inputs.has_filters():

@@ -57,7 +57,7 @@ class RowKernels:
         return tokens
 
     def penalise(self, logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor) -> None:
-        """As `kernels.penalties.penalise`."""
+        """Same as `kernels.penalties.penalise`."""
         if logits.stride(1) != 1:
             raise ValueError("penalise needs logits that are adjacent in a row.")
         self._functions.penalise(
@@ -87,7 +87,7 @@ class RowKernels:
         return (top_ids, largest, masses, ranks) if is_sound.all() else None
 
     def keep_bits(self, logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-        """As `sampling.structured.keep_bits`."""
+        """Same as `sampling.structured.keep_bits`."""
         if not logits.is_contiguous():
             raise ValueError("keep_bits needs contiguous logits.")
         indices, words = np.asarray(rows, np.int64), np.ascontiguousarray(masks)
@@ -97,7 +97,7 @@ class RowKernels:
         )  # fmt: skip
 
     def masses(self, levels: Tensor) -> Tensor:
-        """As `sampling.filters.masses`, of levels [size] float32."""
+        """Same as `sampling.filters.masses`, of levels [size] float32."""
         masses = levels.new_empty(len(levels), dtype=torch.float64)
         self._functions.masses(levels.data_ptr(), masses.data_ptr(), len(levels))
         return masses
@@ -118,7 +118,7 @@ def load_row_kernels() -> RowKernels:
     Raises KernelBuildError or ProcessorClassError.
     """
     folder = SOURCES / "sampling"
-    # Without fused multiply-add: sums and products are rounded separately, as in torch.
+    # torch rounds sums and products separately, so no fused multiply-add.
     options, headers = ["-ffp-contract=off"], [SOURCES / "lanes.h"]
     build = partial(built_library, "sampling", options, folder, headers=headers)
     return RowKernels(next(compiled_targets(build))[1])

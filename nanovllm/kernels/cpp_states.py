@@ -39,7 +39,7 @@ _SIGNATURES = {
 
 
 class StateKernels:
-    """Functions of the compiled library, called as those of `transformers`, with a pool [num_slots, ...] as the state.
+    """Functions of the compiled library, called like `transformers`' own, with a pool [num_slots, ...] as the state.
 
     They raise ValueError for types and layouts that they do not serve, before anything is changed.
 

@@ -68,7 +68,7 @@ def _num_pieces(tiles, rows, num_rows, length):
 
 @triton.jit
 def _shared_pieces(tiles, wide_parts, rows, num_rows, length, HAS_WIDE: tl.constexpr):
-    """Number of pieces that the bundles of these decodes leave them, for so many shared tiles."""
+    """Number of pieces that these decodes' bundles leave for them, with this number of shared tiles."""
     parts = (tiles + length - 1) // length
     if HAS_WIDE:
         of_wide = tl.load(wide_parts + rows, mask=rows < num_rows, other=0)

@@ -1,4 +1,4 @@
-"""From one layer's attention to the next one's in one launch on Hopper, for up to 128 rows: `dense_layer_cuda/`.
+"""One launch from one layer's attention to the next one's on Hopper, for up to 128 rows: `dense_layer_cuda/`.
 
 Separate kernels take longer to start and end than to read a small layer's weights. Here one thread block stays on each
 multiprocessor, and fetches weights of the next product while it waits for the inputs of this one, and those of a large
@@ -22,7 +22,7 @@ from torch import Tensor
 from nanovllm.kernels import nvrtc
 
 NUM_ROWS = (16, 32, 64, 128)  # numbers of rows that are compiled; fewer rows run as the next of them
-TUNING = {"PATIENCE": 0}  # reads before a wait traps, for tests; 0: for ever
+TUNING = {"PATIENCE": 0}  # reads before a wait traps, for tests; 0: never
 # Largest weights of a layer that an engine runs by it. A gain at 31, 201 and 386 MB; more is not measured.
 MAX_LAYER_BYTES = 512 * 2**20
 _LARGE_BYTES = 128 * 2**20  # bytes of a layer's weights above which it counts as large
@@ -150,7 +150,7 @@ class Plan(NamedTuple):
             return -(-items // num_processors)
 
         def splits(features: int, depth: int, width: int) -> int:
-            """As many as give a block at most one item, of equal depths unless far fewer blocks would have one."""
+            """Most splits with at most one item a block, of equal depths unless far fewer blocks would have one."""
             items, steps = features // width * tiles, depth // _STEP
             fit = [n for n in range(1, min(_MAX_SPLITS, steps) + 1) if n == 1 or n * items <= num_processors]
             fit = [n for n in fit if tiles == 1 or columns % n == 0]
@@ -217,7 +217,7 @@ class DenseLayers:
             }
 
     def _struct(self, index: int, layer: DenseWeights) -> _LayerStruct:
-        """A copy of the layer's arguments; described anew where its weights have moved."""
+        """A copy of the layer's arguments; they are described again if its weights have moved."""
         addresses = tuple(part.data_ptr() if isinstance(part, Tensor) else part for part in layer)
         known = self._structs.get(index)
         if known is None or known[0] != addresses:

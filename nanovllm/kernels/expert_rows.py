@@ -31,7 +31,7 @@ TILES = Tiles(64, 128, 3, 4)  # the fastest of `bench/machines/expert_rows.py --
 
 @triton.jit
 def _load_experts(ids, slots, pairs, num_pairs, num_slots, top_k, NONE: tl.constexpr):
-    """Experts of pairs; `NONE` for those of padding rows and beyond all pairs."""
+    """Experts of pairs; `NONE` for padding rows and beyond all pairs."""
     experts = tl.load(ids + pairs, mask=pairs < num_pairs, other=NONE)
     rows = pairs // top_k
     places = tl.load(slots + rows, mask=(pairs < num_pairs) & (rows < num_slots), other=0)

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     top_k: int
 
     def slot_bytes(self, device: torch.device) -> int:
-        """A row of the first product's weight, or those of a warp's outputs of the second."""
+        """Bytes of a row of the first product's weight, or of all rows of a warp's outputs in the second."""
         return 2 * max(self.hidden, self.inner * -(-self.hidden // (few_rows.num_blocks(device) * NUM_WARPS)))
 
     def slots(self, device: torch.device) -> int:

@@ -42,7 +42,7 @@ def num_slots(slot_bytes: int, other_bytes: int, device: torch.device) -> int:
 
 
 def holds(shared_bytes: int, device: torch.device) -> bool:
-    """Whether a block may have so much shared memory besides its own."""
+    """Whether a block can have this much dynamic shared memory in addition to its static one."""
     properties: Any = torch.cuda.get_device_properties(device)
     fits: bool = shared_bytes + _OWN_BYTES <= properties.shared_memory_per_block_optin
     return fits

@@ -119,7 +119,7 @@ def pivot_range(top, mean, deviation, count, k, p, by_count, inverse):
     # Most tokens are as far below the mean as the best one is above it; tokens without mass do not count.
     reach = tl.maximum(top - mean, 0.0) * tl.where(by_count & (k < count * 0.25), 1.0, 2.0)
     reach = tl.where(by_count, reach, tl.minimum(reach, _NEGLIGIBLE / inverse))
-    # For normally distributed logits: masses have the same distribution with a higher mean. Tukey's quantile.
+    # Logits count as normally distributed: masses then have the same distribution with a higher mean. Tukey's quantile.
     share = tl.where(by_count, k / count, p)
     quantile = 4.91 * (tl.exp2(0.14 * tl.log2(1.0 - share)) - tl.exp2(0.14 * tl.log2(share)))
     center = mean + tl.where(by_count, 0.0, deviation * deviation * inverse) + quantile * deviation

@@ -25,7 +25,7 @@ _MAX_PARTS = 128
 
 @triton.jit
 def mixed(bits):
-    """As `noise._mixed_32`."""
+    """Same as `noise._mixed_32`."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)

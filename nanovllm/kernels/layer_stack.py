@@ -40,7 +40,7 @@ TUNING = {
     "ALONE": 256,  # tokens of a context that is not split
     "FLIGHT": 0,  # slots of weights in flight at once; more delay reads between blocks. 0: by the layers' size
     "HEAD_FLIGHT": 4,  # the same while the head is read
-    "PATIENCE": 0,  # reads before a wait traps, for tests; 0: for ever
+    "PATIENCE": 0,  # reads before a wait traps, for tests; 0: never
 }
 _WARPS = 8
 _MAX_SPLITS = 32  # most splits of a decode's context

@@ -30,13 +30,13 @@ logger = logging.getLogger("nanovllm")
 
 Reduce = Callable[[Tensor], Tensor]
 
-# Of the pull kernel.
+# The pull kernel's sizes.
 _BLOCK = 2048  # values of a channel
 _CHANNELS = 512  # all run concurrently, which waiting requires
 _WORD_BYTES = 4  # largest value
 _HALF_BYTES = _CHANNELS * _BLOCK * _WORD_BYTES
 _FLAGS_AT = 2 * _HALF_BYTES  # offset after both halves: [channels, ranks] int32, written by the peers
-# Of the push kernel.
+# The push kernel's sizes.
 _PUSH_BLOCK = 512
 _PUSH_CHANNELS = 128
 _PUSH_VALUES = _PUSH_BLOCK * _PUSH_CHANNELS
@@ -208,7 +208,7 @@ class OneShotReduce:
 
     def abort(self) -> None:
         """End the waits of all kernels."""
-        # By a copy: a kernel could be blocked by the waiting ones (module loading, occupancy).
+        # A copy, since the waiting kernels could block another kernel (module loading, occupancy).
         with torch.cuda.stream(self._abort_stream):
             self._is_aborted.copy_(self._one, non_blocking=True)
 

@@ -81,7 +81,7 @@ class StepWeights(NamedTuple):
     vocab_size: int
 
 
-# Inputs of a step from tokens to tokens: int64 or float32 of the rows; those of `DecodeRows`; those of the draw.
+# Inputs of a step from tokens to tokens, int64 or float32: rows, `DecodeRows`, draw.
 STEP_INPUTS = {
     "token_ids": "token_ids", "positions": "positions", "slot_mapping": "slots", "tables": "tables",
     "decode_tables": "table_starts", "decode_blocks": "counts", "sample_rows": "sample_rows",

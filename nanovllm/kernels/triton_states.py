@@ -124,7 +124,7 @@ def _apply_state_space(
 
 
 class TritonStateKernels:
-    """Functions called as those of `transformers`, with a pool [num_slots, ...] as the state.
+    """Functions called like `transformers`' own, with a pool [num_slots, ...] as the state.
 
     For the arguments see `StateKernels` of `cpp_states`. They raise ValueError for sizes that they do not serve, before
     anything is changed.
@@ -132,7 +132,7 @@ class TritonStateKernels:
     Attributes:
         reads, writes: [num_sequences] int64, the slots of the next calls.
         by_name: name of a function in `transformers` -> the kind of state that it updates, and our function.
-        prefills: none, unlike those for a CPU.
+        prefills: empty: a GPU's prefills run as in `transformers`.
     """
 
     def __init__(self) -> None:

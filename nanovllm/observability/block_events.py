@@ -133,4 +133,4 @@ class StateEvents:
         self._events.add(Forgotten(block_hash, of_states=True))
 
     def all_forgotten(self) -> None:
-        """Told of blocks already."""
+        """No event: the blocks' events say so."""

@@ -77,7 +77,7 @@ class KvEventPublisher(Observer):
             raise
         self._thread: threading.Thread | None = None
         self._kinds: list[str] = []  # kinds of the cache groups of a model with recurrent states
-        self._in_tier: dict[tuple[StoredBlock, bool], bytes] = {}  # hashes told to be in host memory, and if of states
+        self._in_tier: dict[tuple[StoredBlock, bool], bytes] = {}  # hashes in host memory by (block, of_states)
         self._of_tier: list[BlockEvent | InHostMemory] = []  # events of the tier since the last step
 
     @staticmethod

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-# Loaded on first use, so that ray is imported only if needed.
+# Modules of public names, loaded on first use, so that ray is imported only if needed.
 _HOMES = {
     "connect": "nanovllm.ray.cluster",
     "app": "nanovllm.ray.application",

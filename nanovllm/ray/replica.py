@@ -59,7 +59,7 @@ class RayReporter(Reporter):
             os._exit(1)  # the fronts and Serve notice at once
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
-        """As in `Reporter`, each output whole: every front has its own placements and clock."""
+        """Report each output whole (see `Reporter`): every front has its own placements and clock."""
         self._report([self._sent(output) for output in outputs])
         return []
 

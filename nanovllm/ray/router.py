@@ -38,7 +38,7 @@ def with_model(replicas: list[RunningReplica], prompt: Prompt | None) -> list[Ru
 
 
 class HeldBlocks:
-    """Blocks cached by a replica: its reported ones, and those expected from prompts just sent to it.
+    """Blocks cached by a replica: blocks of its reports, and expected blocks of prompts just sent to it.
 
     Reports are seconds old, so both may be wrong: that costs a prefix hit, never an answer.
     """

@@ -37,7 +37,7 @@ class Fleet:
         self, replicas: Sequence[Replica], source: str, *, step_timeout: float, ends_in_order: bool = False
     ) -> None:
         self.replicas, self._ends_in_order = replicas, ends_in_order
-        # There is nobody to move the requests of a single one to: its first step may be a long compilation.
+        # A single replica's requests cannot move: its first step may be a long compilation.
         self._stall_seconds = min(STALL_SECONDS, step_timeout) if len(replicas) > 1 else step_timeout
         self._source, self._files = source, stored_files(source)
         self._hash_seed = ""  # hash seed of the first ready replica; the others must have the same

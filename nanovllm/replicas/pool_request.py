@@ -82,7 +82,7 @@ class PoolRequest:
         return self.num_deaths == MAX_DEATHS - 1
 
     def record(self, sent: SentOutput) -> RequestOutput | None:
-        """Record an output; returns the reader's output, or None for mere progress toward a final output."""
+        """Record an output; returns the reader's output, or None if it is progress toward a final output only."""
         kind, is_final = self.new.output_kind, self.new.output_kind is OutputKind.FINAL
         self.metrics, self._num_cached_tokens = RequestMetrics(*sent.metrics), sent.num_cached_tokens
         self._error, self._error_kind = sent.error, sent.error_kind

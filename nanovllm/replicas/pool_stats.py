@@ -1,4 +1,4 @@
-"""Statistics of several engines, combined into those of one."""
+"""Statistics of several engines, combined as if of one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _sum(groups: Sequence[CacheGroupStats]) -> CacheGroupStats:
 
 
 def goals_in_force(replicas: Iterable[ReplicaQueue], config: EngineConfig) -> Goals:
-    """Goals by the last report of a replica, or those of the start before any."""
+    """Goals in a replica's last report; the config's until there is a report."""
     reports = (replica.stats.budget for replica in replicas if replica.stats is not None)
     return next((budget for budget in reports if budget is not None), config)
 

@@ -145,7 +145,7 @@ class BodyLimits:
         except RecursionError as error:
             raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from error
         self.check_fields(given)
-        self.expect_unknown()  # the context variables are those of this thread
+        self.expect_unknown()  # context variables are per thread
         try:
             return model.model_validate(given)
         except ValidationError as error:

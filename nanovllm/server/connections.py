@@ -26,7 +26,7 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.server.turns import AT_ONCE
 
 logger = logging.getLogger("nanovllm")
-# For uvicorn, which logs a warning per malformed request and per upgrade: any client can send them.
+# uvicorn logs a warning per malformed request and per upgrade, and any client can send these.
 errors_only = logging.getLogger("uvicorn.error.connections")
 errors_only.setLevel(logging.ERROR)
 

@@ -1,7 +1,7 @@
 """Fields that requests may have and that cannot change an answer here: a table for each API, with the reason.
 
-Any value passes: the field is left out before validation, and told once in the log. `Strict.hints` of a request model
-are those of the place that it stands at, "" for the body. docs/guide/clients.md shows the tables to users.
+Any value passes: the field is dropped before validation, and logged once. `Strict.hints` of a request model holds the
+fields of its place in the body, "" for the body itself. docs/guide/clients.md shows the tables to users.
 """
 
 from __future__ import annotations

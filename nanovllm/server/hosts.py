@@ -58,7 +58,7 @@ def log_exposure(settings: ServerSettings, *, has_keys: bool) -> None:
 
 
 class RootPath:
-    """Middleware that removes the path below which a proxy serves this server, where the proxy has not.
+    """Middleware that removes the path prefix under which a proxy serves this server, if the proxy does not.
 
     Args:
         root_path: URL path without a trailing slash.

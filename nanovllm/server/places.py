@@ -33,8 +33,8 @@ class Places:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken: set[Occupant] = set()
-        self._waiting: dict[Occupant, None] = {}  # those with a place that wait for a request, the longest first
-        self._spare: dict[Occupant, None] = {}  # those beyond the limit, oldest first
+        self._waiting: dict[Occupant, None] = {}  # connections with a place that wait for a request, the longest first
+        self._spare: dict[Occupant, None] = {}  # connections beyond the limit, oldest first
 
     def enter(self, occupant: Occupant) -> None:
         """Give a new connection a place, if need be the longest-waiting connection's, or a spare one."""

@@ -43,7 +43,7 @@ class RequestFacts:
 
 CURRENT: ContextVar[RequestFacts | None] = ContextVar("request", default=None)
 
-# Called in the engine thread with a request and its last output; None if the engine died.
+# Callback of the engine thread for a request and its last output; None if the engine died.
 OnRequestEnd = Callable[[RequestFacts, NewRequest, RequestOutput | None], None]
 
 

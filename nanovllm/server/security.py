@@ -152,7 +152,7 @@ class BodyGate:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Limit a body while it is read, and with it those of its client."""
+        """Limit the bytes of a body while it is read, and of all bodies of its client."""
         client, num_bytes = CLIENT.get() or "", 0
 
         async def counted() -> Message:

@@ -61,7 +61,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """As `until_disconnect`; raises ApiError (499) when the client disconnects."""
+    """`until_disconnect` with an ApiError (499) when the client disconnects."""
     try:
         return await until_disconnect(receive, work)
     except ClientGone:

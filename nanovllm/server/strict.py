@@ -20,9 +20,9 @@ MAX_NESTING = 100
 # Types of content parts in the APIs of OpenAI and Anthropic, by their first word.
 _MEDIA = {"image": "an image", "audio": "audio", "video": "video", "file": "a file", "document": "a file"}
 
-# Called with each field that would be refused, as Model.field, and is left out instead; None: such fields are errors.
+# Callback for a field, as Model.field, that is dropped instead of refused; None: such fields are errors.
 TELL_UNKNOWN: ContextVar[Callable[[str], None] | None] = ContextVar("tell_unknown", default=None)
-# Called with a part of a request that has no effect, such as Model.field, and the reason.
+# Callback for a part of a request that has no effect, such as Model.field, and the reason.
 TELL_HINT: ContextVar[Callable[[str, str], None] | None] = ContextVar("tell_hint", default=None)
 
 

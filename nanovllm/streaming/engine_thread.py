@@ -204,7 +204,7 @@ class EngineThread:
             if self._changes.wait_for(lambda: self._calls or self._is_stopping, IDLE_SECONDS):
                 return
         try:
-            # Asked anew in each idle time: steps in between may have missed further shapes.
+            # Each idle time asks again: steps in between may have missed other shapes.
             while not self._calls and not self._is_stopping and self._engine.use_idle_time(captures=self._captures):
                 pass
         except (DeviceError, EngineDeadError):

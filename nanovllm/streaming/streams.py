@@ -18,7 +18,7 @@ from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
 
-# Called in the engine thread with a request and its last output; None if the engine ended without one.
+# Callback of the engine thread for a request and its last output; None if the engine ended without one.
 OnEnd = Callable[[NewRequest, RequestOutput | None], None]
 
 

@@ -230,7 +230,7 @@ def uncompiled_calls(
     *,
     compare: Callable[..., None],
 ) -> dict[nn.Module, Callable[..., Any]]:
-    """`calls` and those of `KernelLayers`, of `DenseLayers` where possible; raises NotFusedError.
+    """`calls` with layers replaced by `KernelLayers`, or by `DenseLayers` where possible; raises NotFusedError.
 
     Args:
         calls: replacements of other modules' calls.

@@ -52,7 +52,7 @@ def difference_of_rows(own: Tensor, expected: Tensor) -> str | None:
 
 @contextmanager
 def rewriting(kind: str, cache: Tensor, slots: Tensor) -> Iterator[None]:
-    """Compare K and V that the block writes at these slots with those before it; raises NotFusedError.
+    """Compare K and V that the block writes at these slots with the former ones; raises NotFusedError.
 
     They are negated when it begins, since old ones would hide that a kernel writes none; NaN could spread.
     """

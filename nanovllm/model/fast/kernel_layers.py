@@ -40,7 +40,7 @@ _thread = _Thread()
 
 @contextmanager
 def first_layer_alone() -> Iterator[None]:
-    """Within the block this thread runs the first layer by kernels, which loads the code of all, and no other."""
+    """Context manager: this thread runs the first layer alone by kernels, which loads the code of all layers."""
     _thread.runs_first_alone = True
     try:
         yield

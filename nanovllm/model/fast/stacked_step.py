@@ -64,7 +64,7 @@ class StackedStep:
         Args:
             places: offset of each input in bytes, by name.
             num_rows: padding included.
-            sampled: tokens of the step before, which those of this step replace.
+            sampled: [most samples] int64, tokens of the previous step, which this step replaces.
             logits: [num_rows, vocab_size], to be written.
         """
         inputs = {name: places[name] for name in self._input_names}

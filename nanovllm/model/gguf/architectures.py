@@ -19,7 +19,7 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Read by special rules of `config.py`, or without effect on the result.
+# Keys that special rules of `config.py` read, or that have no effect on the result.
 KEYS_WITH_RULES = frozenset(
     {
         "vocab_size",
@@ -36,7 +36,7 @@ KEYS_WITH_RULES = frozenset(
         "classifier.output_labels",  # names of a reranker's answers
     }
 )
-# Ignored at these values, which llama.cpp's converter writes and which are done anyway; refused at others.
+# Keys without effect at these values, which llama.cpp's converter writes; other values are refused.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),

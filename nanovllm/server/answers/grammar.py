@@ -149,6 +149,6 @@ def shape_rule(rules: Rules, shape: StructuredOutput) -> str:
 
 def _escaped_slashes(regex: str) -> str:
     """Escape slashes and line breaks for Lark's /regex/."""
-    # In one pass: a line break that a backslash escapes stands for itself, so it loses the backslash.
+    # One pass, so that an escaped line break, which stands for itself, loses its backslash.
     escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     return re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), regex, flags=re.DOTALL)

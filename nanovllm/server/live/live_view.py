@@ -41,7 +41,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
             "backend": config.attention_backend,
             "replicas": config.data_parallel_size,
             "host_bytes": (config.prefix_cache_host_bytes or 0) * config.data_parallel_size,
-            # Of the first rank, as its statistics.
+            # Bytes of the first rank's files, which its statistics describe.
             "dir_bytes": config.prefix_cache_dir_bytes // config.tensor_parallel_size if config.prefix_cache_dir else 0,
             "num_steps": RECENT_STEPS,
             "step_values": STEP_VALUES,

@@ -34,7 +34,7 @@ class Options(Strict):
     @model_validator(mode="before")
     @classmethod
     def _take_no_window(cls, given: Any) -> Any:
-        """Without penalties for a repeat_last_n of 0, which counts no token."""
+        """Drop the penalties if repeat_last_n is 0, since they then count no token."""
         if not isinstance(given, dict) or given.get("repeat_last_n") != 0:
             return given
         off = ("repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty")

@@ -1,4 +1,4 @@
-"""Where a middle ends before the model ends it: a time limit and a least indentation, with llama.cpp's meaning."""
+"""Limits at which a middle ends before the model ends it: time and least indentation, with llama.cpp's meaning."""
 
 from __future__ import annotations
 

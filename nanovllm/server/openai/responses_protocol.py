@@ -208,7 +208,7 @@ class ResponsesRequest(Strict):
     store: bool | None = None  # None: true where the server keeps responses
     truncation: Literal["auto", "disabled"] | None = None  # a conversation that is too long is refused under both
     open_objects: bool | None = None  # this server's own, as in a chat
-    # Of the answer too, and without effect on it.
+    # Fields that the answer repeats, without effect on it.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -81,12 +81,12 @@ class ChatTurn:
         )
 
     async def _start_constrained(self, kind: OutputKind) -> OutputStream:
-        """Queue the rendered conversation; its end tells whether the answer begins in thought."""
+        """Queue the rendered conversation; the end of its prompt says whether the answer begins in thought."""
         token_ids = await self.prompt_token_ids(self._params)
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
         try:
-            # In the thread for grammars: each strict tool's schema is test-compiled for up to half a second.
+            # The thread for grammars does this: each strict tool's schema is test-compiled for up to half a second.
             build = partial(build_form, self._constraints, self._form, engine.tokenizer, is_open=is_open)
             params = replace(self._params, structured_output=await engine.prepare(build, compiles=True))
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)

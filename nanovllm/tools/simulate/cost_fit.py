@@ -30,7 +30,7 @@ class StepSample(NamedTuple):
 
     @property
     def execute_time(self) -> float:
-        """From the begin of the launch to its tokens."""
+        """Time from the start of the launch to its tokens, in seconds."""
         return self.launch_time + self.device_time
 
 

@@ -18,10 +18,10 @@ ANY_TOKEN = 2**31
 
 
 class SimulatedDrafts:
-    """The drafter of a replica, which has as many drafts for each sequence and step as are asked for.
+    """Drafter of a replica; it proposes every draft that a request may have.
 
     Args:
-        acceptance: probability that a draft is right if those before it are.
+        acceptance: probability that a draft is right if all earlier ones are.
         draw_token: iterator of unique token ids.
     """
 

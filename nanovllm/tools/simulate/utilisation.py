@@ -10,7 +10,7 @@ from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import Workload
 
-# Above it waiting times grow faster than the load, and so does the effect of a small error of the step times.
+# Utilisation above which waiting times grow faster than the load, and errors of the step times with them.
 MOST_PREDICTABLE = 0.8
 
 

@@ -1,4 +1,4 @@
-"""Token ids of prompts known by their block hashes alone: those of a block follow from its hash."""
+"""Token ids of prompts with known block hashes only: each block's ids follow from its hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def draw_prompt(hash_ids: list[int], length: int, block_tokens: int) -> list[int]:
-    """Token ids of a prompt: those of a block are drawn by its hash."""
+    """Token ids of a prompt; each block's ids are drawn by its hash."""
     ids: Numbers = np.asarray(hash_ids, np.uint64)[:, None]  # [num_blocks, 1]
     places: Numbers = np.arange(block_tokens, dtype=np.uint64)
     mixed = _mix(np.add(_mix(ids), places, dtype=np.uint64))  # [num_blocks, block_tokens]
