@@ -67,6 +67,7 @@ class _InOrder:
         'predicted to fit. "auto": 0.1 on a CPU and 0.05 on a GPU, or four times a step of one block. None: every step '
         "has max_num_batched_tokens.",
         check=_goal,
+        needs="features.goals.building",
     )
     ttft_goal: Seconds | None = option(
         None,
@@ -78,6 +79,7 @@ class _InOrder:
         None,
         "file of `nanovllm calibrate`, whose costs begin the predictions for itl_goal, which steps then correct, and "
         "weigh generated tokens against prompt tokens in clients' shares.",
+        needs="features.goals.building",
     )
     max_num_seqs: int
     max_queue: int | None
@@ -88,6 +90,7 @@ class _InOrder:
         "shares of clients by name, against 1 for each other client, such as {'batch': 0.25}. Clients of one priority "
         "that all wait are served in proportion to them. None: equal shares.",
         check=weights,
+        needs="features.shares.client_queue",
     )
     block_size: int
     num_kv_blocks: int
@@ -105,11 +108,13 @@ class _InOrder:
         None,
         "host memory for prefixes that leave the KV cache, in bytes, of each rank. None: none.",
         check=option_checks.memory_bytes,
+        needs="execution.prefix_tiers",
     )
     prefix_cache_dir: str | None = option(
         None,
         "folder for prefixes that outlive the process; one process writes there, others read. None: none.",
         check=option_checks.cache_folder,
+        needs="execution.prefix_tiers",
     )
     prefix_cache_dir_bytes: int = option(
         8 * 2**30, "limit of the files in prefix_cache_dir, in bytes, for all ranks; those used longest ago go first."
@@ -146,6 +151,7 @@ class _InOrder:
             RAY: "engines of one machine would share a port. Its router follows their caches itself; for another "
             "router start `nanovllm serve` on each machine."
         },
+        needs="observability.kv_events",
     )
     kv_events_replay: str | None = option(
         None, "endpoint at which subscribers ask for batches that they missed; it is bound.", check=_endpoint
@@ -189,6 +195,7 @@ class _InOrder:
         1,
         "processes, of one GPU each, that share the model: each holds a part of the weights and of the KV cache. It "
         "must divide the attention heads. On a CPU they share its cores.",
+        needs="rank_runner",
     )
     speculation: str | Any = SPECULATION
     draft_model: str | None = DRAFT_MODEL
@@ -208,6 +215,7 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
         for mode in (REPLICAS, TENSOR_PARALLEL):
             if getattr(self, mode) != 1:
                 check_options(self, mode)
+        option_checks.check_parts(self)
         self._check_together()
         option_checks.check_kv_events(self)
         if self.speculation is not None or self.draft_model is not None:

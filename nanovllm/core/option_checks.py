@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import numbers
 import os
@@ -153,6 +154,17 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of the parent
         return False
+
+
+def check_parts(options: Any) -> None:
+    """Raise ValueError for an option of a dataclass that is not its default, and whose part is not installed."""
+    for field in dataclasses.fields(options):
+        module = f"nanovllm.{field.metadata['needs']}"
+        if field.metadata["needs"] and getattr(options, field.name) != field.default and not _is_installed(module):
+            raise ValueError(
+                f"{field.name} is set, and {module}, which it needs, is not installed. Leave the option out, or "
+                "install the whole package."
+            )
 
 
 def check_kv_events(config: Any) -> None:

@@ -22,6 +22,7 @@ def option(
     check: Check | None = None,
     flag: str | None = None,
     refused: Mapping[str, str] | None = None,
+    needs: str = "",
     **more: Any,
 ) -> Any:
     """Declare a field of an option dataclass with its help; `more` as for `dataclasses.field`.
@@ -31,9 +32,10 @@ def option(
         check: of `core.validation`, called by its `check_fields`; None: the check of the annotation.
         flag: name of the flag, and in a server's file; None: the field's.
         refused: mode of `core.features` that the option does not work with -> reason and remedy.
+        needs: module without which the option is refused, such as "speculation.build".
         more: as for `dataclasses.field`.
     """
-    metadata = {"help": help, "check": check, "flag": flag, "refused": refused or {}}
+    metadata = {"help": help, "check": check, "flag": flag, "refused": refused or {}, "needs": needs}
     return dataclasses.field(default=default, metadata=metadata, **more)
 
 

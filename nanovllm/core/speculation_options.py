@@ -27,11 +27,13 @@ SPECULATION = option(
     'request or in outputs of the same prefix), "draft" (draft_model), or a `Drafter`. Outputs stay the same. None: no '
     "drafts.",
     check=_source,
+    needs="speculation.build",
 )
 DRAFT_MODEL = option(
     None,
     'small model of the same vocabulary, for speculation="draft": folder, GGUF file or hub id.',
     check=string,
+    needs="speculation.model_drafter",
 )
 NUM_SPECULATIVE_TOKENS = option(
     7, "most draft tokens of a sequence in one step.", check=partial(integer, low=1, high=MAX_DRAFTS)

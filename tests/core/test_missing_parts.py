@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm.build
+from nanovllm.core.config import EngineConfig
 from nanovllm.model_runner import StepPaths
 from nanovllm.scheduler import WaitingQueue, WholeBudget
 from tests.support.llms import generate, open_llm, token_ids
@@ -33,6 +35,19 @@ def test_an_option_without_its_folder_is_refused_by_name(module, options, monkey
     monkeypatch.setitem(sys.modules, f"nanovllm.{module}", None)
     with pytest.raises(ValueError, match=f"{next(iter(options))}.* is set, and nanovllm.{module}, which it needs"):
         open_llm(**options)
+
+
+def test_the_folder_of_an_option_is_missed_before_a_model_is_looked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nanovllm.speculation.build", None)
+    with pytest.raises(ValueError, match=r"^speculation is set, and nanovllm\.speculation\.build, which it needs"):
+        nanovllm.build.build_engine("no-such-model", None, None, {"speculation": "suffix"})
+
+
+def test_each_option_names_a_part_that_is_there():
+    named = {field.metadata["needs"] for field in dataclasses.fields(EngineConfig)} - {""}
+    assert len(named) > 5
+    for module in named:
+        import_module(f"nanovllm.{module}")
 
 
 def test_without_faster_steps_shares_and_records_the_engine_has_its_own(monkeypatch):
