@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import PromptTooLongError, too_long
 from nanovllm.core.outputs import OutputKind, RequestMetrics
+from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
