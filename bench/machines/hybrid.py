@@ -1,34 +1,26 @@
-"""A model with recurrent states: decodes against `transformers`, shared prefixes, memory of states; decodes on a GPU.
+"""A model with recurrent states: decodes against `transformers`, shared prefixes; decodes on a GPU.
 
     python bench/machines/hybrid.py streams --count 16     # tokens a second, generate of `transformers` in the same run
     python bench/machines/hybrid.py prefix                 # first token behind a shared prefix against recomputing it
-    python bench/machines/hybrid.py caching                # requests with and without a prefix cache, nothing shared
-    python bench/machines/hybrid.py memory                 # slots of states that running sequences pin
     python bench/machines/hybrid.py gpu --shape 9b         # decodes against their floor by bytes, and `transformers`
 
-Random weights in the shape of Qwen3.5 0.8B (`--shape 0.8b`), 9B or smaller. One JSON object a line, on stdout.
-"""
+Random weights in the shape of Qwen3.5 0.8B (`--shape 0.8b`), 9B or smaller."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from harness import read_rate  # beside this file
+from harness import Figures, Option, Part, engine_of, random_prompts, read_rate, run_parts  # beside this file
 from random_models import NoText, copy_rate, device
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from nanovllm import LLM, SamplingParams, StepRecord
-from nanovllm.model import loader
+from nanovllm import LLM, SamplingParams
 
 _RECURRENT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -73,8 +65,7 @@ def open_llm(shape: str, **options: Any) -> LLM:
 
 
 def prompts_of(shape: str, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    choice = random.Random(seed)
-    return [[choice.randrange(SHAPES[shape]["vocab_size"]) for _ in range(length)] for _ in range(count)]
+    return random_prompts(count, length, SHAPES[shape]["vocab_size"], seed)
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -129,59 +120,20 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
     return {"shared": args.shared, "cold_s": cold, "warm_s": warm, "ratio": warm / cold, "hits": hits}
 
 
-def caching(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of requests that share nothing, with and without a prefix cache, in turn; more than the pool holds."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    options = {"max_model_len": 1024, "max_num_seqs": 8, "num_kv_blocks": 130}
-    with (
-        open_llm(args.shape, enable_prefix_caching=True, **options) as cached,
-        open_llm(args.shape, enable_prefix_caching=False, **options) as plain,
-    ):
-        for number in range(args.repeats + 1):
-            for is_cached, llm in ((True, cached), (False, plain)):
-                taken = seconds(llm, prompts_of(args.shape, 16, 400, seed=number), 32)
-                found[is_cached] += [taken] if number else []  # the first round warms up
-    on, off = (statistics.median(found[is_cached]) for is_cached in (True, False))
-    return {"on_s": on, "off_s": off, "ratio": on / off}
-
-
-def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Slots of states that running sequences hold, in the step in which they hold most and on average."""
-    held: list[float] = []
-    record_bytes = 0
-
-    def look(step: StepRecord) -> None:
-        nonlocal record_bytes
-        states = step.cache_groups[-1]
-        record_bytes = states.record_bytes or 0
-        if step.num_running == args.count:
-            held.append(states.num_used_blocks / step.num_running)
-
-    lengths = random.Random(0)
-    prompts = [prompts_of(args.shape, 1, lengths.randrange(40, 200), seed=n)[0] for n in range(args.count)]
-    with open_llm(args.shape, max_model_len=1024, max_num_seqs=args.count, on_step=look) as llm:
-        seconds(llm, prompts, 150)
-    return {"slots_a_sequence": max(held), "mean": statistics.fmean(held), "bytes_of_a_slot": record_bytes}
-
-
 def gpu(args: argparse.Namespace) -> dict[str, Any]:
     """Decodes of 1 and of 64 requests, as a share of the floor by bytes: weights, states read and written, K and V."""
-    model, load, found = random_model(args.shape), loader.load, {}
+    model = random_model(args.shape)
+    found: Figures = {}
     rate = read_rate() if device() == "cuda" else copy_rate(2**28)
     # The embedding is read only where the head is the same tensor.
     embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
     weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
     counts = [count for count in (1, 64) if count <= args.count]
-    with (  # the model is the engine's own, as a loaded one is
-        mock.patch.object(loader, "load", lambda *arguments: dataclasses.replace(load(*arguments), is_live=False)),
-        LLM(model, max_model_len=1024, max_num_seqs=args.count, enable_prefix_caching=False) as llm,
-    ):
+    with engine_of(model, max_model_len=1024, max_num_seqs=args.count, enable_prefix_caching=False) as llm:
         groups = llm._engine.model_runner.pools.groups
         token_bytes = groups[0].block_bytes / llm.config.block_size
-        print(json.dumps({"rate": rate, "weights": weights, "state": groups[-1].block_bytes, "token": token_bytes,
-                          "graphs": llm.config.cuda_graphs, "backend": llm.config.attention_backend,
-                          "kernels": all(x.kernel_forward for x in llm._engine.model_runner.binding.mixers.layers)}),
-              flush=True)  # fmt: skip
+        kernels = all(layer.kernel_forward for layer in llm._engine.model_runner.binding.mixers.layers)
+        print(f"  {rate=}, {weights=}, state={groups[-1].block_bytes}, {token_bytes=}, {kernels=}", flush=True)
         for count in counts:
             prompts = prompts_of(args.shape, count, 128)
             seconds(llm, prompts, args.tokens)
@@ -193,29 +145,23 @@ def gpu(args: argparse.Namespace) -> dict[str, Any]:
             floor = (weights + count * of_sequence) / rate
             found[count] = {"step_ms": step * 1e3, "floor_ms": floor * 1e3, "share": floor / step,
                             "tokens_a_second": count / step, "first_s": first}  # fmt: skip
-            print(json.dumps({"requests": count, **found[count]}), flush=True)
     for count in counts:
         prompts = prompts_of(args.shape, count, 128)
         own_seconds(model, prompts, 2)
         first, whole = (own_seconds(model, prompts, n) for n in (1, 33))
         found[count]["transformers"] = count * 32 / (whole - first)
         found[count]["transformers_first_s"] = first
-        print(json.dumps({"requests": count, **found[count]}), flush=True)
     return {str(count): figures for count, figures in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("streams", "prefix", "caching", "memory", "gpu"))
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.8b")
-    parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--shared", type=int, default=6144)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    figures = globals()[args.what](args)
-    print(json.dumps({"what": args.what, "shape": args.shape, **figures}))
-
+PARTS = {"streams": Part(streams), "prefix": Part(prefix), "gpu": Part(gpu, is_default=False)}
+OPTIONS = {
+    "shape": Option("0.8b", "of random weights", tuple(SHAPES)),
+    "count": Option(16, "requests at once"),
+    "tokens": Option(32, "of each answer"),
+    "shared": Option(6144, "tokens, of prefix"),
+    "repeats": Option(3, "measured runs"),
+}
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS, OPTIONS)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import replayed_micros  # beside this file
+from harness import Part, replayed_micros, why_not  # beside this file
 from torch import Tensor
 
 from nanovllm.attention.flex_decodes import FlexDecodes
@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--cuts", action="store_true", help="programs of a multiprocessor")
     parser.add_argument("--no-flex", action="store_true")
     arguments = parser.parse_args()
+    if reason := why_not(Part(main, gpu=True)):
+        parser.error(f"paged_decode: {reason}")
     for name in arguments.cases:
         case = Case(entries_of(name), tuple(arguments.heads), arguments.rows)
 

@@ -1,17 +1,20 @@
-"""What replicas cost and how fast a stream moves: a front before one engine process, two of them started, one killed.
+"""Replicas: what a front costs, starts and kills, and 1, 2, 4 and 8 of them, measured and simulated.
 
-    python bench/machines/replicas.py                          the default model
-    python bench/machines/replicas.py --model tiny             a model so small that messages are most of a step
-    python bench/machines/replicas.py --parts served kill --rounds 5
-    python bench/machines/replicas.py --model 0.6b --requests 256 --tokens 256      random weights, on GPUs
-    python bench/machines/replicas.py --model 0.6b --share-gpu --parts start kill   two replicas on one GPU
+    python bench/machines/replicas.py                                          the default model
+    python bench/machines/replicas.py offline --model tiny                     messages are most of a step
+    python bench/machines/replicas.py offline served --model 0.6b --requests 256 --tokens 256      on GPUs
+    python bench/machines/replicas.py start kill --model 0.6b --share-gpu      two replicas on one GPU
+    python bench/machines/replicas.py sizes simulated --model 0.6b --sizes 1 2 4 8 --requests 256
 
 offline, served: tokens per second of the same requests, by one engine in this process and by one behind the front, in
-    turn; the ratio of medians. CPU seconds are of this process, the front's alone in the second case. Of several GPUs
-    the one behind the front has the last, so that both are there at once.
+    turn. CPU seconds are of this process, the front's alone in the second case. Of several GPUs the one behind the
+    front has the last, so that both are there at once.
 start: seconds until `LLM(...)` returns, each in a new process: one engine, and two replicas at once.
 kill: kill -9 of one of the replicas while all requests stream; seconds from then to the next token of each stream that
     moves, with what they recompute.
+sizes: N x W1 (--requests a replica, seeds 0 to N-1) and plain W1: tokens per second, the first token's p99, the front's
+    share of a core, and the hit rate of conversations.
+simulated: throughput of the same by the simulator, with the costs of `simulator.py`.
 """
 
 from __future__ import annotations
@@ -21,38 +24,44 @@ import asyncio
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from random_models import SHAPES, NoText, checkpoint  # beside this file
+from harness import Figures, Option, Part, folder_of, in_a_new_process, in_turn, ratios, run_parts, spread
+from random_models import SHAPES, NoText, checkpoint  # beside this file, as are the former and the next
+from simulator import COSTS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.one_pool import resolve_pool
 from nanovllm.features.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import ReplicaResources
+from nanovllm.replicas.routing import POLICIES
 from nanovllm.streaming.engines import EngineInterface
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
 
-PARTS = ("offline", "served", "start", "kill")
 PROMPT_TOKENS = 100
 GPU_CACHE_BYTES = 16 * 2**30  # of each engine: two may be on one GPU
+IDLE_SECONDS = 4.0  # for captures
+TINY_IDS = 512  # below the vocabulary of the tiny model
 
 
 def model_folder(name: str) -> str:
     """The default model, a folder, random weights of a real one's shape, or two small random layers."""
-    if name == DEFAULT_MODEL:
-        return str(ensure_default_model())
     if name != "tiny":
-        return str(checkpoint(name)) if name in SHAPES else name
+        return str(checkpoint(name)) if name in SHAPES else folder_of(name)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -88,32 +97,24 @@ def one_behind_a_front() -> Iterator[None]:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
-def open_replicas(model: str, count: int, options: dict[str, Any]) -> AsyncLLM:
-    """As a server opens them: they capture CUDA graphs while idle. A single one has its own process too."""
-    with one_behind_a_front():
-        return AsyncLLM(
-            model, tokenizer=NoText(), data_parallel_size=count, prepares_when_idle=True, record_itl=True, **options
-        )
+def share_devices(options: argparse.Namespace) -> None:
+    """Put every replica on the first GPU, or on all cores of a CPU: starts and pauses count, rates do not."""
+    cores = frozenset(os.sched_getaffinity(0))
+    environment = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    share = ReplicaResources(cores, environment)
+    if options.share_gpu or not torch.cuda.is_available():
+        opening.split_host = lambda config, **_: [share] * config.data_parallel_size  # type: ignore[assignment]
 
 
-def share_one_gpu() -> None:
-    """Put every replica on the first GPU, where there is no second one: starts and pauses count, rates do not."""
-
-    def shares(config: Any, **_: Any) -> list[ReplicaResources]:
-        return [ReplicaResources(frozenset(os.sched_getaffinity(0)), {})] * config.data_parallel_size
-
-    opening.split_host = shares
-
-
-def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """A GPU takes the checkpoint's dtype; a CPU computes in float32."""
-    own: dict[str, Any] = {"dtype": "auto" if torch.cuda.is_available() else "float32"}
-    own["max_model_len"] = 4096 if torch.cuda.is_available() else 1024
-    if torch.cuda.is_available():
+def open_door(door: Any, options: argparse.Namespace, **more: Any) -> Any:
+    """Open `LLM` or `AsyncLLM`: a GPU takes the checkpoint's dtype, a CPU computes in float32."""
+    is_gpu = torch.cuda.is_available()
+    own: dict[str, Any] = {"dtype": "auto" if is_gpu else "float32", "max_model_len": 4096 if is_gpu else 1024}
+    if is_gpu:
         own["kv_cache_memory_bytes"] = GPU_CACHE_BYTES
-    if options.shape is not None:
+    if options.model in SHAPES and options.model != "tiny":
         own["tokenizer"] = NoText()
-    return own
+    return door(model_folder(options.model), **own | more)
 
 
 def prompts(count: int, seed: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -141,75 +142,64 @@ def served(llm: AsyncLLM, options: argparse.Namespace, seed: int) -> int:
     return asyncio.run(read_all())
 
 
-def compare(
-    name: str, door: Any, run: Callable[[Any, argparse.Namespace, int], int], options: argparse.Namespace
-) -> None:
+def timed(
+    llm: Any, run: Callable[[Any, argparse.Namespace, int], int], options: argparse.Namespace, turn: int
+) -> tuple[float, float]:
+    """Tokens per second, and this process's CPU seconds a token."""
+    begin = time.perf_counter()
+    cpu = time.process_time()
+    num_tokens = run(llm, options, turn)
+    return num_tokens / (time.perf_counter() - begin), (time.process_time() - cpu) / num_tokens
+
+
+def compare(door: Any, run: Callable[[Any, argparse.Namespace, int], int], options: argparse.Namespace) -> Figures:
     """One engine here and one behind a front, in turn."""
-    own = engine_options(options)
-    here = door(options.model, **own)
+    llms = {"here": open_door(door, options)}
     with one_behind_a_front():
-        behind = door(options.model, **own)
-    rates: dict[str, list[float]] = {"here": [], "behind": []}
-    seconds: dict[str, list[float]] = {"here": [], "behind": []}
-    for turn in range(-1, options.rounds):
-        for place, llm in (("here", here), ("behind", behind)):
-            begin, cpu = time.perf_counter(), time.process_time()
-            num_tokens = run(llm, options, turn)
-            if turn >= 0:  # the first round warms up
-                rates[place].append(num_tokens / (time.perf_counter() - begin))
-                seconds[place].append((time.process_time() - cpu) / num_tokens)
-    medians = {place: statistics.median(each) for place, each in rates.items()}
-    ratios = sorted(after / before for before, after in zip(rates["here"], rates["behind"], strict=True))
-    print(
-        f"{name}: {medians['here']:.0f} tokens/s here, {medians['behind']:.0f} behind the front, ratio of "
-        f"medians {medians['behind'] / medians['here']:.3f} (turns {ratios[0]:.3f} to {ratios[-1]:.3f}); "
-        f"the front takes {1e6 * statistics.median(seconds['behind']):.0f} us of CPU a token",
-        flush=True,
-    )
-    for llm in (here, behind):
+        llms["behind"] = open_door(door, options)
+    runs = in_turn({place: partial(timed, llm, run, options) for place, llm in llms.items()}, options.rounds)
+    for llm in llms.values():
         asyncio.run(llm.close()) if isinstance(llm, AsyncLLM) else llm.close()
+    rates = {place: [rate for rate, _ in each] for place, each in runs.items()}
+    return {
+        "tokens/s": {place: statistics.median(each) for place, each in rates.items()},
+        "ratio": spread(ratios(rates, "behind", "here")),
+        "CPU us a token of the front": 1e6 * statistics.median(seconds for _, seconds in runs["behind"]),
+    }
 
 
-START = """
-import sys, time
-begin = time.perf_counter()
-from nanovllm import LLM
-model, count, cache_bytes, is_shared = sys.argv[1:]
-if int(is_shared) and int(count) > 1:  # as share_one_gpu
-    import os
-    from nanovllm.replicas import opening
-    from nanovllm.replicas.replica import ReplicaResources
-    share = ReplicaResources(frozenset(os.sched_getaffinity(0)), {})
-    opening.split_host = lambda config, **_: [share] * config.data_parallel_size
-options = {"kv_cache_memory_bytes": int(cache_bytes)} if int(cache_bytes) else {}
-with LLM(model, max_model_len=1024, data_parallel_size=int(count), **options):
-    print(time.perf_counter() - begin)
-"""
+def measure_offline(options: argparse.Namespace) -> Figures:
+    return compare(LLM, offline, options)
 
 
-def start(options: argparse.Namespace) -> None:
-    took: dict[int, list[float]] = {1: [], 2: []}
-    if options.shape is not None:  # any tokenizer: it is loaded, and not asked
+def measure_served(options: argparse.Namespace) -> Figures:
+    return compare(AsyncLLM, served, options)
+
+
+def measure_opening(options: argparse.Namespace) -> Figures:
+    """Seconds until so many replicas are up, imports apart; `start` runs it in processes of its own."""
+    begin = time.perf_counter()
+    with open_door(LLM, options, data_parallel_size=options.replicas):
+        return {"seconds": time.perf_counter() - begin}
+
+
+def measure_start(options: argparse.Namespace) -> Figures:
+    if options.model in SHAPES and options.model != "tiny":  # any tokenizer: it is loaded, and not asked
         from tests.support.tiny_models import tiny_tokenizer
 
-        tiny_tokenizer().save_pretrained(options.model)
-    cache_bytes = GPU_CACHE_BYTES if torch.cuda.is_available() else 0
-    rest = [str(cache_bytes), str(int(options.share_gpu))]
-    for turn in range(-1, options.rounds):
-        for count, each in took.items():
-            command = [sys.executable, "-c", START, options.model, str(count), *rest]
-            seconds = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-            print(f"start: {count} up after {seconds:.2f} s" + (", not counted" if turn < 0 else ""), flush=True)
-            if turn >= 0:  # the first round compiles what later ones find
-                each.append(seconds)
-    one, two = (statistics.median(each) for each in took.values())
-    print(
-        f"start: one engine {one:.1f} s, two replicas {two:.1f} s, ratio {two / one:.2f}; imports included",
-        flush=True,
-    )
+        tiny_tokenizer().save_pretrained(model_folder(options.model))
+    more = ["--share-gpu"] if options.share_gpu else []
+
+    def seconds(count: int, _: int) -> float:
+        arguments = ["opening", "--model", options.model, "--replicas", str(count), *more]
+        return in_a_new_process(__file__, *arguments)["result"]["seconds"]
+
+    found = in_turn({"one engine": partial(seconds, 1), "two replicas": partial(seconds, 2)}, options.rounds)
+    medians = {name: statistics.median(each) for name, each in found.items()}
+    return medians | {"ratio": spread(ratios(found, "two replicas", "one engine"))}
 
 
-async def kill_one(llm: AsyncLLM, num_requests: int, *, victim: int = 0, seed: int = 5) -> list[float]:
+async def kill_one(llm: AsyncLLM, num_requests: int, *, victim: int = 0, seed: int = 5) -> Figures:
     """Seconds from a kill -9 of a replica to the next token of each stream that moves; readers keep up."""
     shown: Counter[str] = Counter()
     gaps: dict[str, float] = {}
@@ -240,49 +230,141 @@ async def kill_one(llm: AsyncLLM, num_requests: int, *, victim: int = 0, seed: i
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     found = sorted(gaps.values())
-    print(
-        f"kill: {len(found)} of {len(moved)} moved streams, seconds to their next token: median "
-        f"{statistics.median(found):.3f}, p99 {found[int(0.99 * (len(found) - 1))]:.3f}; {sum(moved.values())} tokens "
-        "to recompute",
-        flush=True,
-    )
+    return {
+        "moved streams": len(moved), "that went on": len(found), "median, s": statistics.median(found),
+        "p99, s": found[int(0.99 * (len(found) - 1))], "tokens to recompute": sum(moved.values()),
+    }  # fmt: skip
+
+
+async def kill_each_in_turn(options: argparse.Namespace) -> Figures:
+    found: Figures = {}
+    async with open_door(AsyncLLM, options, data_parallel_size=options.replicas) as llm:
+        for turn in range(options.rounds):
+            while any(replica.state != "up" for replica in llm.replicas()):
+                await asyncio.sleep(0.1)
+            found[str(turn)] = await kill_one(llm, options.requests, victim=turn % options.replicas, seed=turn)
     return found
 
 
-def kill(options: argparse.Namespace) -> None:
-    async def kill_each_in_turn() -> None:
-        async with AsyncLLM(options.model, data_parallel_size=options.replicas, **engine_options(options)) as llm:
-            for turn in range(options.rounds):
-                while any(replica.state != "up" for replica in llm.replicas()):
-                    await asyncio.sleep(0.1)
-                await kill_one(llm, options.requests, victim=turn % options.replicas, seed=turn)
-
-    asyncio.run(kill_each_in_turn())
+def measure_kill(options: argparse.Namespace) -> Figures:
+    return asyncio.run(kill_each_in_turn(options))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--replicas", type=int, default=2, help="for kill")
-    parser.add_argument("--share-gpu", action="store_true", help="all replicas on the first GPU")
-    options = parser.parse_args()
-    if options.share_gpu:
-        share_one_gpu()
-    options.shape = options.model if options.model in SHAPES and options.model != "tiny" else None
-    options.model = model_folder(options.model)
-    if "offline" in options.parts:
-        compare("offline", LLM, offline, options)
-    if "served" in options.parts:
-        compare("served", AsyncLLM, served, options)
-    if "start" in options.parts:
-        start(options)
-    if "kill" in options.parts:
-        kill(options)
+# --------------------------------------------------------------------------------------------------------------- sizes
 
+
+def requests_of(seeds: range, options: argparse.Namespace) -> list[TimedRequest]:
+    """N x W1, or as much of each as --requests says; of the tiny model a quarter as long, with ids that it has."""
+    requests = [request for seed in seeds for request in w1(seed).requests[: options.requests]]
+    if options.model != "tiny":
+        return requests
+    return [
+        TimedRequest(0.0, [token % TINY_IDS for token in each.prompt_token_ids[::4]], each.num_output_tokens // 4)
+        for each in requests
+    ]
+
+
+async def ask_all(llm: AsyncLLM, requests: list[TimedRequest], **sampling: Any) -> list[RequestOutput]:
+    """The outputs of requests that come all at once."""
+
+    async def ask(request: TimedRequest) -> RequestOutput:
+        params = SamplingParams(ignore_eos=True, max_tokens=request.num_output_tokens, **sampling)
+        outputs = llm.generate(request.prompt_token_ids, params, output_kind="final")
+        return [output async for output in outputs][-1]
+
+    return await asyncio.gather(*map(ask, requests))
+
+
+async def run_once(llm: AsyncLLM, requests: list[TimedRequest]) -> dict[str, float]:
+    await llm.reset_prefix_cache()
+    cpu, begin = time.process_time(), time.perf_counter()
+    outputs = await ask_all(llm, requests, temperature=0.6)
+    seconds = time.perf_counter() - begin
+    cpu_share = (time.process_time() - cpu) / seconds
+    first = percentiles(output.metrics.ttft for output in outputs if output.metrics.ttft is not None)
+    return {
+        "tokens/s": sum(request.num_output_tokens for request in requests) / seconds,
+        "ttft p99": 0.0 if first is None else first["p99"],
+        "CPU share": cpu_share,
+    }
+
+
+async def hit_rate(llm: AsyncLLM, num_conversations: int) -> float:
+    """Of conversations of four turns, all at once: a prompt is what was said before, and 60 tokens more."""
+    await llm.reset_prefix_cache()
+    await asyncio.sleep(0.5)
+    before = await llm.stats()
+    said = prompts(num_conversations, 77, 400)
+    for turn in range(4):
+        outputs = await ask_all(llm, [TimedRequest(0.0, prompt, 64) for prompt in said], seed=1)
+        more = prompts(num_conversations, 78 + turn, 60)
+        said = [
+            [*asked, *output.outputs[0].token_ids, *new] for asked, output, new in zip(said, outputs, more, strict=True)
+        ]
+    await asyncio.sleep(0.5)  # for the last report
+    stats = await llm.stats()
+    return (stats.prefix_cache_hits - before.prefix_cache_hits) / (
+        stats.prefix_cache_queries - before.prefix_cache_queries
+    )
+
+
+async def measure_size(count: int, options: argparse.Namespace) -> Figures:
+    """Everything about so many replicas, which are opened once, as a server opens them: they capture while idle."""
+    begin = time.perf_counter()
+    with one_behind_a_front():
+        limits = {"max_model_len": 2048, "max_num_seqs": 256, "prepares_when_idle": True, "record_itl": True}
+        llm = await asyncio.to_thread(open_door, AsyncLLM, options, data_parallel_size=count, **limits)
+    row: Figures = {"start, s": time.perf_counter() - begin}
+    async with llm:
+        await run_once(llm, requests_of(range(count), options))  # the warm-up
+        await asyncio.sleep(IDLE_SECONDS if torch.cuda.is_available() else 0.0)
+        for name, seeds in (("N x W1", range(count)), ("W1", range(1))):
+            runs = [await run_once(llm, requests_of(seeds, options)) for _ in range(options.rounds)]
+            row[name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        row["hit rate"] = await hit_rate(llm, min(options.requests, 64))
+    print(f"  {count} replicas: {row}", flush=True)
+    return row
+
+
+def measure_sizes(options: argparse.Namespace) -> Figures:
+    rows = {count: asyncio.run(measure_size(count, options)) for count in options.sizes}
+    each = {count: row["N x W1"]["tokens/s"] / count for count, row in rows.items()}
+    first = each[options.sizes[0]]
+    return {str(count): row | {"of linear": each[count] / first} for count, row in rows.items()}
+
+
+def measure_simulated(options: argparse.Namespace) -> Figures:
+    limits = EngineConfig(num_kv_blocks=60_001, max_model_len=2048, max_num_seqs=256).resolve_limits("cuda", 2048)
+    config = resolve_pool(limits, 1, 0, max_model_len_is_set=True)
+    rows: Figures = {}
+    for count in options.sizes:
+        for name, seeds in (("N x W1", range(count)), ("W1", range(1))):
+            workload = Workload(name, requests_of(seeds, options))
+            route = POLICIES["prefix-aware"]()
+            found = simulate(workload, config, COSTS, num_replicas=count, route=route).figures()
+            row = {"tokens/s": found["output_tokens_per_second"], "ttft p99": found["ttft"]["p99"]}
+            rows[f"{count} replicas, {name}"] = row
+    return rows
+
+
+PARTS = {
+    "offline": Part(measure_offline),
+    "served": Part(measure_served),
+    "start": Part(measure_start),
+    "kill": Part(measure_kill),
+    "sizes": Part(measure_sizes, is_default=False),
+    "simulated": Part(measure_simulated, is_default=False),
+    "opening": Part(measure_opening, is_default=False),
+}
+OPTIONS = {
+    "model": Option(DEFAULT_MODEL, "a folder, a shape of random_models.py, or tiny"),
+    "requests": Option(16, "at once; of sizes and simulated those of each W1, 256 for its figures"),
+    "tokens": Option(64, "of each answer of offline and served"),
+    "rounds": Option(5, "measured runs"),
+    "replicas": Option(2, "of kill and opening"),
+    "sizes": Option([1, 2, 4, 8], "numbers of replicas of sizes and simulated"),
+    "share_gpu": Option(False, "all replicas on the first GPU"),
+}
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS, OPTIONS, begin=share_devices)

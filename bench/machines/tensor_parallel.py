@@ -1,7 +1,7 @@
-"""Speed of one model on one GPU and on two: one request, 64 requests and W1, by default of Qwen3-8B's shape.
+"""Speed of one model on several GPUs: one request, 64 requests and W1, by default of Qwen3-8B's shape on 1 and 2.
 
     python bench/machines/tensor_parallel.py
-    python bench/machines/tensor_parallel.py --shape tiny --requests 4      tries it on a CPU
+    python bench/machines/tensor_parallel.py --shapes tiny --sizes 1 --requests 4      tries it on a CPU
 
 Weights are drawn on the GPUs themselves, since writing and reading 16 GB takes minutes.
 """
@@ -10,29 +10,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_models import SHAPES, NoText, device  # beside this file
+from harness import Figures, Option, Part, run_parts, seconds_of  # beside this file
+from random_models import SHAPES, NoText, device
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.execution import workers
 from nanovllm.model import loader, sharded_loading
 from nanovllm.model.loaded import LoadedModel
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import shard_model
 from nanovllm.tools.workloads.workloads import Workload, random_requests, w1
-
-BEGIN = time.perf_counter()
-
-
-def note(*words: Any) -> None:
-    print(f"[{time.perf_counter() - BEGIN:5.1f} s]", *words, flush=True)
 
 
 def draw_weights(source: str, config: Any, ranks: Ranks | None = None) -> LoadedModel:
@@ -73,17 +68,6 @@ def folder_of(shape: str) -> str:
     return str(folder)
 
 
-def seconds_of(llm: LLM, workload: Workload) -> float:
-    params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=request.num_output_tokens)
-        for request in workload.requests
-    ]
-    llm.reset_prefix_cache()
-    begin = time.perf_counter()
-    llm.generate([request.prompt_token_ids for request in workload.requests], params, use_tqdm=False)
-    return time.perf_counter() - begin
-
-
 def capture_all(llm: LLM) -> int:
     """Capture what a server captures while it is idle; returns how many graphs."""
     count = 0
@@ -92,43 +76,61 @@ def capture_all(llm: LLM) -> int:
     return count
 
 
-def measure_speed(shape: str, size: int, num_requests: int, *, rounds: int = 2) -> dict[str, float]:
+def measure_speed(shape: str, size: int, options: argparse.Namespace) -> Figures:
     """Of the shape on so many GPUs: ms a token of one request, seconds of 64 requests, tokens per second of W1."""
     draw_weights_everywhere()
-    within = {"vocab": SHAPES[shape]["vocab_size"]}
-    options = {"max_model_len": min(4096, SHAPES[shape]["max_position_embeddings"]), "max_num_seqs": 256}
-    figures: dict[str, float] = {}
-    with LLM(folder_of(shape), tokenizer=NoText(), tensor_parallel_size=size, dtype="bfloat16", **options) as llm:
-        note(f"{size} GPUs: built, {llm.config.num_kv_blocks} blocks, {llm.config.attention_backend}")
-        note(f"{size} GPUs: captured {capture_all(llm)} graphs while idle")
-        one, short = (random_requests(requests=1, prompt=128, output=count, **within) for count in (257, 1))
-        times = [1e3 * (seconds_of(llm, one) - seconds_of(llm, short)) / 256 for _ in range(3)]
-        figures["ms a token"] = statistics.median(times)
-        note(f"{size} GPUs: one request, ms a token:", [round(t, 3) for t in times])
-        whole = w1().first(num_requests)
-        if within["vocab"] < 10_000:
-            whole = random_requests(requests=num_requests, prompt=(100, 1024), output=(100, 1024), **within)
-        for _ in range(rounds):
-            seconds = seconds_of(llm, whole)
-            figures["W1, tokens/s"] = whole.num_output_tokens / seconds
-            note(f"{size} GPUs: {whole.name}, {seconds:.2f} s, {whole.num_output_tokens / seconds:.0f} tokens/s")
-        many = random_requests(requests=min(64, num_requests), prompt=512, output=256, **within)
-        times = [seconds_of(llm, many) for _ in range(rounds)]
-        figures["64 requests, s"] = statistics.median(times)
-        note(f"{size} GPUs: {len(many.requests)} requests, s:", [round(t, 3) for t in times])
+    vocab = SHAPES[shape]["vocab_size"]
+    limits = {"max_model_len": min(4096, SHAPES[shape]["max_position_embeddings"]), "max_num_seqs": 256}
+    one, short = (random_requests(requests=1, prompt=128, output=count, vocab=vocab) for count in (257, 1))
+    many = random_requests(requests=min(64, options.requests), prompt=512, output=256, vocab=vocab)
+    whole = w1().first(options.requests)
+    if vocab < 10_000:
+        whole = random_requests(requests=options.requests, prompt=(100, 1024), output=(100, 1024), vocab=vocab)
+    with LLM(folder_of(shape), tokenizer=NoText(), tensor_parallel_size=size, dtype="bfloat16", **limits) as llm:
+        figures: Figures = {"blocks": llm.config.num_kv_blocks, "graphs": capture_all(llm)}
+
+        def median(*workloads: Workload) -> float:
+            """Seconds of the first workload less those of the others, with an empty prefix cache."""
+            runs = []
+            for _ in range(options.rounds + 1):
+                seconds = []
+                for workload in workloads:
+                    llm.reset_prefix_cache()
+                    seconds.append(seconds_of(llm, workload))
+                runs.append(2 * seconds[0] - sum(seconds))
+            return statistics.median(runs[1:])
+
+        figures["ms a token"] = 1e3 * median(one, short) / 256
+        figures["W1, tokens/s"] = whole.num_output_tokens / median(whole)
+        figures["64 requests, s"] = median(many)
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
-    parser.add_argument("--requests", type=int, default=256, help="of W1")
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    for size in options.sizes:
-        measure_speed(options.shape, size, options.requests, rounds=options.rounds)
+def measure(options: argparse.Namespace) -> Figures:
+    """Each shape on each number of GPUs that holds it, beside its first."""
+    found: Figures = {}
+    for shape in options.shapes:
+        first: Figures | None = None
+        for size in options.sizes:
+            if shape == "32b" and size < 2:
+                continue  # 65 GB of weights and a KV cache
+            row = measure_speed(shape, size, options)
+            first = first or row
+            row["x one request"] = first["ms a token"] / row["ms a token"]
+            row["x W1"] = row["W1, tokens/s"] / first["W1, tokens/s"]
+            found[f"{shape} on {size}"] = row
+            print(f"  {shape} on {size}: {row}", flush=True)
+    return found
 
+
+OPTIONS = {
+    "sizes": Option([1, 2], "numbers of GPUs"),
+    "shapes": Option(["8b"], "of random weights, see random_models.py"),
+    "requests": Option(256, "of W1"),
+    "rounds": Option(2, "measured runs of each workload"),
+}
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    run_parts(__doc__, {"speed": Part(measure)}, OPTIONS)

@@ -15,27 +15,28 @@ from pathlib import Path
 
 # The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
 ON_CPU: dict[str, str] = {
-    "machines/scaling": "--shape tiny --ranks-shapes tiny --parts replicas simulated --requests 2 --sizes 1 --rounds 1",
     "machines/prefix_tiers": "host --shape tiny --prefix 256 --repeats 1",
+    "machines/replicas": "simulated --model tiny --sizes 1 --requests 2",
+    "machines/simulator": "routing --replicas 1 2 --requests 2",
     "machines/speculation": "known --shape tiny --requests 1 --prompt 16 --output 32 --rounds 1",
     "machines/structured": "masks --vocab-size 1000 --rows 2 --steps 2",
-    "machines/simulator_replicas": "--replicas 1 2 --requests 2",
 }
 # The same behind the marker `slow`: models of real sizes, servers, calibrations.
 SLOW_ON_CPU: dict[str, str] = {
-    "machines/activation_perplexity": "--texts LICENSE --tokens 512 --models smollm2-135m-instruct:int8",
-    "machines/async_streams": "--model tiny --clients 4 --tokens 4 --rounds 1",
     "machines/curves": "--output {folder} --repeats 1 budget",
-    "machines/replicas": "--model tiny --parts offline served --requests 2 --tokens 4 --rounds 1",
     "machines/goals_flood": "--shape tiny --seconds 1 --every 0.5 --longest 20 --how shares",
-    "machines/hybrid": "prefix --shape tiny --count 2 --tokens 4 --shared 64 --repeats 1",
+    "machines/hybrid": "prefix streams --shape tiny --count 2 --tokens 4 --shared 64 --repeats 1",
+    "machines/prefix_tiers": "start overhead beams --repeats 1 --requests 2",
     "machines/process_start": "--runs 1",
-    "machines/quantisation": "--tokens 256 --rounds 1 --requests 2",
-    "machines/server_load": "--model tiny --clients 2 --tokens 4 --rounds 1",
-    "machines/simulator_accuracy": "--cpu-time --repeats 1 --scale 0.1",
-    "machines/tensor_parallel": "--shape tiny --sizes 1 --requests 2 --rounds 1",
+    "machines/quality": "--texts LICENSE --tokens 512 --models smollm2-135m-instruct:int8 --rounds 1 --requests 2",
+    "machines/replicas": "offline served start sizes --model tiny --sizes 1 --requests 2 --tokens 4 --rounds 1",
+    "machines/server_load": "--model tiny --clients 2 --tokens 6 --rounds 1",
+    "machines/simulator": "accuracy --cpu-time --repeats 1 --scale 0.1",
+    "machines/speculation": "chat --rounds 1",
+    "machines/structured": "speed documents --rows 2 --new-tokens 4 --rounds 1 --documents 4 --schemas 2",
+    "machines/tensor_parallel": "--shapes tiny --sizes 1 --requests 2 --rounds 1",
 }
-# The smallest run on a GPU.
+# The smallest run on a GPU; elsewhere each is refused by name.
 ON_GPU: dict[str, str] = {
     "machines/gpu": "pool",
     "machines/paged_decode": "4x256 --no-flex",
@@ -47,17 +48,12 @@ IN_TESTS: dict[str, str] = {
     "machines/traffic": "tests/tools/test_traffic.py",
     "machines/traffic_worker": "bench/machines/traffic.py",
 }
-# What a script needs that no environment of CI has.
-NOT_RUN: dict[str, str] = {
-    "machines/page_pictures": "a browser",
-}
 # What scripts import.
 PARTS = (
-    "machines/assumed_costs", "machines/harness", "machines/random_models",
-    "machines/step_counts", "machines/traffic_engines", "machines/traffic_report",
-    "machines/traffic_requests",
+    "machines/assumed_costs", "machines/harness", "machines/random_models", "machines/step_counts",
+    "machines/traffic_engines", "machines/traffic_report", "machines/traffic_requests",
 )  # fmt: skip
-LISTS = ON_CPU, SLOW_ON_CPU, ON_GPU, IN_TESTS, NOT_RUN
+LISTS = ON_CPU, SLOW_ON_CPU, ON_GPU, IN_TESTS
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 

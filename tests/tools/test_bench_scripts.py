@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.bench_scripts import IN_TESTS, LISTS, ON_CPU, ROOT, SLOW_ON_CPU, helps, names, run_script
+from tests.support.bench_scripts import IN_TESTS, LISTS, ON_CPU, ON_GPU, ROOT, SLOW_ON_CPU, helps, names, run_script
 
 
-def test_every_script_stands_in_one_list():
-    listed = [name for each in LISTS for name in each]
-    assert sorted(listed) == sorted(names())
+def test_every_script_stands_in_a_list_and_in_the_table():
+    assert {name for each in LISTS for name in each} == names()
+    table = (ROOT / "bench/README.md").read_text(encoding="utf-8")
+    assert not [name for name in names() if name != "machines/traffic_worker" and f"`{name}.py`" not in table]
 
 
 def test_every_script_that_another_test_runs_is_named_there():
@@ -35,6 +37,13 @@ def check(name: str, arguments: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_script_runs_on_a_cpu(name, tmp_path):
     check(name, ON_CPU[name], tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_script_that_needs_a_gpu_is_refused_by_name_without_one(name):
+    done = run_script(name, *ON_GPU[name].split())
+    assert done.returncode == 2 and "it needs a GPU that torch sees" in done.stderr
 
 
 @pytest.mark.slow
