@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-TILES = Tiles(64, 128, 3, 4)  # the fastest of `bench/machines/expert_rows.py --sweep`, or within 1 % of it
+TILES = Tiles(64, 128, 3, 4)  # the fastest of `6dc43fb:bench/machines/expert_rows.py --sweep`, or within 1 % of it
 
 
 @triton.jit
