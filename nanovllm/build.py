@@ -117,13 +117,13 @@ def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: K
     open_tiers = _part("execution.prefix_tiers", "open_tiers", option="prefix_cache_host_bytes or prefix_cache_dir")
     try:
         engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
+        engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
+        engine.observers.append(engine.tiers)
+        if publisher is not None:
+            engine.tiers.books.on_change = publisher.tier_changed
     except BaseException:  # such as memory that cannot be pinned: other ranks are to end in order
         engine.model_runner.close()
         raise
-    engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
-    engine.observers.append(engine.tiers)
-    if publisher is not None:
-        engine.tiers.books.on_change = publisher.tier_changed
 
 
 def _load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:

@@ -85,12 +85,15 @@ class LaunchedStep:
 
     @classmethod
     def launch(
-        cls, model_runner: ModelRunner, batch: ScheduledBatch, start: float, clock: Callable[[], float], *, draws: bool
+        cls, model_runner: ModelRunner, batch: ScheduledBatch, start: float, clock: Callable[[], float], *, alone: bool
     ) -> LaunchedStep:
-        """Launch a batch; its scheduling began at time `start`. Without `draws` the caller calls `draw` later."""
+        """Launch a batch; its scheduling began at time `start`.
+
+        If it draws late and is not `alone` in flight, the caller calls `draw` once the step before is read.
+        """
         scheduled = clock()
         step = cls(batch, StepTimes(start, scheduled - start), clock)
-        if draws:
+        if alone or not batch.draws_late:
             step._pending = model_runner.execute(batch)
         else:
             step._draw = model_runner.launch(batch)
@@ -226,6 +229,14 @@ class Engine:
         self._forget(request.request_id)
         return request.output(now)
 
+    def _end_overdue(self) -> float:
+        """End requests past their deadlines; returns the time."""
+        now = self.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            overdue = self.requests[self._deadlines[0][1]]
+            self.outputs.append(self._end(overdue, "timeout", now))
+        return now
+
     def _forget(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
         if request.deadline is not None:
@@ -251,47 +262,42 @@ class Engine:
         try:
             with self._changing():
                 if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
-                    self.restart_running()  # the owner of a live module edited it
-                    self.block_manager.reset_prefix_cache()
-                start = self.clock()
-                while self._deadlines and self._deadlines[0][0] <= start:
-                    overdue = self.requests[self._deadlines[0][1]]
-                    self.outputs.append(self._end(overdue, "timeout", start))
+                    self._drop_computed()  # the owner of a live module edited it
+                start = self._end_overdue()
             for step in self._in_flight:  # its draw waited until the host had read the step before
                 step.draw()
             with self._changing():
                 batch = self.scheduler.schedule()
             if batch is not None:
-                draws = not (self._in_flight and batch.draws_late)
-                self._in_flight.append(LaunchedStep.launch(self.model_runner, batch, start, self.clock, draws=draws))
+                alone = not self._in_flight
+                self._in_flight.append(LaunchedStep.launch(self.model_runner, batch, start, self.clock, alone=alone))
             leaves_running = self.config.overlap and batch is not None and len(self._in_flight) == 1
             if not self._in_flight or leaves_running:
                 return
             oldest = self._in_flight[0]  # taken out once it was read: one that cannot be read is undone like the others
             token_ids = oldest.wait()
         except BaseException as error:
-            if self.is_dead:  # the books themselves were cut short
-                raise
-            failure = self._undo(error)
-            if isinstance(error, Exception):
-                raise failure from error
+            if not self.is_dead:  # The books themselves are whole
+                self._undo(error)
             raise  # Ctrl-C, while a graph was captured or a second time
         with self._changing():
-            if oldest.report is not None:
-                oldest.report.record(oldest.batch.sampling, token_ids)
-            advanced = self.scheduler.update(oldest.batch, token_ids)
+            advanced = self.scheduler.update(oldest.batch, token_ids, oldest.report)
             self._deliver(oldest, advanced)
         self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)
 
-    def _undo(self, error: BaseException) -> StepError:
-        """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
+    def _undo(self, error: BaseException) -> None:
+        """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before.
+
+        Raises StepError for an Exception.
+        """
         self.model_runner.draw_unread(self._in_flight)  # an interrupt of it cuts no change short
         with self._changing():
             sequences = self._drop_in_flight(has_failed=True)
             self._failed_steps.update(sequences)
         if isinstance(error, DeviceError):
             self._death = error
-        return StepError(list(dict.fromkeys(sequence.request_id for sequence in sequences)), error)
+        if isinstance(error, Exception):
+            raise StepError(list(dict.fromkeys(sequence.request_id for sequence in sequences)), error) from error
 
     def _deliver(self, step: LaunchedStep, advanced: list[Sequence]) -> None:
         """Detokenise a step's tokens, finish samples at stop strings, append outputs."""
@@ -300,8 +306,7 @@ class Engine:
             for entry in step.batch.entries:
                 self._failed_steps.pop(entry.sequence, None)
         now = step.times.delivered_time = self.clock()
-        runs = {entry.sequence: entry.start + 1 for entry in step.batch.drafted} if step.batch.drafts else {}
-        outputs = deliver(self.requests, advanced, now, step.times.tokens, self.scheduler.finish, runs)
+        outputs = deliver(self.requests, advanced, now, step.times.tokens, self.scheduler.finish, step.batch.runs)
         self.scheduler.stats.num_output_tokens -= step.times.tokens.num_cut
         self.outputs.extend(outputs)
         for output in outputs:
@@ -340,8 +345,11 @@ class Engine:
         self.model_runner.check_editable()
         with self._changing():
             self.model_runner.forget_model()
-            self.restart_running()
-            self.block_manager.reset_prefix_cache()
+            self._drop_computed()
+
+    def _drop_computed(self) -> None:
+        self.restart_running()
+        self.block_manager.reset_prefix_cache()
 
     def restart_running(self) -> None:
         """Requeue all running requests, with no step in flight; their prefixes mostly stay in the cache."""

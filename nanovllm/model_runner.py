@@ -154,9 +154,10 @@ class ModelRunner:
         The step launched before may still sample a sequence's newest token. Both raise DeviceError if the device
         failed, and whatever else the model raises.
         """
-        if batch.drafts and not batch.drafts.are_shown:
-            with batch.drafts:
-                return batch.drafts.around(self.launch(batch))
+        drafts = batch.drafts
+        return drafts.around(drafts.around(self._forward)(batch))
+
+    def _forward(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         entries = self.paths.entries(batch)
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             entries, self.config.block_size, self._in_flight, longest_first=self.choice.uses_graphs

@@ -16,8 +16,8 @@ from typing import Protocol
 from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.admission import Admission, Drafting, OpenStep
-from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, ScheduledBatch, ScheduledSequence, end_without_token
+from nanovllm.core.admission import Admission, NoProposer, OpenStep, Proposer
+from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence, StepResults, end_without_token
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.outputs import FinishReason, SchedulerStats
 from nanovllm.core.plain_config import EngineConfig
@@ -97,8 +97,7 @@ class WaitingQueue:
         pass
 
     def in_order(self) -> Iterable[Sequence]:
-        waiting: Iterable[Sequence] = self._waiting
-        return waiting
+        return self
 
     def startable(self) -> Iterable[Sequence]:
         return self.in_order()
@@ -137,17 +136,18 @@ class Budget(Protocol):
     def of_step(
         self,
         decodes: SequenceABC[ScheduledSequence],
-        prompts: Iterable[Sequence],
-        num_prompts: int,
+        prefills: SequenceABC[Sequence],
+        waiting: Queue,
         lookup: Callable[[Sequence], SequenceABC[int]],
+        *,
+        has_slot: bool,
     ) -> tuple[int, int]:
         """The step's budget, at most `max_num_batched_tokens`, and most tokens of one prompt while others wait.
 
         Args:
-            decodes: Decodes that are placed already.
-            prompts: Sequences that wait for chunks, in their order.
-            num_prompts: Number of all sequences that wait for chunks.
+            prefills: Sequences that run and wait for chunks.
             lookup: Blocks of a sequence in the prefix cache.
+            has_slot: Whether a waiting sequence may start.
         """
 
     def has_time(self, sequence: Sequence) -> bool:
@@ -168,7 +168,7 @@ class WholeBudget:
     def in_step(self, running: SequenceABC[Sequence]) -> SequenceABC[Sequence]:
         return running
 
-    def of_step(self, *_: object) -> tuple[int, int]:
+    def of_step(self, *_: object, has_slot: bool) -> tuple[int, int]:
         return self._tokens
 
     def has_time(self, sequence: Sequence) -> bool:
@@ -201,7 +201,7 @@ class Scheduler:
         self.budget: Budget = WholeBudget(config) if budget is None else budget
         self.block_manager, self.block_size = block_manager, block_manager.block_size
         self.admission = Admission(config, block_manager)
-        self.drafting: Drafting | None = None  # None without speculation
+        self.proposer: Proposer = NoProposer()
         self.stats = SchedulerStats()
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
         self.in_flight: deque[ScheduledBatch] = deque()  # Batches without an update yet, oldest first
@@ -221,8 +221,7 @@ class Scheduler:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
-        if self.block_manager.wanted:
-            self.block_manager.wanted.remove(sequence)
+        self.block_manager.wanted.remove(sequence)
         sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
         self.waiting.leave(sequence)
         self.budget.see(sequence)
@@ -230,57 +229,40 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's batch; None if all work is in flight, or waits for files or for draws before drafts."""
-        if self.drafting is not None and self.drafting.waits(self.running, self.in_flight):
+        """The next step's batch; None if all work is in flight, or waits for files or for draws before guesses."""
+        if self.proposer.waits(self.running, self.in_flight):
             return None
         self._step_id += 1
         for begin in self.block_manager.at_steps:
             begin()
         victim = self.waiting.make_way(self.running, self.preempt)
-        num_preemptions = self.stats.num_preemptions
-        entries: list[ScheduledSequence] = []
-        running = [s for s in self.budget.in_step(self.running) if s is not victim]
-        prefills = self._schedule_decodes(entries, running)
-        num_decodes = len(entries)
-        has_slot = victim is not None or len(self.running) < self.config.max_num_seqs
-        prompts = prefills or (self.waiting.in_order() if has_slot else ())
-        num_prompts = len(prefills) + len(self.waiting)
-        budget, threshold = self.budget.of_step(entries, prompts, num_prompts, self.block_manager.lookup)
-        step = OpenStep(budget - num_decodes, max(self.block_size, threshold), self.budget.has_time)
-        by_share = victim is not None or budget < self.config.max_num_batched_tokens
-        for sequence in self.admission.turns(prefills, self.waiting, self._started_in_step, by_share=by_share):
-            if sequence is not None:
+        step = OpenStep(victim, self.stats.num_preemptions, self.budget.has_time)
+        running = [sequence for sequence in self.budget.in_step(self.running) if sequence is not victim]
+        prefills = self._schedule_decodes(step, running)
+        self._grant(step, prefills)
+        for sequence in self.admission.turns(step, prefills, self.waiting, self._started_in_step):
+            if sequence is None:
+                self._admit(step, prefills)
+            else:
                 self._schedule_next_chunk(step, sequence)
-            elif has_slot:
-                if self.stats.num_preemptions == num_preemptions:
-                    self._admit(step, prefills, victim)
-                if victim is not None and victim.is_running and step.budget:  # its successor cannot start
-                    self._schedule_decodes(entries, [victim])
-                    step.budget -= len(entries) - num_decodes
-                    num_decodes = len(entries)
-        self._spend_what_is_left(step, num_decodes)
-        drafts = NO_DRAFTS if self.drafting is None else self.drafting.place(entries, step)
-        if not entries and not step.chunks:
+        self._spend_what_is_left(step)
+        drafts = self.proposer.place(step)
+        if not step.entries and not step.chunks:
             return None
-        copies = self.block_manager.take_copies(self._step_id) if self.block_manager.copies else ()
-        for sequence, (before, start) in step.chunks.items():
-            end = sequence.num_computed_tokens
-            num_samples = int(end == sequence.num_known_tokens)
-            sequence.num_known_tokens += num_samples
-            entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
-            if num_samples and sequence.samples and self.stats.num_preemptions == num_preemptions:
-                num_slots = self.config.max_num_seqs - len(self.running) - sum(map(len, drafts.values()))
-                entries += self.admission.fork_samples(sequence, num_slots, self.waiting, self.start)
-        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes - len(drafts), copies, budget, drafts)
+        num_decodes = len(step.entries) - len(drafts)
+        copies = self.block_manager.take_copies(self._step_id)
+        self._enter_chunks(step)
+        batch = ScheduledBatch(self._step_id, tuple(step.entries), num_decodes, copies, step.total, drafts)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
-        self.stats.num_scheduled_tokens += budget - step.budget
+        self.stats.num_scheduled_tokens += step.total - step.budget
         return batch
 
-    def _schedule_decodes(self, entries: list[ScheduledSequence], running: list[Sequence]) -> list[Sequence]:
+    def _schedule_decodes(self, step: OpenStep, running: list[Sequence]) -> list[Sequence]:
         """Place one token of each of these running sequences that lacks just one; returns the others."""
         # The loop runs once per sequence and step, so it is written out flat.
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
+        entries = step.entries
         prefills: list[Sequence] = []
         for sequence in running:
             start, known = sequence.num_computed_tokens, sequence.num_known_tokens
@@ -304,6 +286,14 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
 
+    def _grant(self, step: OpenStep, prefills: list[Sequence]) -> None:
+        """Give the step its tokens; its decodes have taken theirs."""
+        has_slot = step.victim is not None or len(self.running) < self.config.max_num_seqs
+        lookup = self.block_manager.lookup
+        step.total, threshold = self.budget.of_step(step.entries, prefills, self.waiting, lookup, has_slot=has_slot)
+        step.budget = step.total - len(step.entries)
+        step.threshold = max(self.block_size, threshold)
+
     def _schedule_next_chunk(self, step: OpenStep, sequence: Sequence) -> None:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
         if not sequence.is_running:  # it may have been preempted for an older one
@@ -313,36 +303,40 @@ class Scheduler:
         if size := self.admission.chunk_size(sequence, start, min(step.budget, step.threshold)):
             self._place(step, sequence, size, hits)
 
-    def _admit(self, step: OpenStep, prefills: list[Sequence], victim: Sequence | None) -> None:
+    def _admit(self, step: OpenStep, prefills: list[Sequence]) -> None:
         """Start waiting sequences while budget, slots and blocks that `prefills` leave last; one for a victim."""
+        victim = step.victim
         slots = self.config.max_num_seqs - len(self.running) + (victim is not None)
-        waiting = self.waiting.startable() if victim is None else [self.waiting.first]
-        admitted: list[Sequence] = []
-        for sequence, size, hits in self.admission.walk(waiting, step, prefills, slots, victim):
-            if victim is not None:
-                self.waiting.charge(sequence, 0, victim)
-                self.preempt(victim)
-            if sequence.num_counted_tokens == 0:
-                self.stats.prefix_cache_queries += sequence.num_findable_tokens
-            self._place(step, sequence, size, hits)
-            admitted.append(sequence)
-        for sequence in admitted:
-            self.start(sequence)
+        if slots > 0 and self.stats.num_preemptions == step.num_preemptions:
+            waiting = self.waiting.startable() if victim is None else [self.waiting.first]
+            admitted: list[Sequence] = []
+            for sequence, size, hits in self.admission.walk(waiting, step, prefills, slots):
+                if victim is not None:
+                    self.waiting.charge(sequence, 0, victim)
+                    self.preempt(victim)
+                if sequence.num_counted_tokens == 0:
+                    self.stats.prefix_cache_queries += sequence.num_findable_tokens
+                self._place(step, sequence, size, hits)
+                admitted.append(sequence)
+            for sequence in admitted:
+                self.start(sequence)
+        if victim is not None and victim.is_running and step.budget:  # its successor cannot start
+            self._schedule_decodes(step, [victim])
+            step.budget -= victim.placed_in_step == self._step_id
 
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with blocks, or whose blocks the caller allocates, from the queue to the running ones."""
         self.waiting.remove(sequence)
-        if self.block_manager.wanted:
-            self.block_manager.wanted.remove(sequence)
+        self.block_manager.wanted.remove(sequence)
         self.running.add(sequence)
         sequence.is_running, sequence.num_times_passed, self._started_in_step = True, 0, self._step_id
 
-    def _spend_what_is_left(self, step: OpenStep, num_decodes: int) -> None:
+    def _spend_what_is_left(self, step: OpenStep) -> None:
         """Give leftover budget to chunks capped by the threshold, in their order.
 
         But not where it would only delay the decodes of this step: while nobody waits, it raises no throughput.
         """
-        if num_decodes and not self.waiting:
+        if step.entries and not self.waiting:
             return
         for sequence, (_, start) in step.chunks.items():
             if sequence.num_computed_tokens == sequence.num_known_tokens:
@@ -352,6 +346,17 @@ class Scheduler:
             # A hit: this step computes the next block for another sequence, and the next step claims it.
             if size > 0 and not self.block_manager.lookup(sequence):
                 self._place(step, sequence, size)
+
+    def _enter_chunks(self, step: OpenStep) -> None:
+        """Add the entries of the chunks, and of samples that fork from the last row of their prompt."""
+        for sequence, (before, start) in step.chunks.items():
+            size = sequence.num_computed_tokens - start
+            num_samples = int(sequence.num_computed_tokens == sequence.num_known_tokens)
+            sequence.num_known_tokens += num_samples
+            step.entries.append(ScheduledSequence(sequence, start, size, num_samples, sequence.block_table, before))
+            if num_samples and sequence.samples and self.stats.num_preemptions == step.num_preemptions:
+                num_slots = self.config.max_num_seqs - len(self.running) - step.num_more_samples
+                step.entries += self.admission.fork_samples(sequence, num_slots, self.waiting, self.start)
 
     def _place(self, step: OpenStep, sequence: Sequence, size: int, hits: Collection[int] = ()) -> None:
         """Place `size` more tokens behind `hits` from the prefix cache, or as many as there are free blocks for."""
@@ -416,7 +421,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- outcome
 
-    def update(self, batch: ScheduledBatch, token_ids: Iterable[int]) -> list[Sequence]:
+    def update(self, batch: ScheduledBatch, token_ids: list[int], results: StepResults | None = None) -> list[Sequence]:
         """Take the tokens of `batch.sampling`, in order; returns the sequences that got tokens or an error now.
 
         A run ends with the first token that ends its sequence; the rest is dropped.
@@ -424,10 +429,10 @@ class Scheduler:
         if not self.in_flight or self.in_flight[0] is not batch:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
         self.in_flight.popleft()
-        entries, manager, block_size = batch.entries, self.block_manager, self.block_size
-        drawn: Iterable[tuple[Sequence, int]] = zip(batch.sampling, token_ids, strict=True)
-        if batch.drafts and self.drafting is not None:
-            entries, drawn = self.drafting.accept(batch, token_ids, self._requeue)
+        if results is not None:
+            results.record(batch.sampling, token_ids)
+        manager, block_size = self.block_manager, self.block_size
+        entries, drawn = self.proposer.accept(batch, token_ids, self._requeue)
         manager.commit(batch.step_id, entries)
         advanced: list[Sequence] = []
         without_token: list[Sequence] = []

@@ -40,6 +40,7 @@ from harness import Figures, Option, Part, engine_of, folder_of, in_turn, random
 from random_models import SHAPES, random_model  # beside this file, as is the former
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.core.admission import NoProposer, Proposer
 from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers
@@ -115,13 +116,13 @@ class Switch:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.seconds = 0.0
-        self._drafting = llm._engine.scheduler.drafting
+        self._drafting = llm._engine.scheduler.proposer
         self._observers = llm._engine.observers
         for owner, name in ((self._drafting, "waits"), (self._drafting, "place"), (self._observers, "step_ended")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def set(self, *, is_on: bool) -> None:
-        self.llm._engine.scheduler.drafting = self._drafting if is_on else None
+        self.llm._engine.scheduler.proposer = self._drafting if is_on else NoProposer()
         self.llm._engine.observers = self._observers if is_on else StepObservers()
 
     def stats(self) -> SpeculationStats:
@@ -241,10 +242,10 @@ def counting_model(shape: str) -> Any:
 
 
 def count_on(
-    llm: LLM, speculation: Speculation | None, options: argparse.Namespace, count: int, way: str, number: int
+    llm: LLM, speculation: Proposer, options: argparse.Namespace, count: int, way: str, number: int
 ) -> float:
     """Return the tokens per second of new prompts; raise RuntimeError if an output does not count on."""
-    llm._engine.scheduler.drafting = speculation
+    llm._engine.scheduler.proposer = speculation
     vocab_size = SHAPES[options.shape]["vocab_size"] - options.output - 8
     prompts = random_prompts(count, options.prompt, vocab_size, way, count, number)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=options.output)
@@ -258,13 +259,13 @@ def count_on(
     return count * options.output / seconds
 
 
-def speculations(llm: LLM, drafter: Successors) -> dict[str, Speculation | None]:
+def speculations(llm: LLM, drafter: Successors) -> dict[str, Proposer]:
     """Return what drafts in each way, all with the engine's learned costs but `always`."""
     scheduler = llm._engine.scheduler
-    made: dict[str, Speculation | None] = {"without": None, "drafts": scheduler.drafting}
+    made: dict[str, Proposer] = {"without": NoProposer(), "drafts": scheduler.proposer}
     for way in WAYS[2:]:
         source = {"nothing": Nothing(), "suffix": SuffixDrafter(SUFFIX_BYTES)}.get(way, drafter)
-        lengths = DraftLengths(None, int(way[-1])) if way.startswith("always") else scheduler.drafting.lengths
+        lengths = DraftLengths(None, int(way[-1])) if way.startswith("always") else scheduler.proposer.lengths
         parts = scheduler.config, scheduler.block_manager, source, lengths
         vocab_size = llm._engine.model_runner.binding.vocab_size
         made[way] = Speculation(*parts, vocab_size=vocab_size, source=way)

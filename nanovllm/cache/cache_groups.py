@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.cache.group_blocks import GroupBlocks
@@ -33,7 +34,7 @@ from nanovllm.cache.state_kinds import StateKind
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.engine_stats import CacheGroupStats
 from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
-from nanovllm.core.sequence import GroupTables, Sequence
+from nanovllm.core.sequence import Sequence
 
 
 def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
@@ -66,6 +67,22 @@ class GroupCounts(int):
         return GroupCounts(list(map(int.__add__, self.by_group, counts)))
 
     __radd__ = __add__
+
+
+@dataclass(slots=True)
+class GroupTables:
+    """State of a sequence in cache groups; `Sequence.block_table` is the table of the first group.
+
+    further: block tables of the other groups; the null block replaces each block that left the window.
+    first_held: in each group, the first block that was not freed yet.
+    junctions: lengths in blocks of known prefixes that were only partly in the cache.
+    awaits_state: whether the step being scheduled writes a state for a longer hit in the next step.
+    """
+
+    further: list[list[int]]
+    first_held: list[int]
+    junctions: set[int] = field(default_factory=set)
+    awaits_state: bool = False
 
 
 class CacheGroups(BlockManager):
@@ -131,7 +148,8 @@ class CacheGroups(BlockManager):
         if sequence.group_tables is None:
             num_groups = len(self.groups)
             sequence.group_tables = GroupTables([[] for _ in range(num_groups - 1)], [0] * num_groups)
-        return sequence.group_tables
+        tables: GroupTables = sequence.group_tables
+        return tables
 
     # ------------------------------------------------------------------------------------------------ capacity
 

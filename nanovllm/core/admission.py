@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
-from nanovllm.core.option_stats import SpeculationStats
+from nanovllm.core.batch import NO_DRAFTS, NoDrafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sequence import Sequence
 
@@ -18,36 +17,65 @@ MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
 
 @dataclass(slots=True)
 class OpenStep:
-    """The step being scheduled: leftover budget, most tokens of a prompt while others wait, chunks placed so far.
+    """The step being scheduled.
 
+    victim: Sequence that yields its slot to the first waiting one, if that can start.
+    num_preemptions: Count before the step; nothing starts in a step that has preempted.
     has_time: True if the step has time for a sequence's mask.
+    entries: Decodes placed so far.
+    chunks: Prompts placed so far -> (computed tokens before hits, start of the chunk).
+    total, budget: Tokens that the step may have, and those left of them.
+    threshold: Most tokens of one prompt while others wait.
+    num_more_samples: Samples of its entries beyond one each.
     """
 
-    budget: int
-    threshold: int
+    victim: Sequence | None
+    num_preemptions: int
     has_time: Callable[[Sequence], bool]
-    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
+    entries: list[ScheduledSequence] = field(default_factory=list)
+    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    total: int = 0
+    budget: int = 0
+    threshold: int = 0
+    num_more_samples: int = 0
 
 
-class Drafting(Protocol):
-    """Speculative decoding, as far as the scheduler asks it; see `speculation.Speculation`."""
+Outcome = tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]
+
+
+class Proposer(Protocol):
+    """Guesses at coming tokens, which a step verifies. `NoProposer` has none; `speculation` has the others."""
 
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
-        """Whether no step runs ahead of those in flight, since their draws decide about drafts."""
+        """Whether no step runs ahead of those in flight, since their draws decide about guesses."""
 
-    def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
-        """Turn some decodes into entries with drafts, placed last, from leftover budget and free blocks."""
+    def place(self, step: OpenStep) -> NoDrafts:
+        """Turn some decodes into entries that draw several tokens, placed last, from leftover budget and blocks."""
 
-    def accept(
-        self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]
-    ) -> tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]:
+    def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
         """The entries as far as they stay computed, and the draws that count, in order; cuts sequences back to them.
 
         Args:
-            requeue: Callback for a sequence that is computed again, without drafts.
+            requeue: Callback for a sequence that is computed again, without guesses.
         """
 
-    def stats(self) -> SpeculationStats: ...
+    def stats(self) -> Any: ...
+
+
+class NoProposer:
+    """Every entry draws one token at most, and all draws count."""
+
+    def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
+        return False
+
+    def place(self, step: OpenStep) -> NoDrafts:
+        return NO_DRAFTS
+
+    def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
+        return batch.entries, zip(batch.sampling, token_ids, strict=True)
+
+    def stats(self) -> None:
+        return None
 
 
 class Waiting(Protocol):
@@ -84,11 +112,11 @@ class Admission:
         self.blocks = blocks
 
     def walk(
-        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int, victim: Sequence | None
+        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int
     ) -> Iterator[tuple[Sequence, int, Collection[int]]]:
         """Yield (sequence, size of its first chunk, prefix hits) in order; the caller places each before the next.
 
-        Blocks that `prefills`, which run, still need are left to them; those of `victim` are free once it yields.
+        Blocks that `prefills`, which run, still need are left to them; those of a victim are free once it yields.
         """
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
@@ -121,7 +149,7 @@ class Admission:
             if size == 0 or is_held or not step.has_time(sequence):
                 num_looked_past += 1
                 continue
-            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits), victim, hits):
+            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits), step.victim, hits):
                 break
             yield sequence, size, hits
             if sequence.samples and (prompt := sequence.shared_prompt):
@@ -135,22 +163,23 @@ class Admission:
                 other.num_times_passed += 1
 
     def turns(
-        self, prefills: list[Sequence], waiting: Waiting, started_in_step: int, *, by_share: bool
+        self, step: OpenStep, prefills: list[Sequence], waiting: Waiting, started_in_step: int
     ) -> list[Sequence | None]:
         """The order of a step's chunks: prompts in progress, and None for the waiting ones.
 
-        Args:
-            by_share: Whether the queue's rank comes first, then the least recent prompt; waiting ones count as one,
-                placed in the step that last started some. So in a step cut short, which may hold one chunk, or in
-                which a slot is exchanged.
+        In a step cut short, which may hold one chunk, or in which a slot is exchanged, the queue's rank comes first,
+        then the least recent prompt; waiting ones count as one, placed in the step that last started some.
         """
+        turns = [*prefills, *([None] if waiting else [])]
+        if step.victim is None and step.total >= self.config.max_num_batched_tokens:
+            return turns
 
         def turn(sequence: Sequence | None) -> tuple[float, ...]:
-            one, step = (waiting.first, started_in_step) if sequence is None else (sequence, sequence.placed_in_step)
-            return *waiting.rank(one), step
+            if sequence is None:
+                return *waiting.rank(waiting.first), started_in_step
+            return *waiting.rank(sequence), sequence.placed_in_step
 
-        turns = [*prefills, *([None] if waiting else [])]
-        return sorted(turns, key=turn) if by_share else turns
+        return sorted(turns, key=turn)
 
     def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
         """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeVar
 
 from nanovllm.core.outputs import ErrorKind, FinishReason
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.structured_output import GrammarError
 
 T = TypeVar("T")
 # The runner's answers in place of a token: a row of the model's logits is not finite, or the request's options forbid
@@ -63,60 +63,26 @@ class Copy(NamedTuple):
     destination: int
 
 
-class Drafts(dict[Sequence, list[int]]):
-    """Draft tokens of a step's sequences: guesses at the tokens after its last known one.
+class NoDrafts(dict[Sequence, list[int]]):
+    """Tokens that a step guesses: none. `speculation` has others, which `around` shows to a launch or a draw."""
 
-    While a step is launched or drawn (`with drafts:`), token_ids end with the drafts: each row sees those before it.
+    num_accepted: Mapping[Sequence, int] = MappingProxyType({})
 
-    num_accepted: Number of each sequence's drafts that equal the draws, once the step is read.
-    """
-
-    are_shown = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_accepted: dict[Sequence, int] = {}
-
-    def __enter__(self) -> None:
-        self.are_shown = True
-        for sequence, token_ids in self.items():
-            sequence.token_ids.extend(token_ids)
-
-    def __exit__(self, *_: object) -> None:
-        self.hide()
-
-    def keep(self, sequence: Sequence) -> bool:
-        """Keep states that the step being scheduled overwrites; False without room for them."""
-        return True
-
-    def put_back(self, sequence: Sequence, start: int, end: int) -> int:
-        """Cut a step that began at `start` back to `end`, or return to kept states; returns the computed tokens."""
-        return end
-
-    def free_kept(self) -> None:
-        """Free kept states that were not put back."""
-
-    def around(self, call: Callable[[], T]) -> Callable[[], T]:
-        """The call with the drafts entered."""
-
-        def entered() -> T:
-            with self:
-                return call()
-
-        return entered
+    def around(self, call: Callable[..., T]) -> Callable[..., T]:
+        return call
 
     def hide(self) -> None:
-        """Take the drafts off token_ids, if they are there, and back out of matchers; the step must be in flight."""
-        self.are_shown = False
-        for sequence, token_ids in self.items():
-            del sequence.token_ids[sequence.num_known_tokens - len(token_ids) - 1 :]
-            matcher = sequence.matcher
-            if matcher is not None and matcher.num_tokens > sequence.num_output_tokens:
-                with suppress(GrammarError):  # over its limits; it says so again at the next mask
-                    matcher.rollback(matcher.num_tokens - sequence.num_output_tokens)
+        """Take shown guesses back."""
 
 
-NO_DRAFTS = Drafts()
+NO_DRAFTS = NoDrafts()
+
+
+class StepResults(Protocol):
+    """Results of a step besides its tokens."""
+
+    def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
+        """Write them into the sequences of `ScheduledBatch.sampling`, before these take their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +106,7 @@ class ScheduledBatch:
     num_decodes: int = 0
     copies: tuple[Copy, ...] = ()
     budget: int = 0
-    drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
+    drafts: NoDrafts = field(default_factory=lambda: NO_DRAFTS)
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
     draws_runs: bool = field(init=False)
@@ -159,9 +125,12 @@ class ScheduledBatch:
         return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, _, _ in self.entries if n)
 
     @property
-    def drafted(self) -> tuple[ScheduledSequence, ...]:
-        """The entries with drafts."""
-        return self.entries[self.num_decodes : self.num_decodes + len(self.drafts)]
+    def runs(self) -> dict[Sequence, int]:
+        """Tokens of each sequence before those that it draws, of sequences that draw several."""
+        if not self.draws_runs:
+            return {}
+        runs = [entry for entry in self.entries[self.num_decodes :] if entry.num_samples > 1]
+        return {entry.sequence: entry.start + entry.num_new_tokens - entry.num_samples + 1 for entry in runs}
 
     @property
     def num_tokens(self) -> int:

@@ -105,7 +105,7 @@ class EngineStats:
             num_clients=scheduler.waiting.num_clients,
             client_gap=scheduler.waiting.gap,
             budget=scheduler.budget.stats(),
-            speculation=None if scheduler.drafting is None else scheduler.drafting.stats(),
+            speculation=scheduler.proposer.stats(),
             **asdict(scheduler.stats),
         )
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from nanovllm.core.outputs import ErrorKind, FinishReason, OutputKind, TokenLogprobs
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.structured_output import Matcher
 
 SCHEDULING_KEY = attrgetter("key")  # Order of scheduling of a Sequence
 
@@ -50,24 +49,8 @@ class NewRequest:
     arrival_time: float = 0.0
     output_kind: OutputKind = OutputKind.FINAL
     resumed: Progress | None = None
-    matcher: Matcher | None = None
+    matcher: Any = None
     client: str = ""
-
-
-@dataclass(slots=True)
-class GroupTables:
-    """State of a sequence in cache groups; `Sequence.block_table` is the table of the first group.
-
-    further: block tables of the other groups; the null block replaces each block that left the window.
-    first_held: in each group, the first block that was not freed yet.
-    junctions: lengths in blocks of known prefixes that were only partly in the cache.
-    awaits_state: whether the step being scheduled writes a state for a longer hit in the next step.
-    """
-
-    further: list[list[int]]
-    first_held: list[int]
-    junctions: set[int] = field(default_factory=set)
-    awaits_state: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -108,13 +91,13 @@ class Sequence:
     needs_host_tokens: bool = field(init=False)  # kept, since it is asked for in every overlapped step
     changes_logits: bool = field(init=False)  # likewise
     is_plain: bool = field(init=False)  # likewise: a step of plain sequences passes no stage of sampling but the draw
-    matcher: Matcher | None = field(init=False)  # of its structured output; the sampler moves it
+    matcher: Any = field(init=False)  # of its structured output; the sampler moves it
 
     token_ids: array[int] = field(init=False)  # int32: a block's tokens are hashed and compared as bytes
     num_known_tokens: int = field(init=False)  # those in token_ids, and those sampled and not read yet
     num_computed_tokens: int = 0  # with KV in the cache, or launched to be written there
     block_table: list[int] = field(default_factory=list)
-    group_tables: GroupTables | None = None  # only with several cache groups
+    group_tables: Any = None  # only with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
     samples: SequenceABC[Sequence] = ()  # all of its request, if there are several
 

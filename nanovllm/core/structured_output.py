@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from nanovllm.core.validation import items, string, text, truth
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MAX_FORM_BYTES = 256 * 1024  # of a schema, a regex, a grammar or all choices, in UTF-8
 MAX_SCHEMA_DEPTH = 100  # nested objects and arrays in a schema
@@ -24,30 +20,6 @@ WHITE_SPACE = r"\n?[ \t]{0,24}"
 
 class GrammarError(Exception):
     """An output cannot follow its grammar any further: a limit on work was met, or a token is none of the grammar's."""
-
-
-class Matcher(Protocol):
-    """State of a sample in its grammar; see `grammar.matcher`."""
-
-    num_tokens: int  # of the output, consumed so far
-    num_words: int  # of a mask
-
-    @property
-    def mask_seconds(self) -> float: ...
-
-    def fill(self, mask: NDArray[np.int32]) -> None: ...
-
-    def consume(self, token_id: int) -> None: ...
-
-    def follow(self, token_ids: Iterable[int], address: int) -> None: ...
-
-    def copy(self) -> Matcher: ...
-
-    def rollback(self, num_tokens: int) -> None: ...
-
-    def accepted(self, token_ids: list[int]) -> int: ...
-
-    def forced(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)

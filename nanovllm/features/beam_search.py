@@ -11,6 +11,7 @@ from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.core.admission import NoProposer
 from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -90,7 +91,8 @@ class Search:
         self._config = engine.config
         engine.restart_running()  # no step is in flight, and beams start first
         engine.config = replace(engine.config, overlap=False)
-        self._drafting, engine.scheduler.drafting = engine.scheduler.drafting, None  # a step brings a beam one token
+        self._proposer = engine.scheduler.proposer
+        engine.scheduler.proposer = NoProposer()  # a step brings a beam one token
 
     def _check(self, params: BeamSearchParams) -> None:
         engine, config = self.engine, self.engine.config
@@ -213,4 +215,4 @@ class Search:
         if not self.engine.is_dead:
             for beams in self._active:
                 self._end(beams)
-        self.engine.config, self.engine.scheduler.drafting = self._config, self._drafting
+        self.engine.config, self.engine.scheduler.proposer = self._config, self._proposer

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.batch import ScheduledBatch, StepResults
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.sequence import Sequence
 from nanovllm.sampling.draw import DrawInputs, draw
@@ -21,8 +21,8 @@ from nanovllm.sampling.draw import DrawInputs, draw
 Draw = Callable[[Tensor, SequenceABC[Sequence], SequenceABC[int]], Tensor]  # arguments and result: see `Sampler.sample`
 
 
-class StepReport(Protocol):
-    """Results of a step besides its tokens."""
+class StepReport(StepResults, Protocol):
+    """Results of a step besides its tokens, as the forward pass and the draw fill them."""
 
     @property
     def needs_logits(self) -> bool:
@@ -30,9 +30,6 @@ class StepReport(Protocol):
 
     def to_host(self) -> StepReport:
         """Copy all results to the host, asynchronously; they arrive with the step's tokens."""
-
-    def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
-        """Write results into the sequences of the step's samples, right before `Scheduler.update`."""
 
 
 class LogitsStage:

@@ -62,23 +62,23 @@ def add_drafts(
             )
         drafter = draft_model(config, input_processor)
         learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
+        if learned is not None:
+            observers.append(learned)
+        source: Any = config.speculation
+        has_states = bool(target.binding.mixers)  # their rows run as chunks, outside of the graphs of decodes
+        row_sizes = None if learned is None or has_states else learned.row_sizes
+        scheduler.proposer = proposer = Speculation(
+            config,
+            scheduler.block_manager,
+            drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
+            DraftLengths(learned, config.num_speculative_tokens, row_sizes=row_sizes, are_repeated=has_states),
+            vocab_size=min(limits.vocab_size, limits.num_logits),
+            source=source if isinstance(source, str) else type(source).__name__,
+        )
+        observers.append(proposer)
     except BaseException:
         target.close()  # and the processes of other ranks
         raise
-    if learned is not None:
-        observers.append(learned)
-    source: Any = config.speculation
-    has_states = bool(target.binding.mixers)  # their rows run as chunks, outside of the graphs of decodes
-    row_sizes = None if learned is None or has_states else learned.row_sizes
-    scheduler.drafting = drafting = Speculation(
-        config,
-        scheduler.block_manager,
-        drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
-        DraftLengths(learned, config.num_speculative_tokens, row_sizes=row_sizes, are_repeated=has_states),
-        vocab_size=min(limits.vocab_size, limits.num_logits),
-        source=source if isinstance(source, str) else type(source).__name__,
-    )
-    observers.append(drafting)
 
 
 def check_draft_model(

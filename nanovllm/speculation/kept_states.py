@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.state_blocks import StateBlocks
-from nanovllm.core.batch import Copy, Drafts
+from nanovllm.core.batch import Copy
 from nanovllm.core.sequence import Sequence
+from nanovllm.speculation.drafts import Drafts
 
 SPARE_SLOTS = 1  # left free, so that drafts hold up no other sequence
 

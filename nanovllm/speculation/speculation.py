@@ -20,13 +20,14 @@ from itertools import islice, takewhile
 from operator import eq
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.admission import OpenStep
-from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, Drafts, ScheduledBatch, ScheduledSequence
+from nanovllm.core.admission import NoProposer, OpenStep, Outcome
+from nanovllm.core.batch import NO_DRAFTS, NON_FINITE, NoDrafts, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import SpeculationStats
 from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer
 from nanovllm.speculation.drafter import Drafter, DraftRequest
+from nanovllm.speculation.drafts import Drafts
 from nanovllm.speculation.kept_states import KeptStates
 from nanovllm.speculation.lengths import Acceptance, DraftLengths
 from nanovllm.speculation.suffix import SuffixDrafter
@@ -138,7 +139,8 @@ class Speculation(Observer):
     def _may_have_drafts(self, sequence: Sequence) -> bool:
         return self._suffixes is None or sequence.matcher is not None or self._suffixes.expects(sequence)
 
-    def place(self, entries: list[ScheduledSequence], step: OpenStep) -> Drafts:
+    def place(self, step: OpenStep) -> NoDrafts:
+        entries = step.entries
         # Each row takes memory for its logits, so there are at most max_num_seqs of them.
         room = min(step.budget, self._max_num_seqs - len(entries) - len(step.chunks))
         self._is_worth = room > 0 and self.lengths.may_pay(entries)
@@ -171,7 +173,8 @@ class Speculation(Observer):
             self._is_worth = self.lengths.note_step(len(requests), len(entries), has_drafts=bool(drafts))
         if drafts:
             self._extend(entries, drafts)
-            step.budget -= sum(map(len, drafts.values()))
+            step.num_more_samples = sum(map(len, drafts.values()))
+            step.budget -= step.num_more_samples
         return drafts
 
     def _requests(self, entries: Iterable[ScheduledSequence]) -> Iterator[DraftRequest]:
@@ -265,9 +268,9 @@ class Speculation(Observer):
 
     # --------------------------------------------------------------------------------------------------- outcome
 
-    def accept(
-        self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]
-    ) -> tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]:
+    def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
+        if not isinstance(batch.drafts, Drafts):
+            return NoProposer().accept(batch, token_ids, requeue)
         draws = iter(token_ids)
         entries: list[ScheduledSequence] = []
         taken: list[tuple[Sequence, int]] = []

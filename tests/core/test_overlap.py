@@ -76,7 +76,7 @@ def test_every_step_is_launched_before_the_one_before_is_read(monkeypatch):
         update = scheduler.update
         monkeypatch.setattr(runner, "execute", lambda batch: events.append(("launch", batch.step_id)) or execute(batch))
         monkeypatch.setattr(
-            scheduler, "update", lambda batch, tokens: events.append(("read", batch.step_id)) or update(batch, tokens)
+            scheduler, "update", lambda batch, *drawn: events.append(("read", batch.step_id)) or update(batch, *drawn)
         )
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
     # The token of step 6 is its last by length, so no step is launched for nothing.

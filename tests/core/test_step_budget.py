@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
+from nanovllm.scheduler import WaitingQueue
 from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
 from tests.support.scheduler_fuzz import walk_at_random
@@ -31,7 +32,7 @@ def prompt(num_computed: int = 0, **options: Any) -> Any:
 
 
 def num_tokens(budget: StepBudget, running: list[ScheduledSequence], *waiting: Any, num_hits: int = 0) -> int:
-    return budget.of_step(running, waiting, len(waiting), lambda sequence: [7] * num_hits)[0]
+    return budget.of_step(running, waiting, WaitingQueue(), lambda sequence: [7] * num_hits, has_slot=True)[0]
 
 
 def test_a_step_takes_as_many_tokens_as_are_predicted_to_keep_the_goal():

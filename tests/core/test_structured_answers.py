@@ -264,8 +264,8 @@ def test_steps_in_flight_are_drawn_once_the_step_before_was_read():
             return lambda: (events.append(("draw", batch.step_id)), draw())[1]
 
         runner.launch = watched_launch
-        llm._engine.scheduler.update = lambda batch, tokens: (
-            events.append(("read", batch.step_id)), update(batch, tokens)
+        llm._engine.scheduler.update = lambda batch, *drawn: (
+            events.append(("read", batch.step_id)), update(batch, *drawn)
         )[1]  # fmt: skip
         (output,) = llm.generate([PROMPTS[0]], params_of("regex"), use_tqdm=False)
     assert output.outputs[0].finish_reason == "stop"

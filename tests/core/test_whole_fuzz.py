@@ -32,7 +32,7 @@ def test_the_walks_meet_each_feature(walks: list[Loop]):
         met["samples"] += loop.model.num_forked
         met["goals"] += loop.scheduler.budget.stats() is not None
         met["tiers"] += isinstance(loop, TieredLoop)
-        met["drafts"] += 0 if loop.scheduler.drafting is None else sum(loop.scheduler.drafting.counts.accepted)
+        met["drafts"] += 0 if (stats := loop.scheduler.proposer.stats()) is None else stats.num_accepted_tokens
     for situation in ("forked", "samples", "preemptions", "failed steps", "slots taken", "bounds checked", "stores"):
         assert met[situation] > 4, situation
     assert min(met["goals"], met["tiers"], met["drafts"], met["idle beside queued copies"]) > 4

@@ -10,11 +10,12 @@ import torch
 
 from nanovllm.attention.step_tables import TableInputs
 from nanovllm.attention.tiles import Tiles
+from nanovllm.cache.cache_groups import GroupTables
 from nanovllm.cache.group_layouts import with_groups
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout, build_layout
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import GroupTables, NewRequest, Sequence
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.step_inputs import DRAW_INPUTS, Packing, RowInputs, SampleInputs, StepPacking, draw_tensors

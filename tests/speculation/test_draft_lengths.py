@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.core.batch import Drafts, ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from nanovllm.observability.step_records import StepRecord
 from nanovllm.speculation import costs as costs_of_drafts
 from nanovllm.speculation.costs import draft_costs
 from nanovllm.speculation.drafter import DraftRequest
+from nanovllm.speculation.drafts import Drafts
 from nanovllm.speculation.lengths import Acceptance, DraftCosts, DraftLengths
 from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
@@ -214,7 +215,7 @@ def test_an_engine_drafts_as_its_costs_say(seconds):
     with open_llm(speculation=KnownAnswers({tuple(prompt): [wanted]})) as llm:
         costs = Costs()
         costs.seconds = DeviceCost(1, fixed=1.0, per_token_above=seconds).seconds
-        llm._engine.scheduler.drafting.lengths.costs = costs
+        llm._engine.scheduler.proposer.lengths.costs = costs
         assert llm.generate([prompt], use_tqdm=False)[0].outputs[0].token_ids == wanted
         assert (llm.stats().speculation.num_drafts > 0) == (seconds == 0.0)
 
@@ -222,7 +223,7 @@ def test_an_engine_drafts_as_its_costs_say(seconds):
 def test_costs_are_measured_at_the_start_and_corrected_by_steps(monkeypatch):
     monkeypatch.setattr(costs_of_drafts, "draft_costs", draft_costs)
     with open_llm(speculation="suffix") as llm:
-        costs = llm._engine.scheduler.drafting.lengths.costs
+        costs = llm._engine.scheduler.proposer.lengths.costs
         few, many = (costs.seconds(StepWork(rows, 0, 1, 0, 100 * rows, 0, rows)) for rows in (2, 64))
         assert 0.0 < few <= many
         before = costs.error
@@ -236,7 +237,7 @@ def test_costs_of_a_calibration_are_taken_as_they_are(monkeypatch, tmp_path):
     with open_llm(speculation="suffix", step_costs=str(tmp_path / "costs.json")) as llm:
         work = StepWork(8, 0, 1, 0, 100, 0, 8)
         expected = CALIBRATION.cost_model.step_cost(overlap=False).seconds(work)
-        assert llm._engine.scheduler.drafting.lengths.costs.seconds(work) == pytest.approx(expected)
+        assert llm._engine.scheduler.proposer.lengths.costs.seconds(work) == pytest.approx(expected)
 
 
 def test_steps_run_ahead_after_one_that_waited_for_few_in_vain():
@@ -269,7 +270,7 @@ def test_decodes_wait_for_those_with_drafts():
     with open_llm(speculation=KnownAnswers(answers, of_the_first), overlap=True) as llm:
         costs, batches = Costs(), []
         costs.seconds = DeviceCost(1, fixed=1.0).seconds
-        llm._engine.scheduler.drafting.lengths.costs = costs
+        llm._engine.scheduler.proposer.lengths.costs = costs
         schedule = llm._engine.scheduler.schedule
         llm._engine.scheduler.schedule = lambda: batches.append(schedule()) or batches[-1]
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -79,7 +79,7 @@ def test_a_stranger_changes_no_token(name, options, other):
     with open_llm(other, **options) as llm:
         for _ in "cold", "warm":
             assert token_ids(generate(llm, PROMPTS, params)) == wanted
-        drafter = llm._engine.scheduler.drafting.drafter
+        drafter = llm._engine.scheduler.proposer.drafter
         assert llm.stats().speculation.num_draft_tokens > 50
         assert not drafter._shadows and drafter._manager.num_free_blocks == drafter._manager.num_blocks - 1
 
@@ -89,7 +89,7 @@ def test_shadows_without_blocks_are_computed_again(same):
     with open_llm(None) as llm:
         wanted = token_ids(generate(llm, prompts, PARAMS["sampled"]))
     with open_llm(same) as llm:
-        manager = llm._engine.scheduler.drafting.drafter._manager
+        manager = llm._engine.scheduler.proposer.drafter._manager
         manager.pop_free(manager.num_free_blocks - 24)
         assert token_ids(generate(llm, prompts, PARAMS["sampled"])) == wanted
         assert llm.stats().speculation.num_accepted_tokens > 20
@@ -99,7 +99,7 @@ def test_a_step_of_the_small_model_that_fails_costs_its_drafts(same, monkeypatch
     with open_llm(None) as llm:
         wanted = token_ids(generate(llm, PROMPTS, PARAMS["sampled"]))
     with open_llm(same) as llm:
-        runner, calls = llm._engine.scheduler.drafting.drafter._runner, iter(range(10_000))
+        runner, calls = llm._engine.scheduler.proposer.drafter._runner, iter(range(10_000))
         execute = runner.execute
 
         def failing(batch):

@@ -79,7 +79,7 @@ def test_thousands_of_random_steps_end_every_request_with_its_tokens(walks: list
 def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
     met: Counter[str] = Counter()
     for loop in walks:
-        stats, counts = loop.scheduler.stats, loop.scheduler.drafting.counts
+        stats, counts = loop.scheduler.stats, loop.scheduler.proposer.counts
         met.update(loop.seen)
         met["drafted"] += sum(counts.drafted)
         met["accepted"] += sum(counts.accepted)

@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
 from nanovllm.cache.block_checks import check_scheduler
+from nanovllm.core.admission import NoProposer
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import details_of
 from nanovllm.speculation.drafter import DraftRequest
@@ -129,7 +130,7 @@ def test_requests_go_on_without_the_drafts_of_a_drafter_that_fails(fault, wanted
     drafter = Broken(FAULTS[fault])
     with caplog.at_level(logging.WARNING, "nanovllm"), open_llm(speculation=drafter) as llm:
         assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
-        counts = llm._engine.scheduler.drafting.counts
+        counts = llm._engine.scheduler.proposer.counts
     assert counts.num_failures == drafter.num_calls > 20 and not counts.drafted
     assert len([r for r in caplog.records if "the drafter" in r.message and "failed" in r.message]) == 1
 
@@ -247,4 +248,4 @@ def test_a_drafter_of_the_program_itself_is_refused_for_replicas(monkeypatch):
 
 def test_an_engine_without_speculation_has_none():
     with open_llm(tiny_model()) as llm:
-        assert llm._engine.scheduler.drafting is None
+        assert isinstance(llm._engine.scheduler.proposer, NoProposer)

@@ -65,7 +65,7 @@ def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_
     """A drafter is rank 0's, as the suffix index is; the other rank has the rows that it decides on."""
     wanted = expected(folder)
     with open_llm(folder, 2, speculation=KnownAnswers({})) as llm:
-        drafting = llm._engine.scheduler.drafting
+        drafting = llm._engine.scheduler.proposer
         for name in KINDS:
             answers = {
                 tuple(prompt): [c.token_ids for c in output.outputs]

@@ -145,7 +145,7 @@ def test_outputs_with_drafts_are_those_without(name, change):
     wanted = expected(name)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
         assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted)
-        counts = llm._engine.scheduler.drafting.counts
+        counts = llm._engine.scheduler.proposer.counts
         assert sum(counts.drafted) > 0 or change == "with a stop token inside"
         assert llm.stats().num_output_tokens == sum(len(c.token_ids) for o in wanted for c in o.outputs)
         if change == "right" and name != "stop tokens":
@@ -169,7 +169,7 @@ def test_structured_outputs_with_drafts_are_those_without(kind, change):
     params, wanted = structured_params(kind), structured(kind)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
         assert described(generate(llm, PROMPTS, params)) == described(wanted)
-        counts = llm._engine.scheduler.drafting.counts
+        counts = llm._engine.scheduler.proposer.counts
         assert sum(counts.drafted) > 0
         assert counts.accepted == counts.drafted or change != "right"
 
@@ -182,7 +182,7 @@ def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
     for change in ("right", "mostly right"):
         with open_llm(model(family), speculation=KnownAnswers(answers, CHANGES[change])) as llm:
             assert [output.outputs[0].token_ids for output in generate(llm, prompts(), params)] == wanted
-            counts = llm._engine.scheduler.drafting.counts
+            counts = llm._engine.scheduler.proposer.counts
             assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")
 
 
@@ -211,7 +211,7 @@ def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change
     with open_llm(speculation=drafter, **SETTINGS[name]) as llm:
         for _ in range(2 if change == "mostly right" else 1):  # cold, and then warm
             assert described(generate(llm, batch, params)) == described(wanted)
-        counts, stats = llm._engine.scheduler.drafting.counts, llm.stats()
+        counts, stats = llm._engine.scheduler.proposer.counts, llm.stats()
         assert sum(counts.drafted) > (0 if change == "with a stop token inside" else 40)
         assert stats.prefix_cache_hits > 0 or name == "no prefix cache"
         assert stats.num_preemptions > 0 or "preemption" not in name or change != "mostly right"
@@ -227,5 +227,5 @@ def test_models_with_windows_and_chunks_have_the_outputs_of_transformers(family)
         drafter = KnownAnswers(answers, CHANGES[change])
         with LLM(layer_kinds.model(family), **(OPTIONS | {"speculation": drafter, "max_model_len": 256})) as llm:
             assert [output.outputs[0].token_ids for output in generate(llm, batch, params)] == wanted
-            counts = llm._engine.scheduler.drafting.counts
+            counts = llm._engine.scheduler.proposer.counts
             assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")

@@ -137,7 +137,7 @@ def test_nothing_is_left_of_requests_that_ended():
     with open_llm(speculation="suffix") as llm:
         params = [SamplingParams(temperature=0.0, max_tokens=number) for number in range(5, 11)]
         generate(llm, prompts, params)
-        drafter = llm._engine.scheduler.drafting.drafter
+        drafter = llm._engine.scheduler.proposer.drafter
         assert not drafter._own
 
 

@@ -14,7 +14,7 @@ from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix
 
 
 def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) -> Scheduler:
-    scheduler.drafting = Speculation(
+    scheduler.proposer = Speculation(
         scheduler.config, scheduler.block_manager, drafter, DraftLengths(None, max_drafts), vocab_size=VOCAB_SIZE
     )
     return scheduler

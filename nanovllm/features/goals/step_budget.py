@@ -19,6 +19,7 @@ from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.sequence import Sequence
+from nanovllm.scheduler import Queue
 
 # A prompt's deadline begins to count at this share of ttft_goal, and at all of it steps may take this many itl_goals.
 URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
@@ -87,7 +88,13 @@ class StepBudget:
             del self._seen[next(iter(self._seen))]
 
     def of_step(
-        self, decodes: SequenceABC[ScheduledSequence], prompts: Iterable[Sequence], num_prompts: int, lookup: Lookup
+        self,
+        decodes: SequenceABC[ScheduledSequence],
+        prefills: SequenceABC[Sequence],
+        waiting: Queue,
+        lookup: Lookup,
+        *,
+        has_slot: bool,
     ) -> tuple[int, int]:
         """The step's budget, and most tokens of one prompt, which shrinks with the budget while others wait.
 
@@ -95,8 +102,8 @@ class StepBudget:
         other clients lately, it is whole. The chunk of the first prompt is predicted.
         """
         config, threshold = self._config, self._config.long_prefill_token_threshold
-        budget = self._num_tokens(decodes, prompts, lookup)
-        if num_prompts > 1:
+        budget = self._num_tokens(decodes, prefills or (waiting.in_order() if has_slot else ()), lookup)
+        if len(prefills) + len(waiting) > 1:
             threshold = threshold * budget // config.max_num_batched_tokens
         return budget, threshold
 

@@ -116,6 +116,7 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
     shown = [*islice(scheduler.running, MAX_ROWS), *islice(scheduler.waiting, MAX_ROWS)]
     stats = scheduler.stats
     num_holders, findable = pool_usage(pool)
+    speculation = scheduler.proposer.stats()
     return EngineSnapshot(
         now,
         tuple(steps),
@@ -128,7 +129,7 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
         time.perf_counter() - began,
         _machine(engine),
         budget=None if (budget := scheduler.budget.stats()) is None else _budget(budget),
-        drafts={} if scheduler.drafting is None else scheduler.drafting.stats().by_source,
+        drafts={} if speculation is None else speculation.by_source,
         tiers=None if engine.tiers is None else engine.tiers.stats(),
     )
 

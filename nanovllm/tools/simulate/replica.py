@@ -179,7 +179,7 @@ class Replica:
         times.read_time = max(waits, done)
         times.wait_time = times.read_time - waits
         drawn = islice(self._draw_token, num_samples) if self.drafts is None else self.drafts.draws(batch)
-        advanced = self.scheduler.update(batch, drawn)
+        advanced = self.scheduler.update(batch, [*drawn])
         update_time = self._cost_model.update.seconds(len(batch.entries), len(batch.prefills))
         self.now = now = times.delivered_time = times.read_time + update_time
         ended = {}

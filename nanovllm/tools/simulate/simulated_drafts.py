@@ -36,7 +36,7 @@ class SimulatedDrafts:
         self._acceptance, self._draw_token, self._choice = acceptance, draw_token, Random(0)
         drafted, plain = (cost_model.step_cost(overlap=overlap) for overlap in (False, config.overlap))
         costs = DraftCosts(config, cost=drafted, plain=plain)
-        scheduler.drafting = Speculation(
+        scheduler.proposer = Speculation(
             config,
             scheduler.block_manager,
             self,
