@@ -60,7 +60,7 @@ def run_tests(folder: Path, options: list[str]) -> subprocess.CompletedProcess[s
 
 
 def reached(folder: Path) -> dict[str, Reached]:
-    """Branches by file, as `coverage` reports them."""
+    """Branches by file, as `coverage` reports them; build.py, which knows every capability, does not count."""
     report = folder / "report.json"
     command = [sys.executable, "-m", "coverage", "json", f"--rcfile={folder / 'coverage.ini'}", "-q", "-o", str(report)]
     subprocess.run(command, cwd=folder, check=True)
@@ -72,6 +72,7 @@ def reached(folder: Path) -> dict[str, Reached]:
             [(start, end) for start, end in file["missing_branches"]],
         )
         for name, file in files.items()
+        if name != "nanovllm/build.py"
     }
 
 

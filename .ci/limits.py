@@ -55,7 +55,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     yield "folders that the engine cannot do without", int(printed_by("deletions.py").split()[-1]), 0
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
-    yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 100
+    yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 27
     yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 139
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_500
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 251

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from nanovllm.block_manager import BlockManager
@@ -230,10 +230,12 @@ class Launched(NamedTuple):
 class Loop:
     """The engine's calls of a scheduler, in any order; checks every invariant after each."""
 
+    model_class: Any = MockModel
+
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.manager = scheduler.block_manager
-        self.model = MockModel(scheduler)
+        self.model = self.model_class(scheduler)
         self.sequences: list[Sequence] = []
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
@@ -313,16 +315,18 @@ class Loop:
         self.scheduler.finish(sequence, "abort")
         self.check()
 
-    def drain(self, depth: int = 1) -> None:
-        """Run to the end with at most `depth` batches in flight, in a bounded number of steps."""
+    def drain(self, depth: int = 1) -> int:
+        """Run to the end with at most `depth` batches in flight; returns the number of steps, which is bounded."""
+        num_steps = 0
         # Older prefills may wait for younger decodes: twice the steps of serving one request after the other.
-        for _ in range(2 * self.scheduler.config.max_model_len * (len(self.unfinished) + 1) + 2):
+        limit = 2 * self.scheduler.config.max_model_len * (len(self.unfinished) + 1)
+        while self.in_flight or self.unfinished:
             batch = self.launch()
+            num_steps += batch is not None
             if self.in_flight and (batch is None or len(self.in_flight) >= depth):
                 self.read()
-            if not self.in_flight and not self.unfinished:
-                return
-        raise AssertionError(f"{len(self.unfinished)} requests are starving")
+            assert num_steps <= limit, f"{len(self.unfinished)} requests are starving"
+        return num_steps
 
     # ------------------------------------------------------------------------------------------------ invariants
 
@@ -364,7 +368,8 @@ class Loop:
                 assert sequence.finish_reason == ("stop" if ends_by_token else "length")
                 assert sequence.stop_reason == (expected[-1] if ends_by_token else None)
             assert output == expected, f"{sequence} generated {output}, alone it generates {expected}"
-        assert self.manager.num_free_blocks == self.manager.num_blocks - 1, "blocks leaked"
+        for pool in self.manager.pools:
+            assert len(pool.free_blocks) == pool.num_blocks - 1, "blocks leaked"
 
 
 # ---------------------------------------------------------------------------------------------------- start states

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.llm import LLM
+from tests.engine.blocks import check_blocks
 
 VOCAB_SIZE = 258
 END = 256  # the id of "<end>", a special token; the ids before it are bytes
@@ -53,9 +54,14 @@ def open_llm(model: Any = None, tokenizer: Any = None, **options: Any) -> LLM:
 def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[Any]:
     """Outputs of a call, after which no block is in use."""
     outputs = llm.generate(prompts, params, use_tqdm=False, **options)
-    stats = llm.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    check_idle(llm._engine)
     return outputs
+
+
+def check_idle(engine: Any) -> None:
+    """Check that no request is left, and that every block is free."""
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.requests
+    check_blocks(engine.block_manager, [])
 
 
 def token_ids(outputs: list[Any]) -> list[list[int]]:

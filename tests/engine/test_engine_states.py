@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm.build import build_engine
+from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import (
     DeviceError,
     EngineClosedError,
@@ -18,8 +19,17 @@ from nanovllm.core.errors import (
 )
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine, NoObservers
-from tests.engine.blocks import check_blocks
-from tests.engine.models import GREEDY, OPTIONS, byte_tokenizer, generate, open_llm, own_answer, tiny_model, token_ids
+from tests.engine.models import (
+    GREEDY,
+    OPTIONS,
+    byte_tokenizer,
+    check_idle,
+    generate,
+    open_llm,
+    own_answer,
+    tiny_model,
+    token_ids,
+)
 
 LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 
@@ -48,12 +58,6 @@ def steps(engine: Engine, count: int | None = None) -> list[Any]:
     outputs = [*engine.outputs]
     engine.outputs.clear()
     return outputs
-
-
-def check_idle(engine: Engine) -> None:
-    assert (engine.stats().num_running, engine.stats().num_waiting, engine.stats().num_used_blocks) == (0, 0, 0)
-    assert not engine.requests and not engine._deadlines and not engine._in_flight
-    check_blocks(engine.block_manager, [])
 
 
 def fail_in_step(monkeypatch: pytest.MonkeyPatch, engine: Engine, number: int, error: BaseException) -> None:
@@ -202,7 +206,7 @@ def test_a_closed_llm_says_so_and_may_be_closed_again():
         waiting = llm.stream([1], GREEDY)
         next(waiting)
     llm.close()
-    for call in (lambda: llm.generate([[1]]), llm.stats, llm.reset_prefix_cache, lambda: llm.config):
+    for call in (lambda: llm.generate([[1]]), llm.reset_prefix_cache, lambda: llm.config):
         with pytest.raises(EngineClosedError, match="closed; build a new one"):
             call()
 
@@ -250,9 +254,48 @@ def test_options_that_do_not_exist_or_contradict_each_other_are_refused_by_name(
         ({"long_prefill_token_threshold": 8}, ValueError, "long_prefill_token_threshold is 8"),
         ({"max_long_partial_prefills": 5, "max_num_partial_prefills": 2}, ValueError, "max_long_partial_prefills is 5"),
         ({"max_model_len": 1000}, ValueError, "max_model_len is 1000"),
+        ({"dtype": "int3"}, ValueError, "dtype is 'int3'; it must be one of auto"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'"),
+        ({"block_size": 24}, ValueError, "block_size is 24"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization is 1.5"),
+        ({"priority_ageing_s": 1e-9}, ValueError, "at least .* seconds, or 0 for no ageing"),
+        ({"skip_tokenizer_init": 1}, TypeError, "skip_tokenizer_init must be True or False"),
+        ({"seed": -1}, ValueError, "seed is -1"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             open_llm(**options)
+
+
+def test_limits_that_are_not_set_yield_to_those_that_are():
+    def resolved(device: str = "cpu", **options: object) -> tuple[int, int, int, int]:
+        config = EngineConfig(**options).resolve_limits(device, 4096)
+        return (
+            config.max_num_batched_tokens, config.max_num_seqs, config.block_size, config.long_prefill_token_threshold
+        )  # fmt: skip
+
+    assert resolved() == (1024, 64, 64, 512) and resolved("cuda") == (8192, 1024, 64, 4096)
+    assert resolved(max_num_batched_tokens=48) == (48, 16, 32, 32)
+    assert resolved(max_num_batched_tokens=48, max_num_seqs=30) == (48, 30, 16, 16)
+    assert resolved(max_num_batched_tokens=80, block_size=64) == (80, 16, 64, 64)
+    assert resolved(max_num_seqs=2000) == (2064, 2000, 64, 1024)
+
+
+def test_idle_time_is_used_for_nothing_and_ageing_raises_who_waits():
+    with open_llm(priority_ageing_s=1.0) as llm:
+        assert not llm._engine.use_idle_time(captures=False) and not llm._engine.use_idle_time(captures=True)
+        assert llm._engine.num_output_tokens() == 0
+        assert [output.finished for output in generate(llm, [[1], [2]], priority=[5, 0])] == [True, True]
+
+
+def test_a_sequence_says_what_it_is():
+    engine = open_engine()
+    add(engine, "a", [1, 2])
+    (sequence,) = engine.scheduler.waiting
+    assert repr(sequence) == "Sequence('a', waiting, 2 known, 0 computed, 0 blocks)"
+    engine.step()
+    assert repr(sequence) == "Sequence('a', running, 3 known, 2 computed, 1 blocks)"
+    engine.abort("a")
+    assert repr(sequence).startswith("Sequence('a', finished")
 
 
 def test_observers_that_nobody_brings_are_refused():

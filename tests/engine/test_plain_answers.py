@@ -74,18 +74,18 @@ def test_a_scarce_pool_preempts_and_loses_no_token():
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with open_llm(model, num_kv_blocks=10) as llm:
         outputs = generate(llm, prompts, params)
-        assert llm.stats().num_preemptions > 0
+        assert llm._engine.scheduler.stats.num_preemptions > 0
     assert token_ids(outputs) == [own_answer(model, prompt, 40) for prompt in prompts]
 
 
 def test_a_cached_prefix_is_not_computed_again():
     with open_llm() as llm:
         (first,) = generate(llm, [PROMPTS[-1]])
-        num_tokens = llm.stats().num_scheduled_tokens
+        num_tokens = llm._engine.scheduler.stats.num_scheduled_tokens
         (second,) = generate(llm, [PROMPTS[-1]])
         cached = (len(PROMPTS[-1]) - 1) // 16 * 16
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, cached)
-        assert llm.stats().num_scheduled_tokens == num_tokens + len(PROMPTS[-1]) - cached + 11
+        assert llm._engine.scheduler.stats.num_scheduled_tokens == num_tokens + len(PROMPTS[-1]) - cached + 11
         llm.reset_prefix_cache()
         assert generate(llm, [PROMPTS[-1]])[0].num_cached_tokens == 0
         assert generate(llm, [PROMPTS[-1]], cache_salt="other")[0].num_cached_tokens == 0
@@ -124,7 +124,7 @@ def test_computed_kv_is_forgotten_when_the_owner_says_that_weights_changed():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-        llm.weights_changed()
+        llm._engine.drop_computed()
         (output,) = generate(llm, [PROMPTS[-1]])
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == own_answer(model, PROMPTS[-1])

@@ -94,14 +94,6 @@ def test_copies_read_all_their_blocks_before_any_is_written():
     assert caches.of_layers == []
 
 
-def test_memory_is_taken_where_a_measurement_asks_for_it():
-    caches = KVCaches(LAYERS, CPU)
-    OnePool(4, 1).allocate(caches, 2)
-    caches.take_memory()
-    num_bytes = 2 * 2 * 8 * 2 * 16 * 4
-    assert caches.bytes_of([0.5]) * 2 == caches.touched_bytes([0.5]) == num_bytes
-
-
 # ---------------------------------------------------------------------------------------------------------------- model
 
 
@@ -134,10 +126,10 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         device_of(EngineConfig(device="cuda:1"))
 
 
-def test_a_binding_knows_the_models_vocabulary_dtype_and_base():
+def test_a_binding_knows_the_models_vocabulary_and_dtype():
     model = tiny_model()
     binding = ModelBinding(model, is_live=True)
-    assert binding.has_base_model and binding.vocab_size == 258 and binding.dtype is torch.float32
+    assert binding.vocab_size == 258 and binding.dtype is torch.float32
 
 
 def test_threads_are_as_before_after_a_block_that_computes_with_others():

@@ -6,7 +6,6 @@ prefix they were computed for, so that every read of every step is checked again
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +19,8 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.features.forking import go_on_from
 from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler
-from tests.engine.blocks import make_sequence
-from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix, generate_alone, make_config
+from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix, make_config
+from tests.engine.loops import Loop as PlainLoop
 from tests.support.loop_checks import LoopChecks
 from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check
 
@@ -319,17 +318,13 @@ class Launched:
     tables: tuple[tuple[int, ...], ...]  # as they were at launch
 
 
-class Loop(LoopChecks):
-    """The engine's calls of a scheduler, in any order; checks every invariant after each."""
+class Loop(LoopChecks, PlainLoop):
+    """The engine's calls of a scheduler, with drafts, forks, shares of clients and several kinds of layers."""
+
+    model_class = MockModel
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.manager = scheduler.block_manager
-        self.model = MockModel(scheduler)
-        self.sequences: list[Sequence] = []
-        self.in_flight: deque[Launched] = deque()
-        self.now = 0.0
-        self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
+        super().__init__(scheduler)
         self.num_steps_without_progress = 0  # since a sequence advanced or ended
         self.lost_slot: Sequence | None = None  # to another client, in the last step
         self._successor: Sequence | None = None  # for whom it is
@@ -369,29 +364,6 @@ class Loop(LoopChecks):
             )
             self._gave_way.add(victim)
             yield victim
-
-    @property
-    def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.is_finished]
-
-    def add(self, prompt: Iterable[int], **options: object) -> Sequence:
-        sequence = self._make(prompt, **options)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def _make(self, prompt: Iterable[int], **options: object) -> Sequence:
-        options.setdefault("max_model_len", self.scheduler.config.max_model_len)
-        sequence = make_sequence(prompt, arrival=len(self.sequences), arrival_time=self.now, **options)
-        self.sequences.append(sequence)
-        return sequence
-
-    def add_samples(self, n: int, prompt: list[int], **options: object) -> list[Sequence]:
-        """Add several samples of one prompt."""
-        samples = [self._make(prompt, **options) for _ in range(n)]
-        for sequence in samples:
-            sequence.samples = samples if n > 1 else ()
-            self.scheduler.add(sequence)
-        return samples
 
     def fork(self, source: Sequence, at: int, **options: object) -> Sequence:
         """Add a request whose prompt is the first `at` tokens of another, from whose KV it may go on."""
@@ -453,13 +425,6 @@ class Loop(LoopChecks):
         """The block as it was, where a window may have passed it meanwhile."""
         return before if block == NULL_BLOCK and isinstance(self.manager, CacheGroups) else block
 
-    def step(self) -> ScheduledBatch:
-        """One step without overlap."""
-        batch = self.launch()
-        check(batch is not None, "nothing was scheduled")
-        self.read()
-        return batch
-
     def fail(self, index: int = 0, *, has_failed: bool = True) -> list[Sequence]:
         """Undo the batch in flight with this index, and those launched after it, whether or not they failed."""
         batch = self.in_flight[index].batch
@@ -475,35 +440,6 @@ class Loop(LoopChecks):
         return affected
 
     def abort(self, sequence: Sequence) -> None:
-        self.seen["aborted in flight"] += sequence.num_in_flight_tokens > 0
-        self.scheduler.finish(sequence, "abort")
+        super().abort(sequence)
         self.num_steps_without_progress = 0
         check(not sequence.block_table, "an aborted request holds blocks")
-        self.check()
-
-    def drain(self, depth: int = 1) -> int:
-        """Run to the end with at most `depth` batches in flight; returns the number of steps, which is bounded."""
-        num_steps = 0
-        # Older prefills may wait for younger decodes: twice the steps of serving one request after the other.
-        limit = 2 * self.scheduler.config.max_model_len * (len(self.unfinished) + 1)
-        while self.in_flight or self.unfinished:
-            batch = self.launch()
-            num_steps += batch is not None
-            if self.in_flight and (batch is None or len(self.in_flight) >= depth):
-                self.read()
-            check(num_steps <= limit, f"{len(self.unfinished)} requests unfinished after {num_steps} steps: starvation")
-        return num_steps
-
-    def check_outputs(self) -> None:
-        """Check that every request ended with its tokens (an aborted one with a prefix), and that nothing leaked."""
-        for sequence in self.sequences:
-            expected, output = generate_alone(sequence), sequence.output_token_ids
-            if sequence.finish_reason in ("abort", "error"):
-                expected = expected[: len(output)]
-            elif expected and expected[-1] in sequence.stop_token_ids:
-                check(sequence.finish_reason == "stop" and sequence.stop_reason == expected[-1], f"{sequence}")
-            else:
-                check(sequence.finish_reason == "length" and sequence.stop_reason is None, f"{sequence}")
-            check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
-        for pool in self.manager.pools:
-            check(len(pool.free_blocks) == pool.num_blocks - 1, "blocks leaked")
