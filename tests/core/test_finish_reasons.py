@@ -15,12 +15,27 @@ def greedy_answer(prompt: list[int], count: int = 12) -> list[int]:
     return token_ids(generate(shared_llm(), prompt, SamplingParams(temperature=0.0, max_tokens=count)))[0]
 
 
+def test_max_tokens_ends_a_request_by_length():
+    (output,) = generate(shared_llm(), [5, 6], SamplingParams(max_tokens=3, seed=0))
+    assert len(output.outputs[0].token_ids) == 3
+    assert output.outputs[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 62, 63])
 def test_max_model_len_ends_a_request_by_length_whatever_max_tokens_asks(length):
     llm = open_llm(max_model_len=64)
     (output,) = generate(llm, [5] * length, SamplingParams(temperature=0.0, max_tokens=1000))
     assert length + len(output.outputs[0].token_ids) == 64
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_the_end_of_sequence_token_of_the_model_ends_a_request_and_is_kept():
+    prompt = random_prompts(1)[0]
+    answer = greedy_answer(prompt)
+    llm = open_llm(tiny_model(num_layers=1, eos_token_id=answer[4]))
+    (output,) = generate(llm, prompt)
+    assert output.outputs[0].token_ids == answer[: answer.index(answer[4]) + 1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", answer[4])
 
 
 @pytest.mark.parametrize("place", [2, 5])
@@ -33,6 +48,15 @@ def test_each_of_several_end_of_sequence_tokens_of_the_generation_config_ends_a_
     (output,) = generate(open_llm(model), prompt)
     assert output.outputs[0].token_ids == answer[: answer.index(answer[place]) + 1]
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_ignore_eos_goes_on_past_the_end_of_sequence_token():
+    prompt = random_prompts(1)[0]
+    answer = greedy_answer(prompt)
+    llm = open_llm(tiny_model(num_layers=1, eos_token_id=answer[4]))
+    (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert output.outputs[0].token_ids == answer
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_a_stop_token_ends_a_request_even_if_eos_is_ignored():
@@ -70,6 +94,19 @@ def stopped(monkeypatch: pytest.MonkeyPatch, text: str, **params: Any) -> Any:
     return output.outputs[0]
 
 
+def test_a_stop_string_ends_a_request_and_the_text_is_cut_before_it(monkeypatch):
+    completion = stopped(monkeypatch, "Paris. And then some more.", stop=". And")
+    assert completion.text == "Paris"
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", ". And")
+
+
+def test_a_stop_string_is_found_across_token_borders(monkeypatch):
+    text = "xqzvw zxqvj kw"  # no merge of the tokenizer: one token a character
+    assert len(tiny_tokenizer()(text)["input_ids"]) > 10
+    completion = stopped(monkeypatch, text, stop="w zxq")
+    assert completion.text == "xqzv"
+
+
 def test_text_behind_a_stop_string_in_the_same_token_is_cut_too(monkeypatch):
     tokens = tiny_tokenizer().tokenize("The capital")
     assert any("apital" in token for token in tokens)
@@ -81,8 +118,17 @@ def test_a_request_ends_with_the_token_that_completes_its_stop_string(monkeypatc
     assert tiny_tokenizer().decode(completion.token_ids) == "zqxj v"
 
 
+def test_the_first_stop_string_in_the_text_wins_whatever_their_order(monkeypatch):
+    completion = stopped(monkeypatch, "one, two; three", stop=["three", ";", ", t"])
+    assert (completion.text, completion.stop_reason) == ("one", ", t")
+
+
 def test_a_stop_string_that_begins_again_inside_itself_is_found(monkeypatch):
     assert stopped(monkeypatch, "zzzzq and on", stop="zzq").text == "zz"
+
+
+def test_a_stop_string_of_several_bytes_a_character_is_found(monkeypatch):
+    assert stopped(monkeypatch, "well 😀😃 done", stop="😃").text == "well 😀"
 
 
 def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop(monkeypatch):
@@ -92,6 +138,12 @@ def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop(monkeypatch
 
 def test_a_stop_string_in_the_prompt_does_not_end_the_request(monkeypatch):
     assert stopped(monkeypatch, "fine", stop="ask").finish_reason == "length"
+
+
+def test_no_stop_string_ends_a_request_before_min_tokens(monkeypatch):
+    completion = stopped(monkeypatch, "zq zq zq zq zq zq", stop="zq", min_tokens=8)
+    assert len(completion.token_ids) >= 8
+    assert completion.finish_reason == "stop"
 
 
 def test_a_stop_string_passed_over_by_min_tokens_stays_passed_over_whatever_the_others_are(monkeypatch):

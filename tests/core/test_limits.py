@@ -65,6 +65,27 @@ def assert_idle_and_whole(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------------------ timeouts
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
+    engine = open_with(clock, overlap=overlap)
+    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0))
+    engine.add(engine.input_processor.process_one("other", OTHER, LONG))
+    assert outputs_of(engine, 8) == []
+    used = engine.stats().num_used_blocks
+    clock.now += 5.0
+    (output,) = outputs_of(engine, 1)
+    completion = output.outputs[0]
+    assert (output.request_id, output.finished, completion.finish_reason) == ("late", True, "timeout")
+    assert 6 <= len(completion.token_ids) <= 8
+    assert completion.token_ids == answer(0)[: len(completion.token_ids)]
+    assert completion.text == tiny_tokenizer().decode(completion.token_ids)
+    assert engine.stats().num_used_blocks <= used - 3
+    check_scheduler(engine.scheduler)
+    (other,) = outputs_of(engine)
+    assert other.outputs[0].token_ids == answer(1)
+    assert_idle_and_whole(engine)
+
+
 def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
     engine = open_with(clock, max_num_seqs=1)
     engine.add(engine.input_processor.process_one("first", OTHER, LONG))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm import SamplingParams
-from tests.support.llms import GREEDY, SAMPLED, generate, open_llm, shared_llm, token_ids
+import nanovllm.llm
+from nanovllm import LLM, SamplingParams
+from tests.support.llms import GREEDY, OPTIONS, SAMPLED, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 # -------------------------------------------------------------------------------------------------- prompts and outputs
@@ -17,6 +18,18 @@ def test_a_string_gives_one_output_with_its_text_decoded():
     assert output.prompt == "The capital of France is"
     assert output.prompt_token_ids == tiny_tokenizer()("The capital of France is")["input_ids"]
     assert output.outputs[0].text == tiny_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_the_llm_of_the_engine_alone_answers_and_streams_as_the_public_one():
+    with nanovllm.llm.LLM(tiny_model(num_layers=1), **OPTIONS) as llm:
+        (output,) = generate(llm, [5, 6, 7])
+        *_, last = llm.stream([5, 6, 7], GREEDY)
+    assert token_ids([output, last]) == 2 * token_ids(generate(shared_llm(), [5, 6, 7]))
+
+
+def test_a_list_of_token_ids_is_one_prompt_without_text():
+    (output,) = generate(shared_llm(), [5, 6, 7])
+    assert (output.prompt, output.prompt_token_ids) == (None, [5, 6, 7])
 
 
 def test_token_id_zero_is_a_token_like_any_other():
@@ -30,6 +43,21 @@ def test_strings_and_token_ids_mix_and_keep_their_order():
     outputs = generate(shared_llm(), prompts)
     assert [output.prompt for output in outputs] == ["one", None, "three", None]
     assert [output.prompt_token_ids for output in outputs][1::2] == prompts[1::2]
+
+
+def test_prompts_may_be_dictionaries_of_text_or_token_ids():
+    llm = shared_llm()
+    forms = [{"prompt": "one"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "one", "prompt_token_ids": None}]
+    outputs = generate(llm, [*forms, "one", [5, 6, 7]])
+    assert [output.prompt for output in outputs] == ["one", None, "one", "one", None]
+    assert token_ids(outputs)[:3] == [token_ids(outputs)[number] for number in (3, 4, 3)]
+    (alone,) = generate(llm, {"prompt_token_ids": [5, 6, 7]})
+    assert alone.prompt_token_ids == [5, 6, 7]
+
+
+def test_prompts_may_come_from_a_generator():
+    outputs = generate(shared_llm(), (prompt for prompt in ("one", [5, 6, 7])))
+    assert [output.prompt for output in outputs] == ["one", None]
 
 
 def test_no_prompts_have_no_outputs():
@@ -76,6 +104,28 @@ def test_times_are_in_order_and_those_of_one_call_overlap():
     for metrics in (output.metrics for output in outputs):
         assert metrics.arrival_time <= metrics.first_token_time < metrics.finished_time
     assert max(o.metrics.first_token_time for o in outputs) < min(o.metrics.finished_time for o in outputs)
+
+
+def test_a_numpy_array_among_the_prompts_is_a_list_of_token_ids():
+    (output,) = generate(shared_llm(), [torch.tensor([5, 6, 7]).numpy()])
+    assert output.prompt_token_ids == [5, 6, 7]
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_the_text_is_empty():
+    llm = LLM(tiny_model(), **OPTIONS)
+    (output,) = generate(llm, [5, 6, 7])
+    assert output.outputs[0].text == ""
+    assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
+
+
+def test_the_answer_is_the_models_own_greedy_continuation():
+    model = tiny_model()
+    prompts = random_prompts(4, low=1, high=90)
+    ours = token_ids(generate(open_llm(model), prompts))
+    for prompt, answer in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert answer == full[0, len(prompt) :].tolist()
 
 
 def test_the_progress_bar_shows_requests_and_tokens_a_second(capsys):

@@ -9,6 +9,11 @@ from tests.support.llms import generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model
 
 
+def test_a_second_call_finds_the_prompt_in_the_prefix_cache():
+    llm, prompt = open_llm(), random_prompts(1, low=100, high=100)[0]
+    assert [generate(llm, prompt)[0].num_cached_tokens for _ in range(2)] == [0, 96]
+
+
 @pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32)])
 def test_a_fully_cached_prompt_still_computes_its_last_token(length, cached):
     llm, prompt = open_llm(), random_prompts(1, low=length, high=length)[0]
@@ -28,6 +33,21 @@ def test_requests_of_one_call_share_a_prefix_that_the_call_itself_computes():
     llm, shared = open_llm(), random_prompts(1, low=64, high=64)[0]
     outputs = generate(llm, [[*shared, n] for n in range(8)])
     assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 7
+
+
+def test_a_prefix_is_shared_only_within_one_cache_salt():
+    llm, prompt = open_llm(), random_prompts(1, low=100, high=100)[0]
+    generate(llm, prompt, cache_salt="alice")
+    cached = [o.num_cached_tokens for o in generate(llm, [prompt, prompt], cache_salt=["bob", "alice"])]
+    assert cached == [0, 96]
+
+
+def test_reset_prefix_cache_forgets_every_prefix():
+    llm, prompt = open_llm(), random_prompts(1, low=100, high=100)[0]
+    generate(llm, prompt)
+    llm.reset_prefix_cache()
+    assert llm.stats().num_findable_blocks == 0
+    assert generate(llm, prompt)[0].num_cached_tokens == 0
 
 
 def test_without_prefix_caching_nothing_is_found():

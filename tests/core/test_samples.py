@@ -57,6 +57,22 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
+def test_the_first_sample_is_the_one_of_a_request_for_one():
+    with open_llm() as llm:
+        (one,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12))
+        (four,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=4))
+        (two,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=2))
+    assert tokens_of(four)[0] == tokens_of(one)[0]
+    assert tokens_of(four)[:2] == tokens_of(two)
+    assert len({tuple(tokens) for tokens in tokens_of(four)}) == 4
+
+
+def test_a_request_without_a_seed_has_other_samples_each_time():
+    with open_llm() as llm:
+        outputs = generate(llm, [[5, 6, 7]] * 3, SamplingParams(max_tokens=12, n=3))
+    assert len({tuple(tokens) for output in outputs for tokens in tokens_of(output)}) == 9
+
+
 def test_asking_for_samples_leaves_the_noise_of_the_requests_behind_alone():
     with open_llm(seed=7) as llm:
         expected = generate(llm, [[5, 6], [7, 8]], SamplingParams(max_tokens=12))
@@ -85,6 +101,13 @@ def test_samples_are_independent_draws_from_the_models_distribution():
 def group_counts(tokens: Tensor, likely: Tensor) -> Tensor:
     counts = torch.stack([(tokens == token_id).sum() for token_id in likely])
     return torch.cat([counts, tokens.numel() - counts.sum(dim=0, keepdim=True)])
+
+
+def test_seeds_of_samples_collide_neither_with_each_other_nor_with_seeds_nearby():
+    given = [*range(50), 2**64 - 1]
+    seeds = {each for seed in given for each in sample_seeds(seed, 50, engine_seed=0, request_number=0)}
+    assert len(seeds) == 51 * 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

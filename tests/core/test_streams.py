@@ -57,11 +57,43 @@ def test_the_deltas_of_a_stream_join_to_the_text_of_generate():
     assert shown == generate(shared_llm(), prompt, params)[0].outputs[0].text
 
 
+def test_a_stream_yields_each_token_and_ends_with_the_finished_output():
+    outputs = list(shared_llm().stream([5, 6, 7], GREEDY))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 13))
+    assert [output.finished for output in outputs] == [False] * 11 + [True]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def test_a_stream_shows_no_part_of_a_character(monkeypatch):
+    llm = shared_llm()
+    says = script(monkeypatch, llm, "go 😀 你好!")
+    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says)))]
+    assert texts[-1] == "go 😀 你好!"
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_a_stream_shows_no_part_of_a_stop_string(monkeypatch):
+    llm = shared_llm()
+    says = script(monkeypatch, llm, "well done zqxv, zqxj never seen")
+    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says), stop="zqxj"))]
+    assert texts[-1] == "well done zqxv, "
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
 def test_a_stop_string_longer_than_the_text_so_far_is_held_back_whole(monkeypatch):
     llm = shared_llm()
     says = script(monkeypatch, llm, "zqxv wzqj kx and on")
     texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says), stop="zqxv wzqj kx"))]
     assert set(texts) == {""}
+
+
+def test_closing_a_stream_frees_its_blocks():
+    llm = open_llm()
+    stream = llm.stream([5] * 40, GREEDY)
+    next(stream)
+    assert llm.stats().num_used_blocks > 0
+    stream.close()
+    assert_idle_and_whole(llm)
 
 
 def test_leaving_a_loop_over_a_stream_leaves_the_llm_usable():
@@ -90,6 +122,14 @@ def test_a_stream_shows_every_token_even_if_another_call_computed_it_meanwhile()
     seen += stream
     assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
     assert [output.finished for output in seen] == [False] * 11 + [True]
+
+
+def test_streams_of_one_llm_run_interleaved():
+    llm, prompts = open_llm(), random_prompts(3)
+    last: list[list[int]] = []
+    for outputs in zip(*(llm.stream(prompt, GREEDY) for prompt in prompts), strict=True):
+        last = token_ids(list(outputs))
+    assert last == token_ids(generate(shared_llm(), prompts))
 
 
 def test_closing_one_stream_leaves_another_one_going():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -12,6 +13,60 @@ from tests.support.refusals import GREEDY, OPTIONS, assert_names, llm_without_to
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 # -------------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_an_empty_string_is_refused():
+    assert_names(refused(ValueError, "", GREEDY), "empty", "at least one token")
+
+
+@pytest.mark.parametrize("key", ["text", "multi_modal_data", "cache_salt"])
+def test_a_dictionary_without_text_or_token_ids_is_refused_by_its_key(key):
+    assert_names(refused(TypeError, {"prompt": "a", key: "b"}, GREEDY), repr(key), "prompt_token_ids")
+    assert_names(refused(TypeError, ["good", {"prompt": None}], GREEDY), "prompt 1", "prompt_token_ids")
+
+
+def test_an_empty_list_of_token_ids_is_refused():
+    assert_names(refused(ValueError, [[]], GREEDY), "empty", "at least one token")
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 7, 3.5, b"bytes", object()],
+    ids=["None", "int", "float", "bytes", "object"],
+)
+def test_prompts_of_a_wrong_type_are_refused(prompts):
+    message = refused(TypeError, prompts, GREEDY)
+    assert_names(message, "string", "list of token ids", "not ")
+
+
+@pytest.mark.parametrize("prompt", [None, 3.5, {"prompt": 7}, b"bytes", bytearray(b"bytes")], ids=repr)
+def test_a_prompt_of_a_wrong_type_in_a_list_is_refused_by_its_number(prompt):
+    assert_names(refused(TypeError, ["good", prompt], GREEDY), "prompt 1", "string", "list of token ids")
+
+
+@pytest.mark.parametrize("token_id", [2.0, "a", None, True, [1]], ids=repr)
+def test_a_token_id_of_a_wrong_type_is_refused_with_its_value(token_id):
+    assert_names(refused(TypeError, [[5, token_id]], GREEDY), "whole numbers", repr(token_id))
+
+
+def test_a_flat_list_that_mixes_token_ids_and_text_is_refused():
+    assert_names(refused(TypeError, [5, "text"], GREEDY), "prompt 0", "not 5")
+
+
+def test_numpy_integers_are_token_ids_or_refused_as_what_they_are():
+    """A list of numpy's integers is what `list(array)` gives; it must not be taken for a list of prompts."""
+    prompt = list(np.array([5, 6, 7]))
+    try:
+        (output,) = shared_llm().generate(prompt, GREEDY, use_tqdm=False)
+    except TypeError as error:
+        assert_names(str(error), "token ids", "int64")
+    else:
+        assert output.prompt_token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31, 2**80])
+def test_a_token_id_outside_the_vocabulary_is_refused_with_the_limit(token_id):
+    assert_names(refused(ValueError, [5, token_id], GREEDY), token_id, f"vocabulary of {VOCAB_SIZE}")
 
 
 def test_the_last_token_id_of_the_vocabulary_is_served():
@@ -27,6 +82,15 @@ def test_a_prompt_without_room_for_one_new_token_is_refused_with_numbers_and_rem
 def test_a_prompt_with_room_for_just_one_new_token_is_served():
     (output,) = shared_llm().generate([5] * 127, GREEDY, use_tqdm=False)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
+
+
+def test_text_is_refused_without_a_tokenizer():
+    assert_names(refused(ValueError, "text", GREEDY, llm=llm_without_tokenizer()), "tokenizer=...", "token ids")
+
+
+def test_a_stop_string_is_refused_without_a_tokenizer():
+    params = SamplingParams(stop="x")
+    assert_names(refused(ValueError, [5], params, llm=llm_without_tokenizer()), "stop", "tokenizer=...")
 
 
 def test_half_of_a_surrogate_pair_is_refused_with_its_place_its_code_and_a_remedy():

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sampling_params import SamplingParams, mix64
+from nanovllm.core.sampling_params import SamplingParams, mix64, sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
 from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
@@ -68,6 +68,11 @@ def signed(value: int) -> int:
 # --------------------------------------------------------------------------------------------------------------- greedy
 
 
+def test_greedy_takes_the_most_probable_token():
+    logits = random_logits(8, 1000)
+    assert draw(logits, [request(temperature=0.0)] * 8) == logits.argmax(dim=-1).tolist()
+
+
 @pytest.mark.parametrize("vocab_size", [2, 7, 64, 1000, 49_152])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_gives_ties_to_the_lowest_id(vocab_size, dtype):
@@ -81,6 +86,14 @@ def test_greedy_does_not_depend_on_seed_or_position():
     logits = random_logits(1, 100).expand(20, 100)
     tokens = draw(logits, [request(seed, temperature=0.0) for seed in range(20)])
     assert len(set(tokens)) == 1
+
+
+def test_greedy_and_sampled_rows_mix_without_touching_each_other():
+    logits = random_logits(6, 100)
+    requests = [request(seed, temperature=float(seed % 2)) for seed in range(6)]
+    alone = [draw(logits[row : row + 1], [requests[row]], [row + 1])[0] for row in range(6)]
+    assert draw(logits, requests) == alone
+    assert [alone[row] for row in (0, 2, 4)] == logits[[0, 2, 4]].argmax(dim=-1).tolist()
 
 
 def test_a_tiny_temperature_is_greedy_and_overflows_nowhere():
@@ -206,6 +219,14 @@ def test_min_p_is_relative_to_the_most_probable_token():
     assert support(logits, min_p=0.4) == [0, 1]
 
 
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_no_filtered_token_is_ever_drawn(options):
+    logits = random_logits(1, 50)
+    allowed = set(by_transformers(logits, SamplingParams(**options))[0].nonzero().flatten().tolist())
+    tokens = draw(logits.expand(500, 50), [request(seed, **options) for seed in range(500)], [1] * 500)
+    assert set(tokens) <= allowed
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 2.5}, {"top_k": 8}, {"top_p": 0.8, "temperature": 1.5}, {"min_p": 0.3, "temperature": 0.8}],
@@ -259,6 +280,17 @@ def test_the_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary():
     assert torch.equal(noise_of(keys, 1000)[:, :77], noise_of(keys, 77))
 
 
+def test_a_requests_token_is_the_same_in_any_row_of_any_batch():
+    logits = random_logits(9, 500)
+    requests = [request(seed, top_p=0.9) for seed in range(9)]
+    positions = list(range(20, 29))
+    together = draw(logits, requests, positions)
+    order = [5, 2, 8, 0, 7, 1, 3, 6, 4]
+    shuffled = draw(logits[order], [requests[n] for n in order], [positions[n] for n in order])
+    assert shuffled == [together[n] for n in order]
+    assert [draw(logits[n : n + 1], [requests[n]], [positions[n]])[0] for n in range(9)] == together
+
+
 def test_noise_goes_with_the_token_id_and_not_with_the_rank_among_the_sorted():
     """Among equally probable tokens the one with the largest noise wins, whichever tokens a filter took away."""
     noise = noise_of(keys_of(range(1)), 6)[0]
@@ -289,6 +321,17 @@ def test_the_mixer_is_splitmix64():
 
 def test_the_order_of_seed_and_position_matters_to_a_key():
     assert noise_key(7, 9) != noise_key(9, 7)
+
+
+def test_unseeded_requests_get_distinct_seeds_from_engine_seed_and_number():
+    seeds = {
+        seed
+        for engine_seed in range(50)
+        for number in range(50)
+        for seed in sample_seeds(None, 1, engine_seed=engine_seed, request_number=number)
+    }
+    assert len(seeds) == 50 * 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_noise_has_the_mean_variance_and_quantiles_of_the_standard_gumbel_distribution():
@@ -357,6 +400,16 @@ def test_the_smallest_noise_is_finite():
 
 
 # --------------------------------------------------------------------------------------------- rows that are not finite
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}], ids=str)
+def test_a_row_with_nan_or_infinity_answers_non_finite_and_its_neighbours_their_tokens(poison, options):
+    logits = random_logits(3, 100)
+    requests = [request(seed, **options) for seed in range(3)]
+    good = draw(logits, requests)
+    logits[1, 42] = poison
+    assert draw(logits, requests) == [good[0], NON_FINITE, good[2]]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
