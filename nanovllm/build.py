@@ -28,7 +28,7 @@ from nanovllm.model.loaded import LoadedModel, load_plain
 from nanovllm.model_runner import ModelRunner, Pools, StepPaths
 from nanovllm.process.device import computing_with
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
-from nanovllm.scheduler import Queue, Scheduler
+from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.execution.workers import Start
@@ -55,6 +55,8 @@ def build_engine(
     """Load, hook and warm up a model; arguments and errors as for `LLM`. `clock`: in seconds, never goes back."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
+    if config.policies:
+        _part("features.policies.opening", "check_policies", option="policies")(config)
     publisher = digest = None
     if config.kv_events is not None:
         publisher = _part("observability.kv_events", "KvEventPublisher", option="kv_events")(config)
@@ -83,7 +85,7 @@ def build_engine(
     if publisher is not None:
         publisher.begin(block_manager, observers)
     input_processor = _build_input_processor(loaded, model_runner, budget, clock)
-    scheduler = Scheduler(config, block_manager, budget, _queue(config, block_manager, costs))
+    scheduler = _scheduler(config, block_manager, budget, costs, clock)
     if config.speculation is not None:
         add_drafts = _part("speculation.build", "add_drafts", option="speculation")
         add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
@@ -182,11 +184,17 @@ def _budget(
     return budget, {"decode_cost": decode_cost}
 
 
-def _queue(config: EngineConfig, block_manager: Any, costs: dict[str, float]) -> Queue | None:
-    """The queue that keeps shares of clients; None for the scheduler's own."""
+def _scheduler(
+    config: EngineConfig, block_manager: Any, budget: Any, costs: dict[str, float], clock: Callable[[], float]
+) -> Scheduler:
+    """A scheduler whose queue keeps shares of clients, where that part is installed, or with the policies given."""
     option = "client_weights" if config.client_weights else None
     client_queue = _part("features.shares.client_queue", "ClientQueue", option=option)
-    return None if client_queue is None else client_queue(config, block_manager, **costs)
+    queue = None if client_queue is None else client_queue(config, block_manager, **costs)
+    scheduler = Scheduler(config, block_manager, budget, queue)
+    if config.policies:
+        _part("features.policies.opening", "set_policies")(scheduler, clock)
+    return scheduler
 
 
 def _free_threads(loaded: LoadedModel) -> int | None:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
-from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankSampler
 from nanovllm.execution.step_order import StepOrder
@@ -187,8 +186,7 @@ def build_ranks(
             "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
         )
     check_shards(source, config)
-    has_object = not isinstance(config.speculation, str | None)  # a drafter, which is this rank's
-    workers = WorkerProcesses(source, replace(config, speculation=SUFFIX) if has_object else config, device.type)
+    workers = WorkerProcesses(source, config, device.type)
     assert workers.ranks is not None
     try:
         with computing_with(workers.num_threads):

@@ -85,13 +85,18 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._waiting = SortedKeyList(key=SCHEDULING_KEY)
-        self.join = self.rejoin = self._waiting.add
-        self.remove = self._waiting.remove
+
+    def join(self, sequence: Sequence) -> None:
+        self._waiting.add(sequence)
+
+    rejoin = join
+
+    def remove(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
 
     @property
     def first(self) -> Sequence:
-        first: Sequence = self._waiting[0]
-        return first
+        return next(iter(self.in_order()))
 
     def leave(self, sequence: Sequence) -> None:
         pass

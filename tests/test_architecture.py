@@ -25,7 +25,7 @@ process | requests
 kernels | block_manager
 cache
 scheduler | attention | features.shares
-sampling
+sampling | features.policies
 model | observability
 execution < speculation
 model_runner < rank_runner fast features.goals
@@ -35,7 +35,7 @@ streaming
 llm
 replicas
 features < async_llm
-server | tools
+server | tools | testing
 ray
 cli
 """
@@ -244,7 +244,8 @@ def test_no_two_test_files_share_a_name():
 
 
 @pytest.mark.parametrize("rooms", [
-    ("scheduler", "block_manager", "core", "cache"), ("requests",), ("replicas.routing", "replicas.prefix_index"),
+    ("scheduler", "block_manager", "core", "cache"), ("testing", "features.policies"), ("requests",),
+    ("replicas.routing", "replicas.prefix_index"),
     tuple(f"tools.simulate.{n}" for n in ("simulator", "replica", "indexed_replica", "calibration", "cost_fit")),
     ("execution.cost_model", "execution.learned_costs"),
 ], ids=lambda rooms: rooms[0])  # fmt: skip

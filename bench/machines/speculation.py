@@ -241,9 +241,7 @@ def counting_model(shape: str) -> Any:
     return model
 
 
-def count_on(
-    llm: LLM, speculation: Proposer, options: argparse.Namespace, count: int, way: str, number: int
-) -> float:
+def count_on(llm: LLM, speculation: Proposer, options: argparse.Namespace, count: int, way: str, number: int) -> float:
     """Return the tokens per second of new prompts; raise RuntimeError if an output does not count on."""
     llm._engine.scheduler.proposer = speculation
     vocab_size = SHAPES[options.shape]["vocab_size"] - options.output - 8

@@ -31,6 +31,10 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
         check_stored_limits(source, config)
     elif default_folder().is_dir():  # a missing folder is created when the model is loaded
         check_stored_limits(str(default_folder()), config)
+    if config.policies:
+        from nanovllm.features.policies.opening import check_policies
+
+        check_policies(config)
     if config.kv_events is not None:
         from nanovllm.observability.kv_events import KvEventPublisher
 

@@ -102,6 +102,8 @@ def options_given(options: argparse.Namespace, cls: type) -> dict[str, Any]:
     fields = {flag: field for flag, field in fields_by_flag(cls).items() if hasattr(options, flag)}
     given = {field.name: getattr(options, flag) for flag, field in fields.items()}
     is_pairs = {field.name: str(field.type).startswith("dict") for field in fields.values()}
+    if (named := given.get("policies")) is not None and len(dict(named)) < len(named):
+        raise ValueError(f"--policy names two of a kind: {', '.join(f'{name} (a {kind})' for kind, name in named)}.")
     return {name: dict(value) if is_pairs[name] and isinstance(value, list) else value for name, value in given.items()}
 
 
@@ -128,6 +130,15 @@ def _weight(text: str) -> tuple[str, float]:
         return client, float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form CLIENT=WEIGHT, such as batch=0.25") from None
+
+
+def _policy(text: str) -> tuple[str, str]:
+    from nanovllm.features.policies.opening import kind_of  # a command without this flag imports no policies
+
+    try:
+        return kind_of(text), text
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -157,8 +168,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "str": str,
     "LogitsProcessor": _function,
 }
-_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight}  # parsers of entries, by the type of their key
-_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT"}
+# Parsers of entries and their forms, by the type of their key.
+_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight, "PolicyKind": _policy}
+_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT", "PolicyKind": "MODULE:CLASS"}
 _METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 

@@ -68,7 +68,7 @@ def add_simulate_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--routing",
-        dest="policy",
+        dest="route",
         choices=list(POLICIES),
         default="round-robin",
         help="routing policy (default round-robin)",
@@ -121,7 +121,7 @@ def _simulate(options: argparse.Namespace) -> int:
         config,
         cost_model,
         num_replicas=options.replicas,
-        route=POLICIES[options.policy](),
+        route=POLICIES[options.route](),
         keep_steps=bool(options.json),
         index_delay=options.index_delay,
         pools=calibration.pools(config),
@@ -149,7 +149,7 @@ def _simulate(options: argparse.Namespace) -> int:
 def _as_json(options: argparse.Namespace, simulation: Simulation, front_delay: float) -> dict[str, Any]:
     return {
         "replicas": options.replicas,
-        "routing": options.policy,
+        "routing": options.route,
         "index_delay": options.index_delay,
         "front_delay": front_delay,
         "requests": [
@@ -166,7 +166,7 @@ def _certainty(
     """Return "utilisation" (None if all requests arrive at the start) and "interval" of a forecast."""
     figures, utilisation = simulation.figures(), None
     if simulation.workload.is_timed:
-        route = POLICIES[options.policy]()
+        route = POLICIES[options.route]()
         work = seconds_at_once(simulation.workload, config, calibration, num_replicas=options.replicas, route=route)
         utilisation = min(1.0, work / figures["seconds"])
     return {"utilisation": utilisation, "interval": interval(figures, calibration)}

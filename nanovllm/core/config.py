@@ -23,6 +23,7 @@ ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 QUANTIZATIONS = ("int8", "int4")
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
+PolicyKind = str  # its flag tells it by the policy's methods
 
 
 def _goal(name: str, value: Any) -> Any:
@@ -91,6 +92,13 @@ class _InOrder:
         "that all wait are served in proportion to them. None: equal shares.",
         check=weights,
         needs="features.shares.client_queue",
+    )
+    policies: dict[PolicyKind, Any] | None = option(
+        None,
+        'your own "queue" of waiting requests, with the order of preemption, and "budget" of steps: a class, its name '
+        "as module:Class, or the name of an entry point. None: the engine's.",
+        check=option_checks.policies,
+        flag="policy",
     )
     block_size: int
     num_kv_blocks: int
@@ -217,6 +225,7 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
                 check_options(self, mode)
         option_checks.check_parts(self)
         self._check_together()
+        option_checks.check_policies(self)
         option_checks.check_kv_events(self)
         if self.speculation is not None or self.draft_model is not None:
             check_speculation(self)

@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
     priority_ageing_s: float | None
     client_weights: dict[str, float] | None
+    policies: dict[str, Any] | None
     block_size: int | None
     num_kv_blocks: int | None
     kv_cache_memory_bytes: int | None

@@ -39,6 +39,9 @@ REFUSALS: dict[str, Mapping[str, str]] = {
     "a Drafter that cannot be pickled": {
         REPLICAS: "each replica needs a copy. Define its class in a module that can be imported, with data alone."
     },
+    "a policy that cannot be pickled": {
+        REPLICAS: "each replica needs one. Define it in a module that can be imported, and name it as 'module:Class'."
+    },
     "logits_processors": {
         REPLICAS: "a function lives in this process. Use logit_bias, bad_words or allowed_token_ids."
     },

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from nanovllm.core.validation import integer, items, real, string, text
+from nanovllm.core.validation import integer, items, one_of, real, string, text
 
 MIN_WEIGHT = 1e-3
 MIN_GOAL_S = 1e-3  # of latencies: no step is shorter
+
+# Kinds of policies, and the option that each takes the place of.
+REPLACED = {"queue": "client_weights", "budget": "itl_goal"}
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -62,6 +65,17 @@ def weights(name: str, value: Any) -> FrozenDict[str, float]:
                 f"{1 / MIN_WEIGHT:g}, such as 2 for twice the share of a client without a weight."
             )
     return FrozenDict({client: float(weight) for client, weight in value.items()})
+
+
+def policies(name: str, value: Any) -> FrozenDict[str, Any]:
+    """Policies by kind; `features.policies.opening` tries each before a model is loaded."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must map {' and '.join(REPLACED)} to policies, not {value!r}.")
+    for kind, policy in value.items():
+        one_of(f"a key of {name}", kind, REPLACED)
+        if not (callable(policy) or isinstance(policy, str)):
+            raise TypeError(f"{name} has {policy!r} as {kind}; it must be a callable, or its name as module:Class.")
+    return FrozenDict(value)
 
 
 def functions(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
@@ -164,6 +178,16 @@ def check_parts(options: Any) -> None:
             raise ValueError(
                 f"{field.name} is set, and {module}, which it needs, is not installed. Leave the option out, or "
                 "install the whole package."
+            )
+
+
+def check_policies(config: Any) -> None:
+    """Raise ValueError for an option of an `EngineConfig` that one of its policies takes the place of."""
+    for kind in config.policies or ():
+        if value := getattr(config, REPLACED[kind]):
+            raise ValueError(
+                f"{REPLACED[kind]} is {value!r}, but policies has another {kind}, which knows nothing of it. Leave one "
+                "of them out."
             )
 
 

@@ -24,7 +24,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError
+from nanovllm.core.speculation_options import SUFFIX
 from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
 
 ENTRY = """
@@ -63,6 +64,12 @@ class Start:
     source: str
     config: EngineConfig
     num_threads: int | None
+
+    def __post_init__(self) -> None:
+        """Leave out what only rank 0 has: a drafter, and policies."""
+        source = self.config.speculation
+        speculation = source if isinstance(source, str | None) else SUFFIX
+        object.__setattr__(self, "config", replace(self.config, policies=None, speculation=speculation))
 
 
 class WorkerProcesses:

@@ -258,8 +258,9 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
 
     engine = build_engine(model, tokenizer, None, options)
     config = {field.name: getattr(engine.config, field.name) for field in dataclasses.fields(engine.config)}
+    del config["policies"]  # the front queues by none, and keeps the objects that it was given
     if not isinstance(config["speculation"], str):
-        del config["speculation"]  # the front keeps the object that it was given
+        del config["speculation"]
     runner = engine.model_runner
     worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed

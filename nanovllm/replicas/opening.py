@@ -161,6 +161,12 @@ def _setup(
     drafter = config.speculation
     if not _can_be_sent(drafter):
         refuse("a Drafter that cannot be pickled", REPLICAS)
+    if config.policies:
+        if not _can_be_sent(config.policies):
+            refuse("a policy that cannot be pickled", REPLICAS)
+        from nanovllm.features.policies.opening import check_policies
+
+        check_policies(config)
     # The front bounds the queue: it refuses excess requests before sending them.
     own = {name: value for name, value in options.items() if name != "max_queue"}
     return {
@@ -217,6 +223,7 @@ def _smallest_config(configs: Sequence[EngineConfig], options: EngineConfig) -> 
     return replace(
         configs[0],
         max_queue=options.max_queue,
+        policies=options.policies,
         speculation=options.speculation,
         max_model_len=min(config.max_model_len for config in configs),
         num_kv_blocks=min(config.num_kv_blocks for config in configs),

@@ -27,8 +27,8 @@ REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "gemm
 
 
 def with_defaults(engine_options: dict[str, Any]) -> dict[str, Any]:
-    """Engine options of a server; a token budget that is set needs no goal."""
-    has_budget = "max_num_batched_tokens" in engine_options
+    """Engine options of a server; a token budget that is set, or a policy that is one, needs no goal."""
+    has_budget = "max_num_batched_tokens" in engine_options or "budget" in (engine_options.get("policies") or ())
     defaults = {name: value for name, value in ENGINE_DEFAULTS.items() if name != "itl_goal" or not has_budget}
     return defaults | engine_options
 

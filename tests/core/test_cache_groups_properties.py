@@ -11,8 +11,9 @@ from hypothesis.stateful import initialize
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.features.policies.walk import AGEING, walk_at_random
 from nanovllm.scheduler import Scheduler
-from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
+from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 
 MIXES = (

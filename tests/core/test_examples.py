@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE_OF_A_STEP = (ROOT / "docs" / "internals" / "one_step.md").read_text(encoding="utf-8")
 SAYS = {
     "async_streams": ["Paris", "that is enough", "steps served them all"],
+    "least_progress_first": ["keeps every invariant", "28 preemptions", "19 preemptions, 2,844 tokens computed again"],
     "live_module": ["after 0 training steps", "after 3 training steps"],
     "logprobs": ["' Paris'", "The capital of France is Paris."],
     "offline_batch": ["'The capital of France is'", "(length)"],

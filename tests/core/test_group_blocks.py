@@ -10,8 +10,9 @@ from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.features.policies.mock_model import tables_of
 from nanovllm.scheduler import Scheduler
-from tests.support.scheduling import Loop, make_group_scheduler, tables_of
+from tests.support.scheduling import Loop, make_group_scheduler
 
 WINDOW = StateKind(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
 NUM_FREE = 64

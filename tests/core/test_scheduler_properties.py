@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.features.policies.walk import AGEING, WEIGHTS, walk_at_random
 from tests.engine.blocks import make_sequence
-from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random
+from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_scheduler
 
 

@@ -11,9 +11,10 @@ from nanovllm.cache.group_layouts import with_groups
 from nanovllm.cache.state_kinds import FULL, StateKind
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sequence import Sequence
+from nanovllm.features.policies.mock_model import tables_of
 from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
-from tests.support.scheduling import Loop, make_group_scheduler, tables_of
+from tests.support.scheduling import Loop, make_group_scheduler
 
 STATE = StateKind.record(5000)
 

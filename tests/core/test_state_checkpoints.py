@@ -8,9 +8,9 @@ import pytest
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.sequence import Sequence
+from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import Scheduler
 from tests.engine.loops import chunks, make_config
-from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.scheduling import Loop
 
 GRID = 12  # tokens between the states that are kept: three blocks

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
+from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import WaitingQueue
 from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
-from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
 

@@ -12,8 +12,8 @@ from nanovllm.cache.tiers.books import TierBooks
 from nanovllm.cache.tiers.costs import LoadCosts
 from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
 from nanovllm.core.sequence import Sequence
+from nanovllm.features.policies.walk import walk_at_random
 from tests.engine.blocks import make_sequence
-from tests.support.scheduler_fuzz import walk_at_random
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 
 NUM_WALKS = 30

@@ -16,6 +16,7 @@ from nanovllm.replicas import opening, replica
 from nanovllm.replicas.engine_process import replica_options
 from nanovllm.replicas.messages import check_params
 from nanovllm.replicas.routing import POLICIES
+from nanovllm.scheduler import WaitingQueue
 from nanovllm.tools.simulate.simulator import simulate
 from tests.support.features import public_names, refusals
 from tests.support.mock_drafts import KnownAnswers
@@ -56,6 +57,7 @@ BAD = {
     "a tokenizer that cannot be pickled": lambda: {"tokenizer": Unpicklable()},
     "trace": lambda: {"trace": TraceWriter("/dev/null")},
     "a GPU by its number as device": lambda: {"device": "cuda:1"},
+    "a policy that cannot be pickled": lambda: {"policies": {"queue": lambda: WaitingQueue()}},
     "a Drafter that cannot be pickled": lambda: {"speculation": KnownAnswers({}, lambda _, drafts: drafts)},
 }
 

@@ -52,7 +52,7 @@ def test_the_help_documents_every_option(capsys):
     text = capsys.readouterr().out
     for options in (ServerSettings, EngineConfig):
         for field in dataclasses.fields(options):
-            name = "engine-seed" if field.name == "seed" else field.name.replace("_", "-")
+            name = (field.metadata["flag"] or field.name).replace("_", "-")
             assert f"--{name}" in text
 
 

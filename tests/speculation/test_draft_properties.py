@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.cache.state_kinds import FULL, StateKind
+from nanovllm.features.policies.walk import AGEING, WEIGHTS, walk_at_random
 from nanovllm.scheduler import Scheduler
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
-from tests.support.scheduler_fuzz import AGEING, WEIGHTS, SchedulerRules, walk_at_random
+from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 
 WINDOWS = [[FULL, StateKind(window=5)], [StateKind(window=3), StateKind(window=8)], [FULL, StateKind(chunk=6)]]

@@ -1,30 +1,21 @@
-"""Factories for tests of the scheduler, a mock model, and the engine's loop without an engine.
-
-The mock model draws each token as a pure function of all tokens before it, and keeps a KV cache whose slots say which
-prefix they were computed for, so that every read of every step is checked against what the sequence should find there.
-"""
+"""Factories for tests of the scheduler, and the loop of `nanovllm.testing` with more checks for the shipped queues."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.cache.state_kinds import StateKind
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
 from nanovllm.features.forking import go_on_from
+from nanovllm.features.policies.loop import Loop as PolicyLoop
+from nanovllm.features.policies.mock_states import check
+from nanovllm.features.policies.walk import make_config
 from nanovllm.features.shares.client_queue import ClientQueue
-from nanovllm.scheduler import Scheduler
-from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix, make_config
-from tests.engine.loops import Loop as PlainLoop
-from tests.support.loop_checks import LoopChecks
-from tests.support.mock_states import UNWRITTEN, MockBlocks, MockStates, Poison, check
-
-# ------------------------------------------------------------------------------------------------------- factories
+from nanovllm.scheduler import Scheduler, WaitingQueue
 
 
 def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:
@@ -55,285 +46,22 @@ def make_group_scheduler(
     return shared_scheduler(config, manager)
 
 
-def tables_of(sequence: Sequence) -> list[list[int]]:
-    """The sequence's block table in each group."""
-    tables = sequence.group_tables
-    return [sequence.block_table, *(tables.further if tables else ())]
+def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
+    """Return the positions that a batch computes, in batch order: request id -> (start, end)."""
+    return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
 
 
-# ------------------------------------------------------------------------------------------------------ mock model
-
-
-@dataclass
-class _OnDevice:
-    """State of a sequence on the device: its tokens, and the hash of each prefix."""
-
-    token_ids: list[int]
-    prefixes: list[int]
-
-
-class MockModel(MockBlocks):
-    """Executes batches in order of launch, like a device; raises AssertionError for an invalid batch."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.config = scheduler.config
-        self.block_size = scheduler.block_size
-        manager = scheduler.block_manager
-        self.kinds = [group.kind for group in manager.groups] if isinstance(manager, CacheGroups) else [FULL]
-        self.states = [
-            MockStates(number, pool, self.block_size)
-            for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
-            if kind.record_bytes is not None
-        ]
-        # The cache of each group of K and V; the others are `states`.
-        self.slots: dict[int, list[int | Poison | None]] = {
-            number: [UNWRITTEN] * (pool.num_blocks * self.block_size)
-            for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
-            if kind.record_bytes is None
-        }
-        self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
-        self.num_forked = 0  # entries that draw from the row of another sample
-        self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
-        self._on_device: dict[str, _OnDevice] = {}
-        self._num_drawn: dict[tuple[int, str], int] = {}  # step and request -> tokens that count
-        self._poisons: dict[str, list[Poison]] = {}
-
-    def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
-        """Write, read and sample; new positions of the requests in `non_finite` become NaN."""
-        for entry in batch.entries:
-            key = batch.step_id, entry.sequence.request_id
-            self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
-        self._check_batch(batch)
-        for sequence, drafts in batch.drafts.items():
-            state = self._state_of(sequence)
-            check(state.token_ids == sequence.token_ids.tolist(), f"{sequence} has drafts and tokens in flight")
-            self._learn(state, drafts, state.prefixes[-1])
-        self._copy(batch)
-        written_by: dict[tuple[int, int], str] = {}
-        for entry in batch.entries:
-            self._write(batch, entry, written_by)
-        poisoned_states = self._read_states(batch)
-        sampled: list[int] = []
-        poisoned = False
-        for entry in batch.entries:
-            request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
-            end = entry.start + entry.num_new_tokens
-            if entry.num_new_tokens:  # else it draws from the row of the entry before
-                poisoned = self._reads_poison(batch, entry, written_by)
-                poisoned |= request_id in non_finite or request_id in poisoned_states
-            if poisoned:
-                self._poison(batch, entry)
-            self._write_states(batch, entry, poisoned)
-            if entry.num_samples:
-                check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
-                drawn = [
-                    NON_FINITE if poisoned else prefix % VOCAB_SIZE for prefix in state.prefixes[-entry.num_samples :]
-                ]
-                self._num_drawn[batch.step_id, request_id] = self._take(state, drawn)
-                sampled += drawn
-            else:
-                check(end < len(state.token_ids), f"{request_id} computed its last known token and does not sample")
-        return sampled
-
-    def _take(self, state: _OnDevice, drawn: list[int]) -> int:
-        """Go on by the draws that equal the drafts, and the next one; returns their number. By none of NaN behind."""
-        drafts = state.token_ids[len(state.token_ids) - len(drawn) + 1 :]
-        if drafts:
-            del state.token_ids[-len(drafts) :], state.prefixes[-len(drafts) :]
-            if NON_FINITE in drawn:
-                return 0
-        num_equal = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
-        self._learn(state, drawn[: num_equal + 1], state.prefixes[-1])
-        return num_equal + 1
-
-    def _copy(self, batch: ScheduledBatch) -> None:
-        """Copy blocks; all sources are read before any destination is written."""
-        found = [self.block(group, source) for group, source, _ in batch.copies]
-        for (group, _, block), content in zip(batch.copies, found, strict=True):
-            self.set_block(group, block, content)
-
-    def fail(self, batch: ScheduledBatch) -> None:
-        """Undo a failed batch: its slots are undefined, its tokens are gone. Call for the newest batch first."""
-        for group, _, block in batch.copies:
-            if block >= 0:
-                self.set_block(group, block, [UNWRITTEN] * self.size_of(group))
-        for entry in batch.entries:
-            state = self._on_device[entry.sequence.request_id]
-            for position in range(entry.start, entry.start + entry.num_new_tokens):
-                for number, slot in self._slots(batch, entry, position):
-                    self.slots[number][slot] = UNWRITTEN
-            if num_drawn := self._num_drawn.pop((batch.step_id, entry.sequence.request_id), 0):
-                del state.token_ids[-num_drawn:], state.prefixes[-num_drawn:]
-        for states in self.states:
-            states.fail(batch)
-
-    def report_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Report a non-finite sequence to the scheduler: its blocks must no longer be findable."""
-        running = list(running)
-        for poison in self._poisons.pop(sequence.request_id, ()):
-            if not poison.is_known:
-                poison.is_known = True
-                poison.holders = {
-                    other.request_id for other in running if poison.block in tables_of(other)[poison.group]
-                }
-
-    def _check_batch(self, batch: ScheduledBatch) -> None:
-        entries, block_size = batch.entries, self.block_size
-        check(0 < batch.num_tokens <= self.config.max_num_batched_tokens, f"{batch.num_tokens} tokens in a step")
-        check(len(entries) <= self.config.max_num_seqs, f"{len(entries)} sequences in a step")
-        check(len({id(entry.sequence) for entry in entries}) == len(entries), "a sequence is in a step twice")
-        drawn = [entry.sequence for entry in entries for _ in range(entry.num_samples)]
-        check(batch.sampling == drawn, "sampling is out of order")
-        check(len(drawn) <= self.config.max_num_seqs, f"{len(drawn)} tokens are drawn in a step")
-        check(all(entry.num_samples == 1 for entry in entries[: batch.num_decodes]), "a decode does not draw one token")
-        check(entries[0].num_new_tokens > 0, "the first entry computes nothing")
-        for before, entry in pairwise(entries):
-            self.num_forked += not entry.num_new_tokens
-            is_fork = before.num_samples == entry.num_samples == 1 and before.sequence in entry.sequence.samples
-            check(entry.num_new_tokens > 0 or is_fork, "an entry computes nothing")
-        for entry in entries:
-            end = entry.start + entry.num_new_tokens
-            check(entry.num_samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
-            check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
-            for kind, table in zip(self.kinds, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
-                check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")
-                if kind.record_bytes is not None:
-                    continue
-                used = table[self._first_seen(kind, entry) // block_size : -(-end // block_size)]
-                check(NULL_BLOCK not in used, "the null block is in a block table")
-                check(len(set(used)) == len(used), "a block is in a table twice")
-
-    @staticmethod
-    def _first_seen(kind: StateKind, entry: ScheduledSequence) -> int:
-        """The first position that the entry's first token sees."""
-        in_window = 0 if kind.window is None else entry.start - kind.window + 1
-        return max(0, in_window, 0 if kind.chunk is None else entry.start - entry.start % kind.chunk)
-
-    def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[tuple[int, int]]:
-        """The slot of a position in each group of K and V, with the group's number."""
-        index, offset = divmod(position, self.block_size)
-        tables = self._tables[batch.step_id, entry.sequence.request_id]
-        return [(number, tables[number][index] * self.block_size + offset) for number in self.slots]
-
-    def _read_states(self, batch: ScheduledBatch) -> set[str]:
-        """Check the states that the batch goes on from; returns the requests that read poison."""
-        poisoned = set()
-        for states in self.states:
-            for entry in batch.entries:
-                request_id = entry.sequence.request_id
-                table = self._tables[batch.step_id, request_id][states.number]
-                if states.read(entry, table, self._on_device[request_id].prefixes):
-                    poisoned.add(request_id)
-        return poisoned
-
-    def _write_states(self, batch: ScheduledBatch, entry: ScheduledSequence, poisoned: bool) -> None:
-        request_id, end = entry.sequence.request_id, entry.start + entry.num_new_tokens
-        for states in self.states:
-            table, state = self._tables[batch.step_id, request_id][states.number], Poison(states.number, NULL_BLOCK)
-            slot = states.write(
-                batch, entry, table, state if poisoned else self._on_device[request_id].prefixes[end - 1]
-            )
-            if poisoned:
-                state.block = slot
-                self._poisons.setdefault(request_id, []).append(state)
-
-    def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
-        sequence, state = entry.sequence, self._state_of(entry.sequence)
-        # A token drawn twice, lost or changed makes host and device differ.
-        known = sequence.token_ids.tolist()
-        check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
-        for position in range(entry.start, entry.start + entry.num_new_tokens):
-            for number, slot in self._slots(batch, entry, position):
-                check((number, slot) not in written_by, f"slot {slot} is written twice in a step")
-                written_by[number, slot] = sequence.request_id
-                self.slots[number][slot] = state.prefixes[position]
-
-    def _state_of(self, sequence: Sequence) -> _OnDevice:
-        state = self._on_device.get(sequence.request_id)
-        if state is None:
-            state = self._on_device[sequence.request_id] = _OnDevice([], [])
-            self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
-        return state
-
-    @staticmethod
-    def _learn(state: _OnDevice, token_ids: Iterable[int], prefix: int) -> None:
-        for token_id in token_ids:
-            prefix = extend_prefix(prefix, token_id)
-            state.token_ids.append(token_id)
-            state.prefixes.append(prefix)
-
-    def _reads_poison(
-        self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]
-    ) -> bool:
-        """Check every slot that the entry attends to in any group; returns whether one of them is poisoned."""
-        request_id, block_size = entry.sequence.request_id, self.block_size
-        prefixes = self._on_device[request_id].prefixes
-        end = entry.start + entry.num_new_tokens
-        poisoned = shared = False
-        for number in self.slots:
-            table = self._tables[batch.step_id, request_id][number]
-            for index in range(self._first_seen(self.kinds[number], entry) // block_size, -(-end // block_size)):
-                first = index * block_size
-                count, slot = min(block_size, end - first), table[index] * block_size
-                shared |= written_by.get((number, slot), request_id) != request_id
-                found = self.slots[number][slot : slot + count]
-                if found != prefixes[first : first + count]:
-                    poisoned |= self._is_poison(entry, found, first, f"group {number}, block {table[index]}")
-        self.num_shared_in_step += shared
-        return poisoned
-
-    def _is_poison(self, entry: ScheduledSequence, found: list[int | Poison | None], first: int, place: str) -> bool:
-        """Whether some of what was found at the positions from `first` on is poison; the rest must be the KV."""
-        request_id, poisoned = entry.sequence.request_id, False
-        for position, content in enumerate(found, first):
-            if isinstance(content, Poison):
-                poisoned = True
-                check(
-                    content.may_be_read_by(entry.sequence),
-                    f"{request_id} found block {content.block}, whose owner had turned non-finite",
-                )
-            else:
-                check(
-                    content == self._on_device[request_id].prefixes[position],
-                    f"{request_id} reads at position {position} what is not its KV (chunk {entry.start} of "
-                    f"{entry.num_new_tokens}, {place}, {'another' if content else 'nothing'} there)",
-                )
-        return poisoned
-
-    def _poison(self, batch: ScheduledBatch, entry: ScheduledSequence) -> None:
-        for position in range(entry.start, entry.start + entry.num_new_tokens):
-            for number, slot in self._slots(batch, entry, position):
-                poison = Poison(number, slot // self.block_size)
-                self.slots[number][slot] = poison
-                self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
-
-
-# ------------------------------------------------------------------------------------------------------------ loop
-
-
-@dataclass(frozen=True)
-class Launched:
-    batch: ScheduledBatch
-    sampled: list[int]
-    tables: tuple[tuple[int, ...], ...]  # as they were at launch
-
-
-class Loop(LoopChecks, PlainLoop):
-    """The engine's calls of a scheduler, with drafts, forks, shares of clients and several kinds of layers."""
-
-    model_class = MockModel
+class Loop(PolicyLoop):
+    """The loop of the shipped queues: forks go on from KV, and the order of clients and of victims is checked too."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
-        self.num_steps_without_progress = 0  # since a sequence advanced or ended
         self.lost_slot: Sequence | None = None  # to another client, in the last step
         self._successor: Sequence | None = None  # for whom it is
-        self._lost_blocks: set[Sequence] = set()  # preempted for the blocks of older ones, in the last step
         self._gave_way: set[Sequence] = set()  # to clients that are behind, in the last step
-        self._preempt_for = scheduler._preempt_for
-        scheduler._preempt_for = self._note_preempted
         queue = scheduler.waiting
         self.has_shares = isinstance(queue, ClientQueue)
+        self.has_order = self.has_shares or type(queue) is WaitingQueue
         if self.has_shares:
             self._slot_victim, self._block_victims = queue.slot_victim, queue.block_victims
             queue.slot_victim, queue.block_victims = self._note_slot, self._note_way
@@ -348,12 +76,6 @@ class Loop(LoopChecks, PlainLoop):
             self._successor = first
         return self.lost_slot
 
-    def _note_preempted(self, sequence: Sequence, num_blocks: int) -> bool:
-        before = {*self.scheduler.running}
-        has_blocks = self._preempt_for(sequence, num_blocks)
-        self._lost_blocks |= before.difference(self.scheduler.running)
-        return has_blocks
-
     def _note_way(self, running: Collection[Sequence]):
         """Yield the victims; each must be of a client that was served more by over the bound than one of its level."""
         for victim in self._block_victims(running):
@@ -367,79 +89,69 @@ class Loop(LoopChecks, PlainLoop):
 
     def fork(self, source: Sequence, at: int, **options: object) -> Sequence:
         """Add a request whose prompt is the first `at` tokens of another, from whose KV it may go on."""
-        target = self.add(source.token_ids[:at], cache_salt=source.cache_salt, **options)
+        target = super().fork(source, at, **options)
         go_on_from(self.scheduler, source, target)
         self.seen["forked"] += target.is_running
         self.check()
         return target
 
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
-        """Schedule a batch and execute it; its tokens are read later."""
-        was_running = list(self.scheduler.running)
         self.lost_slot = None
-        self._lost_blocks.clear()
         self._gave_way.clear()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            self.check()
-            check(bool(self.in_flight) or not self.unfinished, "work is left, none is in flight, none is scheduled")
-            return None
-        self._check_preemptions(was_running, batch)
-        self._check_progress()
-        tables = tuple(tuple(entry.block_table) for entry in batch.entries)
-        self.in_flight.append(Launched(batch, self.model.execute(batch, non_finite), tables))
-        self.check()
-        return batch
+        return super().launch(non_finite)
 
-    def read(self) -> list[Sequence]:
-        """Read the oldest launched batch's tokens; returns the sequences that advanced."""
-        launched = self.in_flight.popleft()
-        for entry, table in zip(launched.batch.entries, launched.tables, strict=True):
-            now = [self._at_launch(*blocks) for blocks in zip(entry.block_table, table, strict=False)]
-            check(tuple(now) == table, "a launched batch's block table changed")
-        advanced, dropped = [], []
-        drafted = launched.batch.drafts
-        again = {s for s, t in zip(launched.batch.sampling, launched.sampled, strict=True) if t < 0 and s in drafted}
-        for sequence in dict.fromkeys(launched.batch.sampling):
-            if sequence not in again or sequence.is_finished:
-                (dropped if sequence.is_finished else advanced).append(sequence)
-            self.seen["preempted in flight"] += not sequence.is_running and not sequence.is_finished
-        num_findable = self.manager.num_findable_blocks
-        returned = self.scheduler.update(launched.batch, launched.sampled)
-        if returned:
-            self.num_steps_without_progress = 0
-        check(returned == advanced, "update returns other sequences than those that advanced")
-        self.seen["late registrations"] += max(0, self.manager.num_findable_blocks - num_findable)
-        self.seen["dropped in flight"] += len(dropped)
-        self.seen["drafted again"] += len(again)
-        for sequence, token_id in zip(launched.batch.sampling, launched.sampled, strict=True):
-            if token_id == NON_FINITE:
-                self.model.report_non_finite(sequence, self.scheduler.running)
-                if sequence in advanced and sequence not in drafted:
-                    check(sequence.error is not None and sequence.is_finished, f"{sequence} should end with an error")
-                    self.seen["non-finite"] += 1
-        self.check()
-        return returned
+    def check(self) -> None:
+        super().check()
+        if self.has_order:
+            self._check_order()
+        self._check_shares()
 
-    def _at_launch(self, block: int, before: int) -> int:
-        """The block as it was, where a window may have passed it meanwhile."""
-        return before if block == NULL_BLOCK and isinstance(self.manager, CacheGroups) else block
+    def _check_step(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
+        super()._check_step(was_running, batch)
+        if self.has_order:
+            self._check_preemptions(was_running, batch)
 
-    def fail(self, index: int = 0, *, has_failed: bool = True) -> list[Sequence]:
-        """Undo the batch in flight with this index, and those launched after it, whether or not they failed."""
-        batch = self.in_flight[index].batch
-        batches = [launched.batch for launched in [*self.in_flight][index:]]
-        while len(self.in_flight) > index:
-            self.model.fail(self.in_flight.pop().batch)
-        affected = self.scheduler.rollback(batch, has_failed=has_failed)
-        self.num_steps_without_progress = 0
-        lost = self.manager.lost_blocks(batches)
-        for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
-            self.scheduler.preempt(sequence)  # as the engine does
-        self.check()
-        return affected
+    def _check_order(self) -> None:
+        """Check that both queues are in order of aged priority, then of arrival."""
+        ageing = self.scheduler.config.priority_ageing_s
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            gained = [(self.now - sequence.arrival_time) / ageing if ageing else 0.0 for sequence in queue]
+            order = [(s.priority - gain, s.arrival) for s, gain in zip(queue, gained, strict=True)]
+            check(order == sorted(order), f"queue out of order: {order}")
+            self.seen["ordered by age"] += list(queue) != sorted(queue, key=lambda s: (s.priority, s.arrival))
 
-    def abort(self, sequence: Sequence) -> None:
-        super().abort(sequence)
-        self.num_steps_without_progress = 0
-        check(not sequence.block_table, "an aborted request holds blocks")
+    def _check_shares(self) -> None:
+        """Check the bound between waiting clients, and that the queue knows each client of an unfinished request."""
+        queue, config = self.scheduler.waiting, self.scheduler.config
+        if not self.has_shares:
+            return
+        smallest = min([1.0, *(config.client_weights or {}).values()])
+        bound = 2 * queue.bound / smallest
+        check(queue.gap <= bound, f"counters of waiting clients are {queue.gap} apart, and may be {bound}")
+        self.seen["bounds checked"] += queue.gap > 0
+        clients = {sequence.client for sequence in self.unfinished}
+        check(
+            queue.num_clients == len(clients), f"{queue.num_clients} clients are counted, {len(clients)} have requests"
+        )
+        check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
+        self.seen["clients beside each other"] += len(clients) > 1
+
+    def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
+        preempted = [sequence for sequence in was_running if not sequence.is_running]
+        if self.lost_slot in preempted and self.lost_slot not in self._lost_blocks:
+            preempted.remove(self.lost_slot)
+            check(self._successor in self.scheduler.running, f"{self.lost_slot} gave up its slot, and nobody took it")
+            self.seen["slots taken"] += 1
+        preempted = [sequence for sequence in preempted if sequence not in self._gave_way]
+        self.seen["blocks taken"] += bool(self._gave_way)
+        if not preempted:
+            return
+        placed = {entry.sequence.request_id for entry in batch.entries}
+        before = {sequence.request_id for sequence in was_running}
+        check(placed <= before, "a step that preempted admitted a request")
+        oldest = min(sequence.key for sequence in preempted)
+        is_shared = self.has_shares and self.scheduler.waiting.is_shared
+        for sequence in () if is_shared else self.scheduler.running:
+            spared = sequence.key < oldest or sequence.request_id in placed
+            check(spared, f"{sequence} was spared, though younger than one that was preempted")
+        check(self.scheduler.running[0].key < oldest, "a sequence was preempted for a younger one")

@@ -20,10 +20,11 @@ from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
 from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch
 from nanovllm.core.block_hashes import root_hash
 from nanovllm.execution.prefix_tiers import PrefixTiers
+from nanovllm.features.policies.mock_model import MockModel
+from nanovllm.features.policies.mock_states import UNWRITTEN, Poison, check
 from nanovllm.scheduler import Scheduler
 from tests.engine.loops import empty_prefix, extend_prefix, make_config
-from tests.support.mock_states import UNWRITTEN, Poison, check
-from tests.support.scheduling import Loop, MockModel, shared_scheduler
+from tests.support.scheduling import Loop, shared_scheduler
 
 Content = list[int | Poison | None]
 SALTS = ("", "salt")

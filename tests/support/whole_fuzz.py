@@ -15,45 +15,24 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 
-from nanovllm.cache.state_kinds import FULL, StateKind
+from nanovllm.cache.state_kinds import FULL
+from nanovllm.features.policies.opening import set_policies
+from nanovllm.features.policies.walk import Sizes, walk_at_random
 from nanovllm.scheduler import Scheduler, WaitingQueue
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
-from tests.support.scheduler_fuzz import AGEING, WEIGHTS, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 from tests.support.step_costs import RandomCosts, make_budget
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 
 NUM_CALLS = 200
-KINDS: tuple[Callable[[int], list[StateKind]], ...] = (
-    lambda span: [FULL],
-    lambda span: [StateKind(window=span)],
-    lambda span: [StateKind(chunk=span)],
-    lambda span: [StateKind(window=span + 3), StateKind(window=span)],
-    lambda span: [FULL, StateKind(window=span)],
-    lambda span: [FULL, StateKind(window=span), StateKind(window=1 + span // 2, chunk=span)],
-    lambda span: [FULL, StateKind.record(5000)],
-    lambda span: [FULL, StateKind(window=span), StateKind.record(5000)],
-)
 
 
-def make_loop(rng: random.Random, *, has_shares: bool = True) -> Loop:
+def make_loop(rng: random.Random, *, has_shares: bool = True, policies: Mapping[str, type] | None = None) -> Loop:
     """A loop with pools hardly larger than one sequence needs, and any features; the plain queue without shares."""
-    kinds = rng.choice(KINDS)(rng.randint(1, 12))
-    block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
-    max_long = rng.choice((1, 1, 2, 6))
-    limits = {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_seqs + block_size + rng.randint(0, 16),
-        "long_prefill_token_threshold": rng.randint(1, 6) * block_size,
-        "max_long_partial_prefills": max_long,
-        "max_num_partial_prefills": max(max_long, rng.randint(1, 4)),
-        "priority_ageing_s": rng.choice(AGEING),
-        "client_weights": rng.choice(WEIGHTS),
-    }
-    counts = [1 + kind.max_blocks(max_model_len, block_size) + rng.randint(0, 6) for kind in kinds]
+    kinds, counts, block_size, limits = Sizes.drawn(rng)
     has_tiers, has_drafts, has_goal = (rng.random() < 0.4 for _ in range(3))
     scheduler: Scheduler
     if has_tiers:
@@ -69,6 +48,9 @@ def make_loop(rng: random.Random, *, has_shares: bool = True) -> Loop:
         scheduler.budget = make_budget(rng.choice((1e-3, 0.1, 10.0)), costs, overlap=rng.random() < 0.5, **options)
     if not has_shares:
         scheduler.waiting = WaitingQueue()
+    if policies:
+        scheduler.config = replace(scheduler.config, client_weights=None, policies=policies)
+        set_policies(scheduler, lambda: 0.0)
     if has_drafts:
         drafter = GuessingDrafter(rng, share_right=rng.choice((0.0, 0.5, 0.9)), share_of_steps=rng.choice((0.5, 1.0)))
         scheduler = with_drafts(scheduler, drafter, max_drafts=rng.randint(1, 7))
@@ -77,9 +59,9 @@ def make_loop(rng: random.Random, *, has_shares: bool = True) -> Loop:
     return Loop(scheduler)
 
 
-def walk(seed: int) -> Loop:
+def walk(seed: int, *, policies: Mapping[str, type] | None = None) -> Loop:
     rng = random.Random(seed)
-    loop = make_loop(rng, has_shares=seed % 10 != 4)
+    loop = make_loop(rng, has_shares=seed % 10 != 4, policies=policies)
     more = {loop.idle: 20} if isinstance(loop, TieredLoop) else {}
     return walk_at_random(loop, rng, NUM_CALLS, more=more, max_unfinished=rng.choice((2, 4, 12)))
 

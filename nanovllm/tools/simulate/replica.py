@@ -28,6 +28,7 @@ from nanovllm.execution.cost_model import CostModel, StepWork
 from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
 from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
+from nanovllm.features.policies.opening import set_policies
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.requests.output_processor import StepTimes
@@ -112,6 +113,8 @@ class Replica:
         block_manager = build_block_manager(config, pools)
         queue = ClientQueue(config, block_manager, decode_cost=decode_cost)
         self.scheduler = Scheduler(config, block_manager, budget, queue)
+        if config.policies:
+            set_policies(self.scheduler, lambda: self.now)
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token

@@ -26,6 +26,7 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.sequence import Sequence as RequestSequence
 from nanovllm.execution.cost_model import CostModel
+from nanovllm.features.policies.opening import check_policies
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.replicas.routing import Route, round_robin
@@ -85,6 +86,7 @@ def simulate(
     check_one_process("nanovllm simulate", {"data_parallel_size": config.data_parallel_size})
     _check_options(config, cost_model, num_replicas, index_delay)
     _check_drafts(config, workload.draft_acceptance)
+    check_policies(config)
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from nanovllm.block_manager import BlockManager, BlockPool
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.core.sequence import Sequence
-from tests.engine.loops import empty_prefix, extend_prefix
 
 UNWRITTEN = None  # a slot that no successful step has written
 
@@ -16,6 +16,18 @@ UNWRITTEN = None  # a slot that no successful step has written
 def check(holds: bool, otherwise: str) -> None:
     if not holds:
         raise AssertionError(otherwise)
+
+
+def empty_prefix(cache_salt: str) -> int:
+    return crc32(cache_salt.encode()) + 1
+
+
+def extend_prefix(prefix: int, token_id: int) -> int:
+    """The hash of a prefix that is one token longer (the finaliser of splitmix64, Steele et al. 2014)."""
+    mixed = (prefix * 0x9E3779B97F4A7C15 + token_id + 1) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return mixed ^ (mixed >> 31)
 
 
 @dataclass(eq=False)
@@ -63,7 +75,7 @@ class MockStates:
         )
         return False
 
-    def write(self, batch: ScheduledBatch, entry: ScheduledSequence, table: list[int], state: int) -> int:
+    def write(self, batch: ScheduledBatch, entry: ScheduledSequence, table: list[int], state: int | Poison) -> int:
         """Write the state after an entry; returns its slot."""
         request_id, end = entry.sequence.request_id, entry.start + entry.num_new_tokens
         slot = table[(end - 1) // self._block_size]
