@@ -48,17 +48,13 @@ class LastComeFirst(WaitingQueue):
         super().__init__()
         self.config, self.times = config, [clock()]
 
-    @property
-    def first(self):
-        return next(iter(self.in_order()))
-
     def in_order(self):
         return list(reversed(list(super().in_order())))
 
 
 class HalfBudget(WholeBudget):
-    def of_step(self, decodes, *_):
-        budget, threshold = super().of_step()
+    def of_step(self, decodes, *_, has_slot):
+        budget, threshold = super().of_step(has_slot=has_slot)
         return max(budget // 2, min(budget, len(decodes) + threshold)), threshold
 
 
@@ -121,12 +117,12 @@ class MissesTheFirst(WaitingQueue):
 
 
 class Overspends(WholeBudget):
-    def of_step(self, *_):
+    def of_step(self, *_, has_slot):
         return self._tokens[0] + 1, self._tokens[1]
 
 
 class Stops(WholeBudget):
-    def of_step(self, decodes, *_):
+    def of_step(self, decodes, *_, has_slot):
         return len(decodes), 1
 
 
