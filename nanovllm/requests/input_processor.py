@@ -7,14 +7,14 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
 from nanovllm.core.errors import PromptTooLongError, too_long
 from nanovllm.core.outputs import OutputKind, RequestMetrics
 from nanovllm.core.plain_config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import FILTERS, SamplingParams
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, plain_detokenizer
@@ -29,6 +29,11 @@ OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, 
     ("timeout", numbers.Real | None, "a number of seconds or None"),
     ("client", str, "a string"),
 )
+# Options of `SamplingParams` that need no further part.
+PLAIN_OPTIONS = {
+    "n", "truncate_prompt_tokens", "temperature", *FILTERS, "max_tokens", "ignore_eos", "stop_token_ids", "stop",
+    "include_stop_str_in_output", "skip_special_tokens", "seed",
+}  # fmt: skip
 OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "cache_salt": "", "timeout": None, "client": ""}
 
 
@@ -86,8 +91,10 @@ class RequestParts:
 
     def fields_of(self, params: SamplingParams) -> dict[str, Any]:
         """Fields of `NewRequest` by parameters; raises ValueError for parameters that it cannot serve."""
-        if not params.is_plain or params.itl_goal is not None or params.ttft_goal is not None:
-            raise ValueError("this engine was built for temperature, filters and ends alone; leave other options out.")
+        given = ((field.name, getattr(params, field.name), field.default) for field in fields(params))
+        others = [name for name, value, default in given if value not in (default, {}) and name not in PLAIN_OPTIONS]
+        if others or params.embeds:
+            raise ValueError(f"this engine was built without {others[0] if others else 'embeddings'}; leave it out.")
         return {}
 
 

@@ -137,11 +137,8 @@ def test_texts_need_a_tokenizer(without_tokenizer: LLM):
 def test_chats_forms_and_bad_words_are_refused_by_a_processor_without_them():
     processor = InputProcessor(byte_tokenizer(), EngineConfig(max_model_len=64), RequestLimits(258, 258, "Tiny"))
     for params, message in (
-        (SamplingParams(bad_words=["a"]), "built for temperature, filters and ends alone"),
-        (
-            SamplingParams(structured_output=StructuredOutput(regex="a")),
-            "built for temperature, filters and ends alone",
-        ),
+        (SamplingParams(bad_words=["a"]), "built without bad_words"),
+        (SamplingParams(structured_output=StructuredOutput(regex="a")), "built without structured_output"),
     ):
         with pytest.raises(ValueError, match=message):
             processor.process_one("0", [1], params)
