@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from sortedcontainers import SortedList
 
@@ -33,9 +33,6 @@ from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request, StepTimes, deliver
 from nanovllm.sampling.sampler import StepReport
 from nanovllm.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from nanovllm.execution.prefix_tiers import PrefixTiers
 
 
 class EngineObservers(Protocol):
@@ -135,7 +132,7 @@ class Engine:
     """
 
     wake, statuses = None, ()  # of a pool of replicas
-    tiers: PrefixTiers | None = None  # of the prefix cache
+    tiers: Any = None  # tiers of the prefix cache, which store while the engine is idle
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +24,6 @@ from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.sampler import LogitsStage, Sampler, StepReport
-
-if TYPE_CHECKING:
-    from nanovllm.attention.backends import AttentionChoice
-    from nanovllm.execution.workers import WorkerProcesses
 
 logger = logging.getLogger("nanovllm")
 
@@ -70,6 +66,17 @@ class Pools(Protocol):
         """The layout with the rows in each pool after the first."""
 
 
+class Attention(Protocol):
+    """The attention of an engine, chosen for its model and device."""
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether steps run as CUDA graphs."""
+
+    def build(self, layers: Any, device: torch.device, config: Any, pools: Any) -> Any:
+        """Return the backend that plans each step."""
+
+
 class StepPaths:
     """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
 
@@ -79,7 +86,7 @@ class StepPaths:
 
     build_stage: Callable[..., LogitsStage] | None = None
 
-    def sampler_parts(self, choice: AttentionChoice) -> dict[str, Any]:
+    def sampler_parts(self, choice: Attention) -> dict[str, Any]:
         """Arguments of the sampler: its draws, and its stage."""
         return {} if self.build_stage is None else {"stage": self.build_stage(by_kernels=choice.uses_graphs)}
 
@@ -114,15 +121,15 @@ class ModelRunner:
     Args:
         binding: the hooked model; its caches are allocated here.
         config: fully resolved, by `build.resolve_options`.
-        choice: of the attention backend.
+        choice: attention backend and whether steps run as CUDA graphs.
         pools: blocks of the KV cache.
         paths: ways to compute steps.
     """
 
-    workers: WorkerProcesses | None = None  # the other ranks, on the first of several
+    workers: Any = None  # processes of the other ranks, on the first of several
 
     def __init__(
-        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: Pools, paths: StepPaths
+        self, binding: ModelBinding, config: EngineConfig, choice: Attention, pools: Pools, paths: StepPaths
     ) -> None:
         self.binding, self.device = binding, binding.device
         self.config: Any = config  # with the options of features, which `paths` reads
