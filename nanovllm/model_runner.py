@@ -66,17 +66,6 @@ class Pools(Protocol):
         """The layout with the rows in each pool after the first."""
 
 
-class Attention(Protocol):
-    """The attention of an engine, chosen for its model and device."""
-
-    @property
-    def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs."""
-
-    def build(self, layers: Any, device: torch.device, config: Any, pools: Any) -> Any:
-        """Return the backend that plans each step."""
-
-
 class StepPaths:
     """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
 
@@ -86,7 +75,7 @@ class StepPaths:
 
     build_stage: Callable[..., LogitsStage] | None = None
 
-    def sampler_parts(self, choice: Attention) -> dict[str, Any]:
+    def sampler_parts(self, choice: Any) -> dict[str, Any]:
         """Arguments of the sampler: its draws, and its stage."""
         return {} if self.build_stage is None else {"stage": self.build_stage(by_kernels=choice.uses_graphs)}
 
@@ -121,7 +110,7 @@ class ModelRunner:
     Args:
         binding: the hooked model; its caches are allocated here.
         config: fully resolved, by `build.resolve_options`.
-        choice: attention backend and whether steps run as CUDA graphs.
+        choice: attention of the model and device, which builds the backend (`PlainAttention` in attention/plain.py).
         pools: blocks of the KV cache.
         paths: ways to compute steps.
     """
@@ -129,7 +118,7 @@ class ModelRunner:
     workers: Any = None  # processes of the other ranks, on the first of several
 
     def __init__(
-        self, binding: ModelBinding, config: EngineConfig, choice: Attention, pools: Pools, paths: StepPaths
+        self, binding: ModelBinding, config: EngineConfig, choice: Any, pools: Pools, paths: StepPaths
     ) -> None:
         self.binding, self.device = binding, binding.device
         self.config: Any = config  # with the options of features, which `paths` reads

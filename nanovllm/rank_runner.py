@@ -62,6 +62,7 @@ class RankRunner(ModelRunner):
     """
 
     sampler: RankSampler
+    workers: WorkerProcesses | None = None
     tiers: RankTiers | None = None  # of a rank besides the first
 
     def __init__(

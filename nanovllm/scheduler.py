@@ -9,7 +9,7 @@ blocks for others leaves each turn enough to bring tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceABC
 from typing import Protocol
 
@@ -17,116 +17,13 @@ from sortedcontainers import SortedKeyList
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.admission import Admission, NoProposer, OpenStep, Proposer
+from nanovllm.core.admission import Queue as Queue
+from nanovllm.core.admission import WaitingQueue as WaitingQueue
 from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence, StepResults, end_without_token
 from nanovllm.core.option_stats import BudgetStats
 from nanovllm.core.outputs import FinishReason, SchedulerStats
 from nanovllm.core.plain_config import EngineConfig
 from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
-
-
-class Queue(Protocol):
-    """Waiting sequences in the order in which they start, and which running ones give way to them.
-
-    `WaitingQueue` is the plain one; `features/shares` has another, which keeps the shares of clients.
-
-    num_clients: Number of clients with requests; 0 where clients are not counted.
-    gap: Largest difference of service between clients that wait; 0 where it is not counted.
-    """
-
-    @property
-    def num_clients(self) -> int: ...
-    @property
-    def gap(self) -> float: ...
-    @property
-    def first(self) -> Sequence: ...  # First sequence of the order; there must be one
-
-    def join(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-
-    def rejoin(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence again."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out, which runs now or has ended."""
-
-    def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended and is in no queue."""
-
-    def in_order(self) -> Iterable[Sequence]:
-        """All waiting sequences in the order of admission."""
-
-    def startable(self) -> Iterable[Sequence]:
-        """The sequences of `in_order` that may start now; their order follows charges made while it is iterated."""
-
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Order of prompts in a step that holds few chunks: the least goes first."""
-
-    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
-        """Running sequences that may be preempted for the blocks of this one, in their order."""
-
-    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
-        """Preempt for blocks of waiting ones; returns the running sequence that yields its slot to `first`, if any."""
-
-    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
-        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
-
-    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
-        """Count one generated token of each advanced sequence, except these; all may have ended."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Sequence]: ...
-
-
-class WaitingQueue:
-    """Sequences by priority, then by arrival; running ones give way to no waiting one, and nothing is counted."""
-
-    num_clients = 0
-    gap = 0.0
-
-    def __init__(self) -> None:
-        self._waiting = SortedKeyList(key=SCHEDULING_KEY)
-
-    def join(self, sequence: Sequence) -> None:
-        self._waiting.add(sequence)
-
-    rejoin = join
-
-    def remove(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-
-    @property
-    def first(self) -> Sequence:
-        return next(iter(self.in_order()))
-
-    def leave(self, sequence: Sequence) -> None:
-        pass
-
-    def in_order(self) -> Iterable[Sequence]:
-        return self
-
-    def startable(self) -> Iterable[Sequence]:
-        return self.in_order()
-
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        return (sequence.key[0] // 1,)
-
-    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
-        return list(running.irange_key(min_key=sequence.key, inclusive=(False, True), reverse=True))
-
-    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
-        return None
-
-    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
-        pass
-
-    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
 
 
 class Budget(Protocol):
