@@ -21,7 +21,7 @@ from sources import COMPOSITION_ROOT, ENTRIES, PACKAGE, ROOT, closure
 
 INIT = '''"""The engine alone."""
 
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]

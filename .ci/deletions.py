@@ -17,8 +17,6 @@ import torch
 from sources import PACKAGE
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# Folders of which the engine's files are still made, and what only points to others.
-ENGINE = {"attention", "core", "execution", "kernels", "model", "process", "requests", "sampling", "cache"}
 NUM_LEAST = 20
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96,
@@ -43,10 +41,10 @@ class Hidden(MetaPathFinder):
 
 
 def folders() -> Iterator[str]:
-    """Names of modules: each folder at the top that is not the engine's, and each folder below the engine's."""
+    """Names of modules: each folder at the top, and each directly below one."""
     for path in sorted(PACKAGE.rglob("__init__.py")):
         name = ".".join(path.parent.relative_to(PACKAGE).parts)
-        if name and name not in ENGINE and name.count(".") < 2:
+        if name and name.count(".") < 2:
             yield f"nanovllm.{name}"
 
 
@@ -59,8 +57,8 @@ def small_model() -> LlamaForCausalLM:
 def run(model: LlamaForCausalLM, expected: list[list[int]], hidden: Sequence[str]) -> None:
     """Generate without the hidden modules; raises whatever goes wrong."""
     sys.meta_path.insert(0, Hidden(hidden))
-    from nanovllm.core.sampling_params import SamplingParams
     from nanovllm.llm import LLM
+    from nanovllm.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(model, **OPTIONS) as llm:

@@ -62,7 +62,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     for file, function, max_lines, max_tokens in (
         ("scheduler.py", "schedule", 47, 569),
         ("engine.py", "step", 40, 336),
-        ("execution/cuda_graphs.py", "launch", 50, 573),
+        ("fast/gpu/cuda_graphs.py", "launch", 50, 573),
     ):
         num_function_lines, num_function_tokens = function_size(PACKAGE / file, function)
         yield f"{function} in {file}: lines", num_function_lines, max_lines

@@ -90,7 +90,7 @@ def check_contents(wheel: Path) -> None:
     missing = sorted(file for file in files - packed if "__pycache__" not in file)
     if missing:
         raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}.")
-    for pattern in ("nanovllm/py.typed", "nanovllm/observability/pages/", "nanovllm/kernels/csrc/"):
+    for pattern in ("nanovllm/py.typed", "nanovllm/observability/pages/", "nanovllm/fast/kernels/csrc/"):
         if not any(name.startswith(pattern) for name in packed):
             raise SystemExit(f"{wheel.name} has nothing under {pattern}.")
 

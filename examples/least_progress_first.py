@@ -4,7 +4,7 @@
 """
 
 from nanovllm import EngineConfig
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.scheduler import WaitingQueue
 from nanovllm.testing import check_policy
 from nanovllm.tools.simulate.simulator import simulate

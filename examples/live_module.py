@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.model.default_model import ensure_default_model
+from nanovllm.models.default_model import ensure_default_model
 
 TEXT = "The capital of France is Lyon."
 

@@ -6,9 +6,9 @@ Three requests share a budget of 24 tokens a step. The second and third begin wi
 from itertools import pairwise
 
 from nanovllm import SamplingParams
+from nanovllm.batch import ScheduledBatch
 from nanovllm.build import build_engine
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.batch_layout import build_layout
+from nanovllm.layout import build_layout
 from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Scheduler
 

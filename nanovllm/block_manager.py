@@ -19,11 +19,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count, islice
 
-from nanovllm.core import block_hashes
-from nanovllm.core.batch import Copy, ScheduledBatch, ScheduledSequence
-from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.wanted_blocks import WantedBlocks
+from nanovllm import prefixes as block_hashes
+from nanovllm.batch import Copy, ScheduledBatch, ScheduledSequence
+from nanovllm.prefixes import BlockObserver, PrefixEntry, WantedBlocks
+from nanovllm.sequence import Sequence
 
 MAX_SPARED = 16  # free blocks searched for content that nobody waits for
 

@@ -18,27 +18,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.attention.plain import PlainAttention, memory_share
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.one_pool import one_pool
+from nanovllm.defaults import LoadedModel, PlainAttention, load_plain, memory_share
+from nanovllm.device import computing_with
 from nanovllm.engine import Engine, EngineObservers, NoObservers
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.loaded import LoadedModel, load_plain
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner, Pools, StepPaths
-from nanovllm.process.device import computing_with
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.one_pool import one_pool
+from nanovllm.requests import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.execution.workers import Start
+    from nanovllm.fast.gpu.rank_runner import RankRunner
     from nanovllm.features.goals.step_budget import StepBudget
-    from nanovllm.model.ranks import Ranks
-    from nanovllm.observability.kv_events import KvEventPublisher
+    from nanovllm.features.kv_events.kv_events import KvEventPublisher
+    from nanovllm.features.ranks.ranks import Ranks
+    from nanovllm.features.ranks.workers import Start
+    from nanovllm.features.speculation.drafter import Drafter
     from nanovllm.observability.step_records import StepHook
     from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.rank_runner import RankRunner
-    from nanovllm.speculation.drafter import Drafter
 
 logger = logging.getLogger("nanovllm")
 
@@ -59,15 +58,15 @@ def build_engine(
         _part("features.policies.opening", "check_policies", option="policies")(config)
     publisher = digest = None
     if config.kv_events is not None:
-        publisher = _part("observability.kv_events", "KvEventPublisher", option="kv_events")(config)
+        publisher = _part("features.kv_events.kv_events", "KvEventPublisher", option="kv_events")(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
-        build_ranks = _part("rank_runner", "build_ranks", option="tensor_parallel_size")
+        build_ranks = _part("fast.gpu.rank_runner", "build_ranks", option="tensor_parallel_size")
         loaded, model_runner, digest = build_ranks(model, tokenizer, config, resolve_options)
     else:
         loaded = _load(model, tokenizer, config)
         if config.prefix_cache_dir is not None:  # before weights are packed
-            digest = _part("model.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
+            digest = _part("models.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
         with computing_with(_free_threads(loaded)):
             binding = _build_binding(loaded)
         binding.memory = loaded.memory
@@ -87,7 +86,7 @@ def build_engine(
     input_processor = _build_input_processor(loaded, model_runner, budget, clock)
     scheduler = _scheduler(config, block_manager, budget, costs, clock)
     if config.speculation is not None:
-        add_drafts = _part("speculation.build", "add_drafts", option="speculation")
+        add_drafts = _part("features.speculation.build", "add_drafts", option="speculation")
         add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
@@ -116,7 +115,9 @@ def _part(module: str, name: str, *, option: str | None = None) -> Any:
 
 
 def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
-    open_tiers = _part("execution.prefix_tiers", "open_tiers", option="prefix_cache_host_bytes or prefix_cache_dir")
+    open_tiers = _part(
+        "features.tiers.prefix_tiers", "open_tiers", option="prefix_cache_host_bytes or prefix_cache_dir"
+    )
     try:
         engine.tiers = open_tiers(engine.block_manager, engine.model_runner, hash_seed, digest, engine.clock)
         engine.tiers.costs.on_decision = partial(engine.observers.notify, "prefix_decided")
@@ -129,21 +130,21 @@ def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: K
 
 
 def _load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
-    paused = _part("process.gc_control", "collector_paused") or nullcontext
-    load = _part("model.loader", "load") or load_plain
+    paused = _part("fast.host.gc_control", "collector_paused") or nullcontext
+    load = _part("models.loader", "load") or load_plain
     with paused():
         loaded: LoadedModel = load(model, tokenizer, config)
     return loaded
 
 
 def _build_binding(loaded: LoadedModel) -> ModelBinding:
-    build = _part("model.building", "build_binding") or ModelBinding
+    build = _part("features.composition.binding", "build_binding") or ModelBinding
     binding: ModelBinding = build(loaded.model, is_live=loaded.is_live)
     return binding
 
 
 def _block_manager(config: EngineConfig, pools: Pools, *, hash_seed: str = "", with_tiers: bool = False) -> Any:
-    build = _part("cache.managers", "build_block_manager")
+    build = _part("features.composition.block_managers", "build_block_manager")
     if build is not None:
         return build(config, pools, hash_seed=hash_seed, with_tiers=with_tiers)
     prefixes: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching, "hash_seed": hash_seed}
@@ -164,11 +165,11 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
     own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
     binding = _build_binding(loaded)
     binding.memory = loaded.memory
-    check_draft_model = _part("speculation.build", "check_draft_model", option="draft_model")
+    check_draft_model = _part("features.speculation.build", "check_draft_model", option="draft_model")
     check_draft_model(config, binding, (loaded.tokenizer, input_processor.tokenizer), input_processor.limits)
     runner = ModelRunner(binding, *resolve_options(binding, loaded, own))
     binding.memory = None
-    drafter = _part("speculation.model_drafter", "ModelDrafter", option="draft_model")
+    drafter = _part("features.speculation.model_drafter", "ModelDrafter", option="draft_model")
     own_drafter: Drafter = drafter(runner.config, _block_manager(runner.config, runner.pools), runner)
     return own_drafter
 
@@ -207,11 +208,11 @@ def _build_input_processor(
     loaded: LoadedModel, model_runner: ModelRunner, budget: StepBudget | None, clock: Callable[[], float]
 ) -> InputProcessor:
     limits = _limits(loaded, model_runner)
-    build = _part("requests.building", "build_input_processor") or InputProcessor
+    build = _part("features.composition.input_processor", "build_input_processor") or InputProcessor
     input_processor: InputProcessor = build(loaded.tokenizer, model_runner.config, limits, clock)
     if budget is not None:
         input_processor.parts.goals = lambda: budget
-    if (log_ends := _part("requests.building", "log_ends_of")) is not None:
+    if (log_ends := _part("features.composition.input_processor", "log_ends_of")) is not None:
         log_ends(input_processor)
     return input_processor
 
@@ -231,12 +232,12 @@ def _limits(loaded: LoadedModel, model_runner: ModelRunner) -> RequestLimits:
 
 def run_worker(orders: int, lifeline: int) -> None:
     """The main function of another rank's process; see `Worker`."""
-    _part("execution.workers", "Worker")(orders, lifeline).run(build_worker)
+    _part("features.ranks.workers", "Worker")(orders, lifeline).run(build_worker)
 
 
 def build_worker(start: Start, ranks: Ranks) -> RankRunner:
     """The model runner of another rank."""
-    runner: RankRunner = _part("rank_runner", "build_worker")(start, ranks, resolve_options)
+    runner: RankRunner = _part("fast.gpu.rank_runner", "build_worker")(start, ranks, resolve_options)
     return runner
 
 
@@ -252,25 +253,25 @@ def resolve_options(
     layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
     num_positions = loaded.max_position_embeddings if layers else loaded.num_positions(max_model_len)
     longest = max_model_len or num_positions
-    within = _part("cache.state_kinds", "traits_within")
+    within = _part("features.groups.state_kinds", "traits_within")
     if within is not None and longest is not None:  # windows and chunks that hold the longest sequence are none
         layers[:] = [replace(layer, traits=within(layer.traits, longest)) for layer in layers]
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)
-    if (check := _part("model.guard", "check_row_counted_scales")) is not None:
+    if (check := _part("models.guard", "check_row_counted_scales")) is not None:
         check(binding.model, config)
-    attention: Any = _part("attention.backends", "AttentionChoice") or PlainAttention
+    attention: Any = _part("fast.attention.backends", "AttentionChoice") or PlainAttention
     choice = (attention.beside_mixers if binding.mixers else attention.for_model)(layers, device, config)
     choose_paths = _part("fast.choice", "choose_paths")
     paths = StepPaths() if choose_paths is None else choose_paths(choice, binding)
-    paths.build_stage = _part("sampling.request_options", "RequestOptions")
+    paths.build_stage = _part("features.request_options", "RequestOptions")
     obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     paths.prepare_layers(binding, config)
-    memory = (_part("execution.memory", "memory_for_cache") or memory_share)(binding, config, choice)
+    memory = (_part("fast.gpu.memory", "memory_for_cache") or memory_share)(binding, config, choice)
     if binding.ranks is not None:
         memory = binding.ranks.least(memory)
-    split = _part("cache.cache_pools", "pools_of") or one_pool
+    split = _part("features.groups.cache_pools", "pools_of") or one_pool
     resolved, pools = split(config, binding, memory, max_model_len_is_set=max_model_len is not None)
     if resolved.max_model_len < config.max_model_len:
         logger.warning(

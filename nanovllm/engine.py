@@ -23,16 +23,15 @@ from typing import Any, Protocol
 
 from sortedcontainers import SortedList
 
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.core.outputs import ErrorKind, FinishReason, RequestOutput, SchedulerStats
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.model_runner import ModelRunner
-from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.output_processor import Request, StepTimes, deliver
-from nanovllm.sampling.sampler import StepReport
+from nanovllm.batch import ScheduledBatch
+from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.outputs import ErrorKind, FinishReason, RequestOutput, SchedulerStats
+from nanovllm.requests import InputProcessor
+from nanovllm.responses import Request, StepTimes, deliver
+from nanovllm.sampler import StepReport
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 
 
 class EngineObservers(Protocol):

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from nanovllm.core.errors import EngineClosedError, ForkedChildError
-from nanovllm.core.outputs import OutputKind, RequestOutput
-from nanovllm.core.plain_config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.requests.input_processor import Prompt
+from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineClosedError, ForkedChildError
+from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.requests import Prompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
 
 if TYPE_CHECKING:
     from nanovllm.engine import Engine

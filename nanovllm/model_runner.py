@@ -8,22 +8,137 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AnySequence
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout
-from nanovllm.core.plain_config import EngineConfig
-from nanovllm.core.sequence import Sequence
-from nanovllm.execution.direct import DirectExecutor
-from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.model.binding import ModelBinding
-from nanovllm.process.device import give_memory_back, raise_device_error
-from nanovllm.sampling.sampler import LogitsStage, Sampler, StepReport
+from nanovllm.attention import AttentionBackend, AttentionPlan, AttentionStep
+from nanovllm.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.config import EngineConfig
+from nanovllm.device import give_memory_back, raise_device_error, to_host
+from nanovllm.layout import BatchLayout, build_layout
+from nanovllm.model import ModelBinding
+from nanovllm.sampler import LogitsStage, Sampler, StepReport
+from nanovllm.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """A launched step's sampled tokens and log-probabilities, on their way to the host."""
+
+    token_ids: Tensor  # [num_samples] int64, on the host
+    report: StepReport | None  # None if nothing but tokens was asked for
+    arrival: torch.cuda.Event | None  # None if they are there
+
+    @classmethod
+    def send(cls, token_ids: Any, report: StepReport | None) -> Any:
+        """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
+        if not isinstance(token_ids, Tensor):  # a `LateDraw`, which sends them itself
+            return token_ids
+        if token_ids.device.type == "cpu":
+            return cls(token_ids, report, None)
+        arrival = torch.cuda.Event()
+        pending = cls(to_host(token_ids), report and report.to_host(), arrival)
+        arrival.record(torch.cuda.current_stream(token_ids.device))
+        return pending
+
+    def result(self) -> list[int]:
+        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`; then `report` is there."""
+        try:
+            if self.arrival is not None:
+                self.arrival.synchronize()
+            return self.token_ids.tolist()
+        except RuntimeError as error:
+            raise_device_error(error)
+
+
+class DirectExecutor:
+    """Serves every backend but a GPU's `flex`, with compiled layers or not."""
+
+    def __init__(
+        self,
+        binding: ModelBinding,
+        backend: AttentionBackend,
+        block_size: int,
+        sampler: Sampler,
+        kind_groups: AnySequence[int] = (),
+    ) -> None:
+        self.backend = backend
+        self._kind_groups = kind_groups  # the cache group of each kind of layer, where there are several groups
+        self._binding = binding
+        self._block_size = block_size
+        self._sampler = sampler
+        self._sampled: Tensor | None = None  # [num_samples] int64, of the step before
+        self._null_block_is_dirty = False
+
+    def launch(
+        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepReport | None
+    ) -> Callable[[], Tensor]:
+        """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device.
+
+        Args:
+            report: None if every sequence is plain.
+        """
+        binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
+        num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
+        layouts = layout, *layout.others  # of each group
+        slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
+        values = layout.token_ids, layout.positions, *slots_of_kinds
+        inputs = np.zeros((len(values), num_rows), np.int64)
+        inputs[:, :num_tokens] = values
+        token_ids, positions, *_ = rows = torch.from_numpy(inputs).to(device)
+        slot_mapping = rows[2:] if self._kind_groups else rows[2]
+        if self._sampled is not None and layout.token_ids.min() < 0:
+            token_ids = with_sampled(token_ids, self._sampled)
+        if batch.copies:
+            binding.caches.copy_blocks(batch.copies, self._block_size)
+        if self.backend.reads_whole_blocks:
+            for group, of_group in enumerate(layouts):
+                # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
+                blocks = of_group.blocks_to_clear
+                if self._null_block_is_dirty:
+                    blocks = np.append(blocks, NULL_BLOCK)
+                if len(blocks):
+                    binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size, group=group)
+            self._null_block_is_dirty = num_rows > num_tokens
+        sample_rows = torch.from_numpy(layout.sample_rows).to(device)
+        step = AttentionStep(plan, num_tokens)
+        binding.mixers.begin_step(layouts[-1], device)
+        logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
+        return partial(self._draw, logits, batch, layout, report)
+
+    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepReport | None) -> Tensor:
+        with torch.no_grad():
+            sampler, sequences = self._sampler, batch.sampling
+            if report is not None and not report.needs_logits:  # embeddings have no tokens
+                self._sampled = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+                return self._sampled
+            inputs = None if report is None else sampler.stage.inputs(layout, sequences, self._sampled)
+            positions = layout.sampled_positions.tolist()
+            self._sampled = sampler.sample(logits, sequences, positions, inputs, report)
+        return self._sampled
+
+    def model_changed(self, *, in_place: bool) -> None:
+        """Nothing to drop: no state of the model is kept."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
+
+    A request with non-finite logits continues with token 0 until the step is read, and then ends.
+    """
+    indices = (-1 - token_ids).clamp_(0, len(sampled) - 1)
+    return torch.where(token_ids < 0, sampled[indices].clamp_(min=0), token_ids)
+
 
 logger = logging.getLogger("nanovllm")
 
@@ -110,7 +225,7 @@ class ModelRunner:
     Args:
         binding: the hooked model; its caches are allocated here.
         config: fully resolved, by `build.resolve_options`.
-        choice: attention of the model and device, which builds the backend (`PlainAttention` in attention/plain.py).
+        choice: attention of the model and device, which builds the backend (`PlainAttention` in defaults.py).
         pools: blocks of the KV cache.
         paths: ways to compute steps.
     """

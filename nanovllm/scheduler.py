@@ -15,15 +15,14 @@ from typing import Protocol
 
 from sortedcontainers import SortedKeyList
 
+from nanovllm.admission import Admission, NoProposer, OpenStep, Proposer
+from nanovllm.admission import Queue as Queue
+from nanovllm.admission import WaitingQueue as WaitingQueue
+from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence, StepResults, end_without_token
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.admission import Admission, NoProposer, OpenStep, Proposer
-from nanovllm.core.admission import Queue as Queue
-from nanovllm.core.admission import WaitingQueue as WaitingQueue
-from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence, StepResults, end_without_token
-from nanovllm.core.option_stats import BudgetStats
-from nanovllm.core.outputs import FinishReason, SchedulerStats
-from nanovllm.core.plain_config import EngineConfig
-from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import BudgetStats, FinishReason, SchedulerStats
+from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
 
 class Budget(Protocol):

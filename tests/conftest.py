@@ -143,7 +143,7 @@ def interpreter_is_as_before():
     """A server that ran in this process has frozen what was loaded, and shortened the turns of threads."""
     yield
     sys.setswitchinterval(SWITCH_SECONDS)
-    module = sys.modules.get("nanovllm.process.gc_control")
+    module = sys.modules.get("nanovllm.fast.host.gc_control")
     if module is not None and module.OldObjectsFrozen._is_for_good:
         module.OldObjectsFrozen._is_for_good = False
         gc.unfreeze()
@@ -213,7 +213,7 @@ def sigint_is_heeded():
 @pytest.fixture
 def small_default_cache(monkeypatch):
     """256 MiB instead of 4 GiB: engines with the defaults touch all of their KV cache while they are idle."""
-    monkeypatch.setattr("nanovllm.execution.memory.MAX_DEFAULT_CPU_CACHE_BYTES", 256 * 2**20)
+    monkeypatch.setattr("nanovllm.fast.gpu.memory.MAX_DEFAULT_CPU_CACHE_BYTES", 256 * 2**20)
 
 
 @pytest.fixture(scope="module")

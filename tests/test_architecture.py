@@ -18,40 +18,16 @@ TEST_FILES = sorted(Path(__file__).parent.rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
-# Each name imports from rows above its own; within a row along "<" alone. Siblings ("|") do not import one another.
-ROWS = """
-core
-process | requests
-kernels | block_manager
-cache
-scheduler | attention | features.shares
-sampling | features.policies
-model | observability
-execution < speculation
-model_runner < rank_runner fast features.goals
-engine
-build
-streaming
-llm
-replicas
-features < async_llm
-server | tools | testing
-ray
-cli
-"""
-RANKS = {
-    name: (row, group, step)
-    for row, line in enumerate(ROWS.strip().splitlines())
-    for group, part in enumerate(line.split("|"))
-    for step, names in enumerate(part.split("<"))
-    for name in names.split()
-}
-INTERFACES = ("server.openai.", "server.anthropic.", "server.ollama.", "server.live.")
+# What a reader may leave out: a folder of one of these, or a file directly in it. The rest are units as they stand.
+SPLIT = ("features", "fast")
+# Units of no folder: what composes the others, and the doors of a few lines.
+ROOTS = ("__init__", "build", "testing")
+INTERFACES = ("serving.server.openai.", "serving.server.anthropic.", "serving.server.ollama.", "serving.server.live.")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 500, 50, 8, 600
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS = {
-    "kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",
-    "kernels.decode_pieces_triton.cut_contexts": "a kernel's parameters alone take a quarter of it",
+    "fast.kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",
+    "fast.kernels.decode_pieces_triton.cut_contexts": "a kernel's parameters alone take a quarter of it",
 }
 MANY_PARAMETERS = {
     "tools.workloads.workloads.chat": "the options of a workload",
@@ -59,17 +35,22 @@ MANY_PARAMETERS = {
 }
 
 
-def room_name(name: str) -> str:
-    """The folder or file at the top, and below `features` the folder of the feature."""
-    top, *rest = name.split(".")
-    return f"{top}.{rest[0]}" if top == "features" and len(rest) > 1 else top
+def unit_of(name: str) -> str:
+    """The folder at the top, and in `features` and `fast` the part of it; "engine" for the files at the top."""
+    top, *rest = name.removesuffix(".__init__").split(".")
+    if not rest and top in FILES and top not in ROOTS:
+        return "engine"
+    return f"{top}.{rest[0]}" if rest and top in SPLIT else top
 
 
-def may_import(importer: str, imported: str) -> bool:
-    if imported == importer or "__init__" in (importer, imported):
-        return True
-    (row, group, step), (other_row, other_group, other_step) = RANKS[importer], RANKS[imported]
-    return other_row < row or (row == other_row and group == other_group and other_step < step)
+def needs() -> dict[str, set[str]]:
+    """Each unit, and the others that its files import, for type checkers alone too; the package's own name aside."""
+    found: dict[str, set[str]] = {unit_of(name): set() for name in FILES}
+    for importer, tree in TREES.items():
+        for imported, _, _ in own_imports(tree):
+            if imported != "__init__" and importer != "__init__":
+                found[unit_of(importer)].add(unit_of(imported))
+    return {unit: others - {unit} for unit, others in found.items()}
 
 
 def own_imports(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
@@ -127,41 +108,42 @@ def run(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
-def test_every_room_imports_from_rows_above_alone():
-    wrong = [
-        f"{importer} imports {imported}"
-        for importer, tree in TREES.items()
-        for imported, _, _ in own_imports(tree)
-        if not may_import(room_name(importer), room_name(imported))
-    ]
-    assert wrong == []
+def test_the_engine_imports_its_own_files_alone():
+    """And `build.py`, to which its front door hands the options."""
+    assert needs()["engine"] == {"build", "features.structured_output", "features.option_checks"}
 
 
-@pytest.mark.parametrize("room", ["core", "cache", "process", "requests", "sampling"])
-def test_the_files_of_a_room_import_one_another_without_a_cycle(room):
-    """`graphlib` names the first cycle. Imports for type checkers alone count too."""
-    imports = {
-        importer: {imported for imported, _, _ in own_imports(tree) if imported != importer}
-        for importer, tree in TREES.items()
-        if room_name(importer) == room
-    }
-    TopologicalSorter(imports).prepare()
+def test_no_two_folders_need_each_other():
+    """`graphlib` names the first circle."""
+    graph = needs()
+    graph["engine"] = set()
+    TopologicalSorter(graph).prepare()
 
 
-def test_contributing_has_the_same_rows_and_limits():
+def test_each_folder_says_what_it_needs():
+    """`NEEDS` of its `__init__.py`: what is deleted with it, or falls back by name."""
+    wrong = {}
+    for unit, others in needs().items():
+        tree = TREES.get(f"{unit}.__init__")
+        if unit.startswith(SPLIT) and unit not in SPLIT and tree is not None:
+            expected = tuple(sorted(others - {"engine"}))
+            values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+            if values != [expected]:
+                wrong[unit] = expected
+    assert wrong == {}
+
+
+def test_contributing_names_every_folder_and_the_limits():
     page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE))
-    for number, line in enumerate(ROWS.strip().splitlines()):
-        row = re.sub(r"`([\w/]+?)(?:/|\.py)`", r"\1", shown.pop(str(number)))
-        row = row.replace("/", ".").replace(",", "").replace(";", " |")
-        assert row == line, number
-    assert shown == {}
+    shown = set(re.findall(r"^\| `([\w/]+)/` \|", page, re.MULTILINE))
+    folders = {unit.replace(".", "/") for unit in needs() if f"{unit}.__init__" in FILES and unit != "__init__"}
+    assert shown == folders - set(SPLIT)
     assert f"files up to {MAX_LINES} lines, functions up to {MAX_FUNCTION_LINES}" in page
     assert f"a file up to {MAX_TEST_LINES} lines" in (ROOT.parent / "tests" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
-    """And by the files of the same interface: `server/openai` and `server/live` import `server`, never the reverse.
+    """And by the files of the same interface: `openai` and `live` import `server`, never the reverse.
 
     The APIs of Anthropic and Ollama are translated to OpenAI's.
     """
@@ -171,11 +153,11 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
         for imported, _, _ in own_imports(tree)
         if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
     ]
-    translated = re.compile(r"server\.(anthropic|ollama)\.\w+ imports server\.openai\.")
-    assert [w for w in wrong if not w.startswith("server.app ") and not translated.match(w)] == []
+    translated = re.compile(r"serving\.server\.(anthropic|ollama)\.\w+ imports serving\.server\.openai\.")
+    assert [w for w in wrong if not w.startswith("serving.server.app ") and not translated.match(w)] == []
 
 
-def test_rooms_themselves_import_nothing():
+def test_folders_themselves_import_nothing():
     for name, tree in TREES.items():
         if name.endswith(".__init__") and name not in ("observability.pages.__init__", "ray.__init__"):
             assert not any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.walk(tree)), name
@@ -192,12 +174,12 @@ def test_no_file_imports_the_private_names_of_another():
 
 
 def test_kernels_are_imported_by_name_within_functions():
-    """Outside of the room, and of `attention.cpp`, which is imported the same way."""
+    """Outside of their folder, and of `fast.attention.cpp`, which is imported the same way."""
     for name, tree in TREES.items():
-        if room_name(name) == "kernels" or name == "attention.cpp":
+        if unit_of(name) == "fast.kernels" or name == "fast.attention.cpp":
             continue
         at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
-        assert not any(file.startswith("kernels") for file, _, _ in own_imports(at_once)), name
+        assert not any(file.startswith("fast.kernels") for file, _, _ in own_imports(at_once)), name
 
 
 def test_files_functions_and_signatures_are_short():
@@ -243,15 +225,19 @@ def test_no_two_test_files_share_a_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("rooms", [
-    ("scheduler", "block_manager", "core", "cache"), ("testing", "features.policies"), ("requests",),
-    ("replicas.routing", "replicas.prefix_index"),
+@pytest.mark.parametrize("names", [
+    ("scheduler", "block_manager", "sequence", "batch"), ("testing", "features.policies"),
+    ("features.chat", "features.infill", "features.intake"),
+    ("features.grammar.c", "features.grammar.m", "features.grammar.t"),
+    ("features.groups.cache_", "features.groups.group_", "features.groups.state_blocks", "features.tiers.tiered"),
+    ("serving.replicas.routing", "serving.replicas.prefix_index"),
     tuple(f"tools.simulate.{n}" for n in ("simulator", "replica", "indexed_replica", "calibration", "cost_fit")),
-    ("execution.cost_model", "execution.learned_costs"),
-], ids=lambda rooms: rooms[0])  # fmt: skip
-def test_imports_without_torch(rooms):
-    names = [f"nanovllm.{name}" for name in FILES if name.startswith(rooms) and not name.endswith("calibrate")]
-    imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
+    ("features.costs.cost_model", "features.costs.learned_costs"),
+], ids=lambda names: names[0])  # fmt: skip
+def test_imports_without_torch(names):
+    modules = [f"nanovllm.{name}" for name in FILES if name.startswith(names) and not name.endswith("calibrate")]
+    assert modules
+    imports = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
     assert run(f"import sys\n{imports}\nprint('torch' in sys.modules)") == "False\n"
 
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 
 from bench.machines.random_models import SHAPES, token_bytes, weight_bytes
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, StepWork
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, StepWork
 from nanovllm.tools.simulate.calibration import Calibration
 
 READ_RATE, FLOP_RATE, PAIR_RATE, H200_BYTES = 4e12, 600e12, 400e12, 126e9  # of an H200: bytes, FLOP a second; 0.9 of it

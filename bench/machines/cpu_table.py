@@ -56,8 +56,8 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def rates(num_threads: int, by_processor: bool) -> dict[str, float]:
     """GFLOP/s of float32 and bfloat16 products (0 without an instruction for them), and GB/s of reading."""
-    from nanovllm.kernels.processor_classes import targets
-    from nanovllm.process.device import cpp_compiler
+    from nanovllm.device import cpp_compiler
+    from nanovllm.fast.kernels.processor_classes import targets
 
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/rates.so"
@@ -110,7 +110,7 @@ def best_rate(num_threads: int, call: Callable[[int, Any], float]) -> tuple[floa
 
 def forms(engine: Any) -> dict[str, str]:
     """In which form each part runs, all of them found right at start; others would not be here."""
-    from nanovllm.sampling.row_kernels import load_row_kernels
+    from nanovllm.fast.row_kernels import load_row_kernels
 
     runner = engine.model_runner
     if not runner.choice.kernels:
@@ -152,8 +152,8 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
     """Figures of a variant, in this process."""
     import torch
 
-    from nanovllm.core.sampling_params import SamplingParams
-    from nanovllm.model.default_model import DEFAULT_MODEL
+    from nanovllm.models.default_model import DEFAULT_MODEL
+    from nanovllm.sampling_params import SamplingParams
     from nanovllm.tools.bench.engines import NanoVLLM
     from nanovllm.tools.bench.replay import figures, replay
     from nanovllm.tools.workloads import specs
@@ -223,7 +223,7 @@ def llama_cpp(binary: str, shape: str, name: str, num_threads: int) -> dict[str,
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from nanovllm.kernels.processor_classes import targets
+    from nanovllm.fast.kernels.processor_classes import targets
     from nanovllm.tools.bench.worker import environment
 
     about = environment()

@@ -32,8 +32,8 @@ from bench.machines.assumed_costs import NOISE, by_arithmetic, noisy
 from bench.machines.random_models import NoText, checkpoint, device
 from bench.machines.traffic_engines import OurStreaming, play
 from bench.machines.traffic_requests import params_of
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import RequestMetrics
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.bench.replay import Replay
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration

@@ -27,8 +27,8 @@ import torch
 from random_models import NoText  # beside this file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.model import loader
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.models import loader
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.tools.workloads.workloads import Workload
 
 Figures = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Times the decode kernel beside FlexAttention: `MEASURED` of `kernels/paged_decode.py` was read off here.
+"""Times the decode kernel beside FlexAttention: `MEASURED` of `fast/kernels/paged_decode.py` was read off here.
 
     python bench/machines/paged_decode.py 4x384 64x640 256x100-1500 64x640+8200 64x256@4096 --variants --cuts
 
@@ -21,18 +21,18 @@ import torch
 from harness import Part, replayed_micros, why_not  # beside this file
 from torch import Tensor
 
-from nanovllm.attention.flex_decodes import FlexDecodes
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.attention.shared_prefixes import WIDE_TOKENS, SharedPrefixes, SharingRule
-from nanovllm.attention.step_tables import StepTables, TableInputs
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
-from nanovllm.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention.flex_decodes import FlexDecodes
+from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.fast.attention.shared_prefixes import WIDE_TOKENS, SharedPrefixes, SharingRule
+from nanovllm.fast.attention.step_tables import StepTables, TableInputs
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
+from nanovllm.fast.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.layout import build_layout
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE, CACHE_BYTES = 64, 160e6  # what all layers read together, at least: more than the GPU's cache holds
 CUDA = torch.device("cuda")

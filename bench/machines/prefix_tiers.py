@@ -111,7 +111,7 @@ def measure_overhead(options: argparse.Namespace) -> Figures:
 def measure_beams(options: argparse.Namespace) -> Figures:
     from transformers import AutoModelForCausalLM
 
-    from nanovllm.model.default_model import default_folder
+    from nanovllm.models.default_model import default_folder
 
     width, length = 4, 32
     prompts = [request.prompt_token_ids[:96] for request in WORKLOADS["W"]().requests[: options.requests]]

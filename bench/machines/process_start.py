@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ARGUMENTS = ["generate", "The capital of France is", "--max-tokens", "1"]
-IMPORTS = ("nanovllm.cli.generate", "nanovllm.features.llm", "nanovllm.build")
+IMPORTS = ("nanovllm.cli.generate", "nanovllm.serving.llm", "nanovllm.build")
 PHASES = (
     ("nanovllm.llm", "LLM.__init__"),
-    ("nanovllm.model.loader", "load_weights"),
-    ("nanovllm.model.loader", "load_tokenizer"),
-    ("nanovllm.model.building", "build_binding"),
-    ("nanovllm.model.binding", "probe_model"),
-    ("nanovllm.model.building", "check_rows"),
+    ("nanovllm.models.loader", "load_weights"),
+    ("nanovllm.models.loader", "load_tokenizer"),
+    ("nanovllm.features.composition.binding", "build_binding"),
+    ("nanovllm.model", "probe_model"),
+    ("nanovllm.features.composition.binding", "check_rows"),
     ("nanovllm.build", "resolve_options"),
     ("nanovllm.build", "ModelRunner.__init__"),
-    ("nanovllm.fast.layers", "FastLayers.pack_weights"),
+    ("nanovllm.fast.replaced_layers", "FastLayers.pack_weights"),
     ("nanovllm.fast.paths", "execute_dummies"),
     ("nanovllm.engine", "Engine.step"),
     ("nanovllm.llm", "LLM.close"),
@@ -112,8 +112,8 @@ def show_phases(tree: Path, model: list[str]) -> None:
         return run
 
     from nanovllm.cli.main import main
-    from nanovllm.process.gc_control import collector_paused
-    from nanovllm.process.import_index import keep_import_index
+    from nanovllm.fast.host.gc_control import collector_paused
+    from nanovllm.fast.host.import_index import keep_import_index
 
     keep_import_index()
     with collector_paused():

@@ -26,13 +26,13 @@ from harness import Figures, Option, Part, folder_of, in_turn, ratios, run_parts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.processor_classes import targets
-from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.model.gguf.config import read_config
-from nanovllm.model.gguf.file import GGUFFile
-from nanovllm.model.gguf.weights import dense_weights
-from nanovllm.model.quantised import QuantisedEmbedding, QuantisedLinear
-from nanovllm.model.quantising import quantise_model
+from nanovllm.fast.kernels.processor_classes import targets
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.models.gguf.config import read_config
+from nanovllm.models.gguf.file import GGUFFile
+from nanovllm.models.gguf.weights import dense_weights
+from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear
+from nanovllm.models.quantising import quantise_model
 from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import Workload
 

@@ -40,15 +40,15 @@ from simulator import COSTS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.one_pool import resolve_pool
-from nanovllm.features.llm import open_engine
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.observability.percentiles import percentiles
-from nanovllm.replicas import opening
-from nanovllm.replicas.replica import ReplicaResources
-from nanovllm.replicas.routing import POLICIES
-from nanovllm.streaming.engines import EngineInterface
+from nanovllm.one_pool import resolve_pool
+from nanovllm.serving.llm import open_engine
+from nanovllm.serving.replicas import opening
+from nanovllm.serving.replicas.replica import ReplicaResources
+from nanovllm.serving.replicas.routing import POLICIES
+from nanovllm.serving.streaming.engines import EngineInterface
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
 
@@ -86,7 +86,7 @@ def one_behind_a_front() -> Iterator[None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[-1] if visible else str(num_gpus - 1)
     try:
         with (
-            mock.patch("nanovllm.features.llm.open_engine", open_behind),
+            mock.patch("nanovllm.serving.llm.open_engine", open_behind),
             mock.patch.object(AsyncLLM, "_open", staticmethod(open_behind)),
         ):
             yield

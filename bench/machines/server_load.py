@@ -35,9 +35,9 @@ from harness import Figures, Option, Part, in_a_new_process, in_turn, run_parts 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.server.app import build_server, create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.serving.server.app import build_server, create_app
+from nanovllm.serving.server.settings import ServerSettings
 
 VANISHING = 5  # of so many clients, one
 SLOW = 7

@@ -25,17 +25,17 @@ from typing import Any
 from harness import Figures, Option, Part, note, run_parts  # beside this file, as is the next
 from random_models import NoText, checkpoint
 
-from nanovllm.attention.first_touch import take_memory
 from nanovllm.build import build_engine
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.one_pool import resolve_pool
-from nanovllm.core.outputs import RequestMetrics
-from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
-from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.process.gc_control import OldObjectsFrozen
-from nanovllm.replicas.routing import POLICIES
+from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.one_pool import resolve_pool
+from nanovllm.outputs import RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import figures, simulate

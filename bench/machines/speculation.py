@@ -40,14 +40,14 @@ from harness import Figures, Option, Part, engine_of, folder_of, in_turn, random
 from random_models import SHAPES, random_model  # beside this file, as is the former
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
-from nanovllm.core.admission import NoProposer, Proposer
-from nanovllm.core.option_stats import SpeculationStats
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.admission import NoProposer, Proposer
+from nanovllm.features.speculation.build import SUFFIX_BYTES
+from nanovllm.features.speculation.lengths import DraftLengths
+from nanovllm.features.speculation.speculation import Speculation
+from nanovllm.features.speculation.suffix import SuffixDrafter
+from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.speculation.build import SUFFIX_BYTES
-from nanovllm.speculation.lengths import DraftLengths
-from nanovllm.speculation.speculation import Speculation
-from nanovllm.speculation.suffix import SuffixDrafter
+from nanovllm.outputs import SpeculationStats
 from nanovllm.tools.workloads import specs
 
 WAYS = ("without", "drafts", "nothing", "suffix", "always 3", "always 7")

@@ -43,9 +43,9 @@ from harness import Figures, Option, Part, in_turn, random_prompts, run_parts
 from random_models import SHAPES, checkpoint
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
-from nanovllm.core.structured_output import GrammarError
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
+from nanovllm.features.grammar.compiler import GrammarCompiler, check_form
+from nanovllm.features.structured_output import GrammarError
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.tools.workloads.workloads import w
 
 # --------------------------------------------------------------------------------------------------------------- models

@@ -22,11 +22,11 @@ from random_models import SHAPES, NoText, device
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM
-from nanovllm.execution import workers
-from nanovllm.model import loader, sharded_loading
-from nanovllm.model.loaded import LoadedModel
-from nanovllm.model.ranks import Ranks
-from nanovllm.model.sharding import shard_model
+from nanovllm.defaults import LoadedModel
+from nanovllm.features.ranks import workers
+from nanovllm.features.ranks.ranks import Ranks
+from nanovllm.features.ranks.sharding import shard_model
+from nanovllm.models import loader, sharded_loading
 from nanovllm.tools.workloads.workloads import Workload, random_requests, w1
 
 

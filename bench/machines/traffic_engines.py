@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from bench.machines.step_counts import StepWatch, decode_seconds
-from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.tools.bench.replay import Finished, Replay
 from nanovllm.tools.workloads.workloads import Workload
 

@@ -9,9 +9,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import AutoTokenizer
 
-from nanovllm.model.default_model import ensure_default_model
-from nanovllm.requests.detokenizer import decode
-from nanovllm.requests.token_texts import detokenizer_of
+from nanovllm.features.intake.token_texts import detokenizer_of
+from nanovllm.models.default_model import ensure_default_model
+from nanovllm.requests import decode
 
 TEXTS = {
     "english": "The sea is calm tonight, the tide is full, the moon lies fair upon the straits. ",

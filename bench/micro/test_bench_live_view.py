@@ -11,8 +11,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
-from nanovllm.server.live.engine_snapshot import EngineSnapshot, take_snapshot
-from nanovllm.server.live.live_feed import SnapshotMessages
+from nanovllm.serving.server.live.engine_snapshot import EngineSnapshot, take_snapshot
+from nanovllm.serving.server.live.live_feed import SnapshotMessages
 from tests.support.steady_decodes import BLOCK_SIZE, make_scheduler, make_sequence, report_per
 
 RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, 0.0, ())

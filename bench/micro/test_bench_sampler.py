@@ -12,11 +12,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.features.logprobs.logprobs import StepLogprobs
+from nanovllm.features.request_options import RequestOptions
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 152_000
 NUM_OUTPUT_TOKENS = 200

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.requests.output_processor import StepTimes
+from nanovllm.responses import StepTimes
+from nanovllm.sequence import Sequence
 from tests.support.steady_decodes import BLOCK_SIZE, MAX_MODEL_LEN, decoding, make_sequence, report_per
 
 NUM_RUNNING = [64, 256, 1024]

@@ -11,7 +11,7 @@ from nanovllm.cli.display import print_answer
 from nanovllm.cli.prompt_files import Request
 
 if TYPE_CHECKING:
-    from nanovllm.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+    from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 MAX_HEADING = 100  # characters of a prompt above its answer
 

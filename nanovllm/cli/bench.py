@@ -19,8 +19,8 @@ from nanovllm.cli.workload_flags import (
     positive,
     several_workloads,
 )
-from nanovllm.core.features import check_one_process
-from nanovllm.model.source import is_gguf
+from nanovllm.features.refusals import check_one_process
+from nanovllm.models.source import is_gguf
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals, check_sampling
 from nanovllm.tools.bench.processes import EngineSpec, Settings

@@ -6,8 +6,8 @@ import argparse
 import time
 from typing import Any
 
-from nanovllm.cache.tiers.inspection import clear, segments_of
 from nanovllm.cli.flags import add_verbose_flag
+from nanovllm.features.tiers.inspection import clear, segments_of
 
 DESCRIPTION = "List, verify or clear the prefixes that engines keep in a folder (--prefix-cache-dir)."
 HEADINGS = ("SEGMENT", "MODEL", "BLOCKS", "TOKENS", "MB", "LAST USED")

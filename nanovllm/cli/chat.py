@@ -27,12 +27,12 @@ from nanovllm.cli.sampling_flags import (
     sampling_options,
 )
 from nanovllm.cli.standard_input import standard_input_lines
-from nanovllm.core.paths import cache_root
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.fast.host.paths import cache_root
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
     from nanovllm.cli.terminal import Terminal
-    from nanovllm.features.llm import LLM
+    from nanovllm.serving.llm import LLM
 
 LAST_CONVERSATION = "last_conversation.json"
 # A conversation has one answer a turn and prints no numbers.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.units import whole_number
-from nanovllm.core.option_checks import utf8
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.features.option_checks import utf8
+from nanovllm.sampling_params import SamplingParams
 
 HELP = '''\
 /continue          go on with an answer that a limit or Ctrl-C cut

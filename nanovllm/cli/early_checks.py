@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
-from nanovllm.model.limits import check_stored_limits
-from nanovllm.model.source import check_skipped_tokenizer, find, find_tokenizer, needs_tokenizer
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.models.limits import check_stored_limits
+from nanovllm.models.source import check_skipped_tokenizer, find, find_tokenizer, needs_tokenizer
 
 
 def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
 
         check_policies(config)
     if config.kv_events is not None:
-        from nanovllm.observability.kv_events import KvEventPublisher
+        from nanovllm.features.kv_events.kv_events import KvEventPublisher
 
         KvEventPublisher.check(config)
 

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, model_source, take_model_argument
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.plain_config import DEVICE_DEFAULTS
-from nanovllm.execution.cost_model import StepWork
-from nanovllm.model.sizes import QUANTISED_BYTES, ModelSizes, read_sizes
-from nanovllm.model.source import find, is_gguf
+from nanovllm.config import DEVICE_DEFAULTS
+from nanovllm.features.costs.cost_model import StepWork
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.sizes import QUANTISED_BYTES, ModelSizes, read_sizes
+from nanovllm.models.source import find, is_gguf
 from nanovllm.tools.simulate.calibration import Calibration
 
 USED_OPTIONS = {
@@ -111,7 +111,7 @@ def _memory(config: EngineConfig) -> tuple[str, int]:
 
 def _cache_bytes(config: EngineConfig, sizes: ModelSizes, device: str, available: int) -> int:
     """Bytes of the KV cache that an engine would take; 0 or less if the weights do not fit."""
-    from nanovllm.execution.memory import GPU_RESERVE_BYTES, MAX_DEFAULT_CPU_CACHE_BYTES  # imports torch
+    from nanovllm.fast.gpu.memory import GPU_RESERVE_BYTES, MAX_DEFAULT_CPU_CACHE_BYTES  # imports torch
 
     left = available - sizes.weight_bytes
     if config.kv_cache_memory_bytes is not None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.cli.units import whole_number
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.option_fields import fields_by_flag
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model.hub_files import AUTO, gguf_path, split_name
+from nanovllm.config import fields_by_flag
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.models.hub_files import AUTO, gguf_path, split_name
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:

@@ -23,13 +23,13 @@ from nanovllm.cli.sampling_flags import (
     sampling_options,
     sampling_params,
 )
-from nanovllm.core.validation import MAX_PRIORITY, integer, real
-from nanovllm.process.interrupts import InterruptsHeld
+from nanovllm.config import MAX_PRIORITY, integer, real
+from nanovllm.features.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
-    from nanovllm.core.sampling_params import SamplingParams
-    from nanovllm.features.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.serving.llm import LLM
 
 DESCRIPTION = """
 Answer prompts. A text goes through the chat template of a model that has one, as one message of a user; --raw

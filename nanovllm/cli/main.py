@@ -14,7 +14,7 @@ from typing import TextIO
 from nanovllm import __version__
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.suggestions import SuggestingParser
-from nanovllm.process.import_index import keep_import_index
+from nanovllm.fast.host.import_index import keep_import_index
 
 # Module of each command, imported when the command is given; the list of commands imports all.
 COMMANDS = {

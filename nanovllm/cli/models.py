@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
-from nanovllm.model.gguf.config import read_config, refuse_types
-from nanovllm.model.gguf.file import GGUFFile, is_first_part, parts_of
-from nanovllm.model.source import WEIGHT_PATTERNS
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.models.gguf.config import read_config, refuse_types
+from nanovllm.models.gguf.file import GGUFFile, is_first_part, parts_of
+from nanovllm.models.source import WEIGHT_PATTERNS
 
 DESCRIPTION = "List the models of this machine: the embedded default and those in the cache of the Hugging Face hub."
 HEADINGS = ("MODEL", "SIZE", "CONTEXT", "ARCHITECTURE", "STATE")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.core.errors import ModelLoadError
-from nanovllm.model import hub_files
-from nanovllm.model.default_model import DEFAULT_MODEL, default_folder, ensure_default_model
-from nanovllm.model.gguf.file import parts_of
+from nanovllm.errors import ModelLoadError
+from nanovllm.models import hub_files
+from nanovllm.models.default_model import DEFAULT_MODEL, default_folder, ensure_default_model
+from nanovllm.models.gguf.file import parts_of
 
 NAMES = "ORG/NAME of the hub, ORG/NAME:QUANT for one GGUF file of a repository, such as :Q4_K_M"
 

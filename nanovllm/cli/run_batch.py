@@ -16,10 +16,10 @@ from tqdm import tqdm
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.standard_input import read_standard_input
-from nanovllm.core.option_checks import utf8
-from nanovllm.process.numa import place_engine
-from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
-from nanovllm.server.preparing import check_packages
+from nanovllm.fast.host.numa import place_engine
+from nanovllm.features.option_checks import utf8
+from nanovllm.serving.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
+from nanovllm.serving.server.preparing import check_packages
 
 DESCRIPTION = f"""
 Answer a file in OpenAI's batch format: each line has custom_id, method, url ({", ".join(ENDPOINTS)}) and body. Each
@@ -81,8 +81,8 @@ def _answer(
 ) -> int:
     """Answer the requests; responses go to the first file, failed ones to the last."""
     place_engine(engine_given)
-    from nanovllm.async_llm import AsyncLLM  # imports torch
-    from nanovllm.server.batch import BatchAnswer, batch_settings, run_batch
+    from nanovllm.serving.async_llm import AsyncLLM  # imports torch
+    from nanovllm.serving.server.batch import BatchAnswer, batch_settings, run_batch
 
     settings = batch_settings(options.served_model_name)
     engine = AsyncLLM(options.model, tokenizer=options.tokenizer, **engine_given)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
-from nanovllm.core.option_checks import utf8
-from nanovllm.core.sampling_params import FILTERS, SamplingParams
-from nanovllm.core.structured_output import KINDS, StructuredOutput
-from nanovllm.process.gc_control import collector_paused
-from nanovllm.process.numa import place_engine
+from nanovllm.fast.host.gc_control import collector_paused
+from nanovllm.fast.host.numa import place_engine
+from nanovllm.features.option_checks import utf8
+from nanovllm.features.structured_output import KINDS, StructuredOutput
+from nanovllm.sampling_params import FILTERS, SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.features.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.serving.llm import LLM
 
 TEMPERATURE = "temperature"
 OF_SAMPLING = {TEMPERATURE, *FILTERS}  # greedy requests ignore these
@@ -68,7 +68,7 @@ def check_sampling(options: dict[str, Any]) -> None:
     """Raise TypeError or ValueError for sampling options that no model could serve."""
     params = SamplingParams(**options)
     if params.structured_output is not None:
-        from nanovllm.requests.grammar.compiler import check_form  # imports numpy
+        from nanovllm.features.grammar.compiler import check_form  # imports numpy
 
         check_form(params.structured_output)
 

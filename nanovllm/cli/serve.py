@@ -22,12 +22,12 @@ from nanovllm.cli.flags import (
 from nanovllm.cli.servers import registered
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.option_checks import utf8
-from nanovllm.core.option_fields import fields_by_flag
-from nanovllm.process.numa import place_engine
-from nanovllm.server.preparing import check_packages, prepared
-from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults
+from nanovllm.config import fields_by_flag
+from nanovllm.fast.host.numa import place_engine
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.option_checks import utf8
+from nanovllm.serving.server.preparing import check_packages, prepared
+from nanovllm.serving.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults
 
 NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that are always set, except --model
 NAMES = "served_model_name"
@@ -67,7 +67,7 @@ def _serve(options: argparse.Namespace) -> int:
     check_start(options, engine_given)
     with prepared(settings) as listeners, registered(options.model, settings, listeners):
         place_engine(engine_given)
-        from nanovllm.server.app import serve  # imports torch
+        from nanovllm.serving.server.app import serve  # imports torch
 
         level = settings.log_level.upper()
         logging.getLogger().setLevel(level)

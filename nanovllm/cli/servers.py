@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.server.listening import format_address
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.listening import format_address
+from nanovllm.serving.server.settings import ServerSettings
 
 HEADINGS = ("PID", "MODEL", "ADDRESS", "RUNS FOR", "MEMORY")
 WAIT_S = 60.0  # open answers may take a server's drain_timeout, 30 s

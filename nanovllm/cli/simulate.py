@@ -13,9 +13,9 @@ from typing import Any
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
-from nanovllm.core.config import EngineConfig
-from nanovllm.process.numa import place_engine
-from nanovllm.replicas.routing import POLICIES
+from nanovllm.fast.host.numa import place_engine
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import Simulation, report, simulate
 from nanovllm.tools.simulate.utilisation import interval, seconds_at_once, warning

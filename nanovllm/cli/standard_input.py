@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from nanovllm.core.option_checks import utf8
+from nanovllm.features.option_checks import utf8
 
 NAME = "standard input"
 

@@ -16,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from nanovllm.cli.conversation import QUOTES
-from nanovllm.core.paths import cache_root
+from nanovllm.fast.host.paths import cache_root
 
 HISTORY_FILE = "chat_history"
 REFRESH_S = 0.25  # seconds between updates of the status

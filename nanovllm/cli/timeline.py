@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.core.option_checks import packages
+from nanovllm.features.option_checks import packages
 
 
 def add_timeline_command(commands: Any) -> None:

@@ -18,8 +18,8 @@ from nanovllm.cli.workload_flags import (
     with_arrivals,
     with_own_arrivals,
 )
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import check_one_process
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.refusals import check_one_process
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.tune.goals import Goal, goals_from_flags, itl_goals_to_try

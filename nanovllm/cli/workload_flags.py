@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.cli.flags import model_source
-from nanovllm.model.source import is_gguf
+from nanovllm.models.source import is_gguf
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
 from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, paced, poisson
@@ -213,8 +213,8 @@ def with_arrivals(options: argparse.Namespace, workload: Workload, rate: float) 
 
 def _load_tokenizer(source: str) -> Any:
     if is_gguf(source):
-        from nanovllm.model.gguf.file import GGUFFile
-        from nanovllm.model.gguf.tokenizer import build_tokenizer
+        from nanovllm.models.gguf.file import GGUFFile
+        from nanovllm.models.gguf.tokenizer import build_tokenizer
 
         return build_tokenizer(GGUFFile(source))
     from transformers import AutoTokenizer

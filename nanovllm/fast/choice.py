@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.model.binding import ModelBinding
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.fast_draws import sampler_parts
+from nanovllm.model import ModelBinding
 from nanovllm.model_runner import StepPaths
-from nanovllm.sampling.fast_draws import sampler_parts
 
 
 class LivePaths(StepPaths):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.buckets import runs_as_decodes
-from nanovllm.execution.capturable import why_not_captured
-from nanovllm.execution.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
-from nanovllm.execution.compile_ahead import compile_ahead
-from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.execution.rehearsal import rehearse_at_start
-from nanovllm.fast.layers import FastLayers
+from nanovllm.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.fast.gpu.capturable import why_not_captured
+from nanovllm.fast.gpu.compared_steps import run_few_decodes, run_many_decodes, run_some_rows
+from nanovllm.fast.gpu.compile_ahead import compile_ahead
+from nanovllm.fast.gpu.cuda_graphs import GraphExecutor
+from nanovllm.fast.gpu.rehearsal import rehearse_at_start
 from nanovllm.fast.paths import FastPaths
-from nanovllm.model.binding import ModelBinding
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.costs.buckets import runs_as_decodes
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.model import ModelBinding
 from nanovllm.model_runner import Executor, ModelRunner
 
 
@@ -42,7 +42,7 @@ class GraphPaths(FastPaths):
     def build_executor(self, runner: ModelRunner) -> Executor:
         arguments = runner.binding, runner.config, runner.sampler, runner.pools
         if runner.binding.mixers:
-            from nanovllm.execution.state_graphs import StateGraphExecutor
+            from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
 
             self._executor = StateGraphExecutor(*arguments)
         else:

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
-from nanovllm.execution.rehearsal import rehearse
-from nanovllm.fast.layers import FastLayers
-from nanovllm.model.mixers import Mixers
-from nanovllm.model.state_kernels import add_kernels
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.fast_draws import sampler_parts
+from nanovllm.fast.gpu.rehearsal import rehearse
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.fast.row_kernels import load_row_kernels
+from nanovllm.features.costs.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
+from nanovllm.features.states.mixers import Mixers
+from nanovllm.features.states.state_kernels import add_kernels
 from nanovllm.model_runner import Executor, ModelRunner, StepPaths
-from nanovllm.sampling.fast_draws import sampler_parts
-from nanovllm.sampling.row_kernels import load_row_kernels
 
 
 class FastPaths(StepPaths):

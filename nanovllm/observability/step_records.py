@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cache.cache_groups import group_stats
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.engine_stats import CacheGroupStats, EngineStats
-from nanovllm.core.sequence import Sequence
-from nanovllm.requests.output_processor import StepTimes
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.engine_stats import CacheGroupStats, EngineStats
+from nanovllm.features.groups.cache_groups import group_stats
+from nanovllm.responses import StepTimes
+from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
-    from nanovllm.cache.tiers.costs import Decision
+    from nanovllm.observability.decisions import Decision
     from nanovllm.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")

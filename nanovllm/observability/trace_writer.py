@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cache.tiers.costs import Decision
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import Sequence
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.observability.decisions import Decision
 from nanovllm.observability.step_records import Observer, StepRecord
+from nanovllm.sequence import Sequence
 
 WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
 

@@ -12,16 +12,16 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import RAY, check_options
-from nanovllm.core.validation import integer, one_of
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.config import integer, one_of
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.refusals import RAY, check_options
+from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.ray.cluster import uses_gpu
 from nanovllm.ray.front import Front
 from nanovllm.ray.replica import Replica
 from nanovllm.ray.router import STATS_SECONDS
-from nanovllm.replicas.routing import POLICIES
-from nanovllm.server.settings import ServerSettings, with_defaults
+from nanovllm.serving.replicas.routing import POLICIES
+from nanovllm.serving.server.settings import ServerSettings, with_defaults
 
 # Server options that are refused on Ray -> reason.
 NOT_ON_RAY = {

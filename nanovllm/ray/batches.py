@@ -16,14 +16,14 @@ import xxhash
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
-from nanovllm.async_llm import AsyncLLM
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import RAY, check_options
-from nanovllm.core.outputs import OutputKind
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.validation import integer
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.config import integer
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.refusals import RAY, check_options
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.outputs import OutputKind
 from nanovllm.ray.cluster import uses_gpu
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.async_llm import AsyncLLM
 
 # Columns that a stage adds, with explicit types so that all batches have one schema.
 COLUMNS = {

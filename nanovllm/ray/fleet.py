@@ -25,12 +25,21 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from nanovllm.core.engine_stats import ReplicaStatus
-from nanovllm.core.features import RAY, refuse
+from nanovllm.features.engine_stats import ReplicaStatus
+from nanovllm.features.refusals import RAY, refuse
 from nanovllm.ray.prompt import Prompt
-from nanovllm.replicas.messages import Abort, Add, FromEngine, Report, SentRequest, ToEngine, decode_from_engine, encode
-from nanovllm.replicas.pool_request import PoolRequest
-from nanovllm.replicas.replica_queue import ReplicaQueue
+from nanovllm.serving.replicas.messages import (
+    Abort,
+    Add,
+    FromEngine,
+    Report,
+    SentRequest,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from nanovllm.serving.replicas.pool_request import PoolRequest
+from nanovllm.serving.replicas.replica_queue import ReplicaQueue
 
 logger = logging.getLogger("nanovllm")
 

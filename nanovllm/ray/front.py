@@ -10,16 +10,16 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from nanovllm.async_llm import AsyncLLM
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import EngineDeadError
-from nanovllm.model.loader import load_tokenizer
+from nanovllm.errors import EngineDeadError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.loader import load_tokenizer
 from nanovllm.ray.fleet import RayFleet
-from nanovllm.replicas.messages import Ready, decode_from_engine
-from nanovllm.replicas.opening import pool_parts
-from nanovllm.replicas.pool import ReplicaPool
-from nanovllm.server.app import create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.async_llm import AsyncLLM
+from nanovllm.serving.replicas.messages import Ready, decode_from_engine
+from nanovllm.serving.replicas.opening import pool_parts
+from nanovllm.serving.replicas.pool import ReplicaPool
+from nanovllm.serving.server.app import create_app
+from nanovllm.serving.server.settings import ServerSettings
 
 UPDATE_SECONDS = 1.0  # seconds between attempts to find a replica with this setup, while Serve replaces old ones
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.prefixes import PromptHashes
 
 
 class Prompt:

@@ -15,15 +15,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from nanovllm.core.errors import ModelLoadError
-from nanovllm.core.outputs import RequestMetrics, RequestOutput
-from nanovllm.core.sequence import NewRequest
+from nanovllm.errors import ModelLoadError
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
+from nanovllm.features.intake.intake import Intake
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
-from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import MAX_REPORTED, fingerprints
-from nanovllm.replicas.engine_process import Reporter, build
-from nanovllm.replicas.messages import (
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas.engine_process import Reporter, build
+from nanovllm.serving.replicas.messages import (
     Abort,
     Add,
     FromEngine,
@@ -34,8 +35,7 @@ from nanovllm.replicas.messages import (
     encode,
     metric_values,
 )
-from nanovllm.requests.intake import Intake
-from nanovllm.streaming.engine_thread import EngineThread
+from nanovllm.serving.streaming.engine_thread import EngineThread
 
 logger = logging.getLogger("nanovllm")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.core.block_hashes import num_leading_hits
+from nanovllm.prefixes import num_leading_hits
 from nanovllm.ray.prompt import Prompt
-from nanovllm.replicas.routing import POLICIES
+from nanovllm.serving.replicas.routing import POLICIES
 
 STATS_SECONDS = 1.0  # seconds between two reports of a replica
 # Bytes per block hash in a report: with 65,536 blocks one in 65,536 lookups finds a missing block, at the cost of a
@@ -106,7 +106,7 @@ class KnownReplica:
 
 
 class PolicyRouter(RequestRouter):
-    """Routes each request by a policy of `nanovllm.replicas.routing`, or to any other replica if that one is full."""
+    """Routes each request by a policy of `serving.replicas.routing`, or to any other replica if that one is full."""
 
     def initialize_state(self, policy: str = "prefix-aware") -> None:
         self._route = POLICIES[policy]()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.core.batch_layout import build_layout
+from nanovllm.attention import AttentionStep, paged_attention, step_in_force
+from nanovllm.flex import FlexAttention
+from nanovllm.layout import build_layout
 from tests.support.paged_cases import DEVICE, MIXED_STEPS, NUM_BLOCKS, PagedCase, cpp, flex, sdpa
 
 # The C++ kernel is the CPU's own.

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.attention import cpp
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import cpp as kernels
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention import cpp
+from nanovllm.fast.kernels import cpp as kernels
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.layout import build_layout
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
 from tests.support.paged_cases import cpp as cpp_backend
@@ -156,10 +156,10 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
     script = f"""
         import torch
         from nanovllm import LLM, SamplingParams
-        from nanovllm.kernels import cpp as kernels
-        from nanovllm.kernels.cpp_states import load_state_kernels
-        from nanovllm.model.fast.packed_linears import PackedLinear
-        from nanovllm.model.quantised import FORMATS, QuantisedLinear
+        from nanovllm.fast.kernels import cpp as kernels
+        from nanovllm.fast.kernels.cpp_states import load_state_kernels
+        from nanovllm.models.packed_linears import PackedLinear
+        from nanovllm.models.quantised import FORMATS, QuantisedLinear
         from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
         from tests.support.quantised import random_blocks
         from tests.support.tiny_models import random_prompts, save_tiny

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.flex_gpu_options import Gpu
-from nanovllm.kernels import paged_decode
-from nanovllm.kernels.paged_decode import MEASURED, MEASURED_WIDE, PagedDecode, fitting, fitting_wide
+from nanovllm.fast.attention.flex_gpu_options import Gpu
+from nanovllm.fast.kernels import paged_decode
+from nanovllm.fast.kernels.paged_decode import MEASURED, MEASURED_WIDE, PagedDecode, fitting, fitting_wide
 
 A100, H200, SMALL = Gpu(108, 166_912), Gpu(132, 232_448), Gpu(36, 101_376)
 

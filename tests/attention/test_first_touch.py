@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention import first_touch
-from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, LazyMemory
-from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.process.gc_control import collector_paused
+from nanovllm.fast.host import first_touch
+from nanovllm.fast.host.first_touch import PIECE_BYTES, RESERVE_BYTES, LazyMemory
+from nanovllm.fast.host.gc_control import collector_paused
+from nanovllm.kv_cache import KVCaches
 from tests.support import async_llms
 from tests.support.async_llms import bounded, comes_true
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
@@ -156,7 +156,7 @@ def test_parts_smaller_than_a_page_take_nothing():
 
 
 def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
-    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     with open_llm() as plain:
         expected = token_ids(generate(plain, [[5, 6, 7], [8, 9]]))
     allowed = threading.Event()
@@ -224,7 +224,7 @@ def test_statistics_tell_memory_that_was_touched_from_memory_that_can_be_hit():
 
 
 def test_closing_ends_the_thread_of_an_llm(monkeypatch):
-    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before, taken = idle_threads(), []
     monkeypatch.setattr(first_touch, "_populate", lambda *_: taken.append(time.sleep(0.01)) or 0)
     with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16):
@@ -234,7 +234,7 @@ def test_closing_ends_the_thread_of_an_llm(monkeypatch):
 
 
 def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
-    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before = idle_threads()
     monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
     llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
@@ -268,7 +268,7 @@ def test_a_forked_child_takes_nothing(monkeypatch):
 
 @bounded
 async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with async_llms.open_llm(**BLOCKS) as llm:
         caches = llm._engine_thread._engine.model_runner.binding.caches.of_layers
 
@@ -285,7 +285,7 @@ def test_a_gpu_has_nothing_to_take():
 
 ENDS = """
 import sys, time
-from nanovllm.streaming.idle_thread import take_memory_when_idle
+from nanovllm.serving.streaming.idle_thread import take_memory_when_idle
 class Engine:
     wake, has_unfinished = None, False
     def num_output_tokens(self): return 0

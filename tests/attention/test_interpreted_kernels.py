@@ -68,14 +68,14 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
 
 
 def test_recurrent_states_in_slots_equal_torch():
-    from nanovllm.kernels.state_checks import first_wrong
-    from nanovllm.kernels.triton_states import load_state_kernels
+    from nanovllm.fast.kernels.state_checks import first_wrong
+    from nanovllm.fast.kernels.triton_states import load_state_kernels
 
     assert first_wrong(load_state_kernels()) is None
 
 
 def test_a_sum_over_ranks_does_not_wait_for_a_peer_that_has_gone_on():
-    from nanovllm.kernels import one_shot_reduce as one_shot
+    from nanovllm.fast.kernels import one_shot_reduce as one_shot
 
     memory = torch.zeros(2, one_shot._FLAGS_AT + 4096, dtype=torch.uint8)
     memory[0, one_shot._FLAGS_AT :].view(torch.int32)[1] = 2  # of rank 1: in its second use

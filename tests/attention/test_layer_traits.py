@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nanovllm import EngineConfig
-from nanovllm.attention.layer_traits import first_beyond
-from nanovllm.attention.operator import AttentionLayer
-from nanovllm.attention.plain import PlainAttention
-from nanovllm.cache.kinds import FULL, LayerTraits, Sight, kinds_of
+from nanovllm.attention import AttentionLayer
+from nanovllm.defaults import PlainAttention
+from nanovllm.fast.attention.layer_traits import first_beyond
+from nanovllm.layout import FULL, LayerTraits, Sight, kinds_of
 from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, cpp, flex, sdpa
 
 # FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:

@@ -9,11 +9,11 @@ import random
 import numpy as np
 import pytest
 
-from nanovllm.attention.shared_prefixes import PIECES_PER_DECODE, SharedPrefixes, SharingRule
-from nanovllm.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.execution.buckets import GraphShape
+from nanovllm.fast.attention.shared_prefixes import PIECES_PER_DECODE, SharedPrefixes, SharingRule
+from nanovllm.fast.attention.step_tables import BUNDLE_NUMBERS, WIDE_NUMBERS
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.layout import build_layout
 from tests.support.gpu_steps import packing_of
 from tests.support.shared_decodes import decode_entries, random_tables, wide_group_and_others
 

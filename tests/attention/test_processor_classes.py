@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.core.errors import CompilerError, KernelBuildError
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import cpp as kernels
-from nanovllm.kernels import cpp_sampling, processor_classes, start_check
-from nanovllm.kernels.packed_product import PANEL
-from nanovllm.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
-from nanovllm.model.fast.packed_linears import OneDnnLinear
-from nanovllm.process.device import cpp_compiler
-from nanovllm.sampling import row_kernels
+from nanovllm.device import cpp_compiler
+from nanovllm.errors import CompilerError, KernelBuildError
+from nanovllm.fast import row_kernels
+from nanovllm.fast.kernels import cpp as kernels
+from nanovllm.fast.kernels import cpp_sampling, processor_classes, start_check
+from nanovllm.fast.kernels.packed_product import PANEL
+from nanovllm.fast.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.models.packed_linears import OneDnnLinear
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import TRAITS, PagedCase, cpp
 from tests.support.tiny_models import save_tiny, tiny_model

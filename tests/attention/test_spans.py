@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.tiles import GROUP_ROWS, SPAN_ROWS, spans_of
-from nanovllm.kernels import nvrtc, prompt_attention
-from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
-from nanovllm.kernels.wide_attention import WideAttention
+from nanovllm.fast.attention.tiles import GROUP_ROWS, SPAN_ROWS, spans_of
+from nanovllm.fast.kernels import nvrtc, prompt_attention
+from nanovllm.fast.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
+from nanovllm.fast.kernels.wide_attention import WideAttention
 
 CHUNKS = {
     "one row": [(0, 1)],

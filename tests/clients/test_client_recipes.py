@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm.model.default_model import ensure_default_model
+from nanovllm.models.default_model import ensure_default_model
 from tests.support.evaluation_tasks import write_tasks
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

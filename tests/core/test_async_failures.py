@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import AsyncLLM, EngineDeadError, SamplingParams
-from nanovllm.core.errors import DeviceError
+from nanovllm.errors import DeviceError
 from tests.support.async_llms import (
     ENDLESS,
     GREEDY,

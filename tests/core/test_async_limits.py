@@ -104,7 +104,7 @@ def test_a_forked_child_is_refused_and_does_not_wait_for_ever():
 
 @bounded
 async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_output_yet(monkeypatch):
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.CLIENT_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.CLIENT_CHECK_SECONDS", 0.01)
     async with open_llm() as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
 

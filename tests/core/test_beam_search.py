@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.cache.block_checks import check_blocks
-from nanovllm.core.batch import Copy
-from nanovllm.core.outputs import Logprob
-from nanovllm.features.beams import BeamBooks
+from nanovllm.batch import Copy
+from nanovllm.features.beams.books import BeamBooks
+from nanovllm.features.groups.block_checks import check_blocks
+from nanovllm.outputs import Logprob
 from tests.engine.blocks import make_sequence
 from tests.support.layer_kinds import model
 from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, token_ids

@@ -2,10 +2,10 @@
 
 import pytest
 
+from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.block_checks import check_blocks
-from nanovllm.core.batch import NULL_BLOCK
-from nanovllm.core.sequence import Sequence
+from nanovllm.features.groups.block_checks import check_blocks
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import SIZE, A, B, C, D, computed, make_manager, release
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.operator import AttentionStep
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.core.errors import StepError
-from nanovllm.replicas.pool_stats import PoolStats
+from nanovllm.attention import AttentionStep
+from nanovllm.errors import StepError
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.serving.replicas.pool_stats import PoolStats
 from tests.support.layer_kinds import WINDOW, expected, model, prompts
 from tests.support.llms import check_engine, fail_in_step
 from tests.support.logprobs import assert_right

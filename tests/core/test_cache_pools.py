@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
-from nanovllm.cache.kinds import LayerTraits, Sight
-from nanovllm.cache.managers import build_block_manager
-from nanovllm.cache.state_kinds import StateKind
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.composition.block_managers import build_block_manager
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
+from nanovllm.features.groups.state_kinds import StateKind
+from nanovllm.layout import LayerTraits, Sight
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
 FULL, WINDOW = CacheGroup((0,), 1000), CacheGroup((1, 2), 5000, StateKind(window=64))

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.requests.turn_end import added_ids, turn_end
+from nanovllm.features.chat.turn_end import added_ids, turn_end
 from tests.support.llms import OPTIONS
 from tests.support.template_families import FAMILIES
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer

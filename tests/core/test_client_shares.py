@@ -7,12 +7,12 @@ import random
 import pytest
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.sequence import Sequence
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.shares import client_queue
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks, make_config, prompt, run_until_preemption, running
 from tests.support.scheduler_loops import make_loop

@@ -5,9 +5,9 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.one_pool import resolve_pool as resolve_pool_of
-from nanovllm.core.plain_config import BLOCK_SIZES, DEVICE_DEFAULTS
+from nanovllm.config import BLOCK_SIZES, DEVICE_DEFAULTS
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.one_pool import resolve_pool as resolve_pool_of
 
 POSITIONS = 8192
 

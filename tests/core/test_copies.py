@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.core.batch import Copy, ScheduledBatch, ScheduledSequence
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.batch import Copy, ScheduledBatch, ScheduledSequence
+from nanovllm.kv_cache import KVCaches
 from nanovllm.model_runner import ModelRunner
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm
 from tests.support.tiny_models import save_tiny

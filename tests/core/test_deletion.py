@@ -22,8 +22,8 @@ class Room(NamedTuple):
 
 
 RANKS = (
-    "rank_runner", "execution.workers", "execution.rank_sampler", "model.ranks", "model.rank_guard", "model.sharding",
-    "model.sharded_loading",
+    "fast.gpu.rank_runner", "features.ranks.workers", "fast.gpu.rank_sampler", "features.ranks.ranks",
+    "models.rank_guard", "features.ranks.sharding", "models.sharded_loading",
 )  # fmt: skip
 TRACES = ("observability.trace_writer", "observability.timeline", "observability.pages", "observability.json_lines")
 FORM = "SamplingParams(structured_output=StructuredOutput(regex='a'))"
@@ -31,8 +31,8 @@ FORM = "SamplingParams(structured_output=StructuredOutput(regex='a'))"
 OLLAMA = """
 from starlette.testclient import TestClient
 from nanovllm import AsyncLLM
-from nanovllm.server.app import create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.app import create_app
+from nanovllm.serving.server.settings import ServerSettings
 
 app = create_app(AsyncLLM(".", max_model_len=64, num_kv_blocks=20, block_size=16), ServerSettings(), model=".")
 client = TestClient(app, base_url="http://localhost")
@@ -40,18 +40,20 @@ assert client.get("/v1/models").status_code == 200
 raise RuntimeError(client.post("/api/chat", json={}).text)
 """
 ROOMS = {
-    "kernels": Room(("kernels",), "LLM('.', attention_backend='cpp')", "the folder `kernels` of this installation"),
-    "grammar": Room(("requests.grammar",), f"llm.generate([[5]], {FORM})", "nanovllm.requests.grammar"),
-    "gguf": Room(("model.gguf",), "LLM('empty.gguf')", "nanovllm.model.gguf"),
-    "speculation": Room(("speculation",), "LLM('.', speculation='suffix')", "nanovllm.speculation"),
-    "replicas": Room(("replicas",), "LLM('.', data_parallel_size=2)", "nanovllm.replicas"),
-    "ranks": Room(RANKS, "LLM('.', tensor_parallel_size=2)", "nanovllm.rank_runner"),
+    "kernels": Room(
+        ("fast.kernels",), "LLM('.', attention_backend='cpp')", "the folder `kernels` of this installation"
+    ),
+    "grammar": Room(("features.grammar",), f"llm.generate([[5]], {FORM})", "nanovllm.features.grammar"),
+    "gguf": Room(("models.gguf",), "LLM('empty.gguf')", "nanovllm.models.gguf"),
+    "speculation": Room(("features.speculation",), "LLM('.', speculation='suffix')", "nanovllm.features.speculation"),
+    "replicas": Room(("serving.replicas",), "LLM('.', data_parallel_size=2)", "nanovllm.serving.replicas"),
+    "ranks": Room(RANKS, "LLM('.', tensor_parallel_size=2)", "nanovllm.fast.gpu.rank_runner"),
     "traces": Room(TRACES, "main(['generate', '--trace', 'trace', 'a'])", "nanovllm.observability.trace_writer"),
     "kv events": Room(
-        ("observability.kv_events",), "LLM('.', kv_events='ipc://events')", "nanovllm.observability.kv_events"
+        ("features.kv_events.kv_events",), "LLM('.', kv_events='ipc://events')", "nanovllm.features.kv_events.kv_events"
     ),
-    "server": Room(("server",), "main(['serve'])", "nanovllm.server"),
-    "ollama": Room(("server.ollama",), OLLAMA, "nanovllm.server.ollama"),
+    "server": Room(("serving.server",), "main(['serve'])", "nanovllm.serving.server"),
+    "ollama": Room(("serving.server.ollama",), OLLAMA, "nanovllm.serving.server.ollama"),
     "ray": Room(("ray",), "import nanovllm.ray", "nanovllm.ray"),
     "tools": Room(("tools",), "main(['bench'])", "nanovllm.tools"),
 }
@@ -82,7 +84,7 @@ def answers_and_refusal(modules, need):
     from nanovllm import LLM, SamplingParams, StructuredOutput
     from nanovllm.cli.main import main
 
-    options = {} if "kernels" in modules else {"attention_backend": "sdpa", "enforce_eager": True}
+    options = {} if "fast.kernels" in modules else {"attention_backend": "sdpa", "enforce_eager": True}
     params = [SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, top_p=0.9, seed=3)]
     with LLM(".", **options, max_model_len=64, num_kv_blocks=20, block_size=16) as llm:
         outputs = llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)

@@ -13,7 +13,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.operator import ATTENTION_NAME
+from nanovllm.attention import ATTENTION_NAME
 from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.llms import check_engine
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, EngineDeadError, ErrorKind, StepError
-from nanovllm.core.errors import DeviceError
+from nanovllm.errors import DeviceError
 from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nanovllm.cache.state_kinds import FULL, StateKind
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 

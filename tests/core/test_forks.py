@@ -17,9 +17,9 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.build import build_engine
-from nanovllm.core.errors import ForkedChildError
+from nanovllm.errors import ForkedChildError
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.process.gc_control import OldObjectsFrozen
 from tests.support.tiny_models import tiny_model
 
 pytestmark = [

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.fast.host.gc_control import OldObjectsFrozen, collector_paused
 from tests.support.tiny_models import tiny_model
 
 

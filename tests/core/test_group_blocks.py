@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import GroupCounts
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.batch import ScheduledSequence
+from nanovllm.features.groups.block_checks import check_blocks
+from nanovllm.features.groups.cache_groups import GroupCounts
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import Loop, make_group_scheduler
 
 WINDOW = StateKind(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.server.metrics import EngineFigures
-from nanovllm.streaming.heartbeat import Heartbeat
+from nanovllm.serving.server.metrics import EngineFigures
+from nanovllm.serving.streaming.heartbeat import Heartbeat
 from tests.support.class_cases import own_answers
 from tests.support.replicas import completions
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.core.errors import StepError
-from nanovllm.model.building import build_binding
-from nanovllm.model.state_layers import recurrent_modules
+from nanovllm.errors import StepError
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.features.states.state_layers import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
 from tests.support.llms import check_engine, fail_in_step

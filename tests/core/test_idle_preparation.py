@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import EngineDeadError
-from nanovllm.core.errors import DeviceError
+from nanovllm.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import (
     GREEDY,
@@ -73,7 +73,7 @@ async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
         return prepared[-1] == len(steps) > 0
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with open_llm(prepares_when_idle=True) as llm:
         in_engine_steps(llm, monkeypatch, steps.append)
         assert await comes_true(it_was_asked)
@@ -90,7 +90,7 @@ async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatc
         return "preparing steps while idle failed" in caplog.text
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with open_llm(prepares_when_idle=True) as llm:
         assert await comes_true(it_was_tried)
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
@@ -107,7 +107,7 @@ async def test_a_device_that_fails_while_a_step_is_prepared_ends_the_engine(monk
         return llm.is_dead
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with open_llm(prepares_when_idle=True) as llm:
         assert await comes_true(is_dead)
         with pytest.raises(EngineDeadError, match="illegal memory access"):
@@ -126,7 +126,7 @@ async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
         return True  # there is no end of them
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     llm = open_llm(prepares_when_idle=True)
     assert await comes_true(two_are_begun)
     await llm.close()
@@ -136,7 +136,7 @@ async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
 async def test_nothing_is_prepared_unless_it_was_asked_for(monkeypatch):
     prepared = []
     monkeypatch.setattr(ModelRunner, "capture_ahead", lambda runner: prepared.append(1))
-    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with open_llm() as llm:
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
         await asyncio.sleep(0.05)

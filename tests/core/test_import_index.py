@@ -40,7 +40,7 @@ INDEX = define_import_structure(__file__)
 PROGRAM = """
 import json, sys
 from importlib.machinery import SourceFileLoader
-from nanovllm.process.import_index import keep_import_index
+from nanovllm.fast.host.import_index import keep_import_index
 before = list(sys.meta_path)
 keep_import_index()
 import transformers, transformers.models
@@ -163,8 +163,8 @@ def test_a_library_without_the_function_is_imported_as_it_is(library):
 
 
 def test_what_is_imported_already_stays(library):
-    first = "import transformers, transformers.models\nfrom nanovllm.process.import_index"
-    program = PROGRAM.replace("from nanovllm.process.import_index", first)
+    first = "import transformers, transformers.models\nfrom nanovllm.fast.host.import_index"
+    program = PROGRAM.replace("from nanovllm.fast.host.import_index", first)
     assert [imported(library, program)["calls"] for _ in range(2)] == [2, 2]
     assert kept_files(library) == {}
 
@@ -221,7 +221,7 @@ def test_a_write_that_was_cut_short_is_written_again(library):
 def test_the_kept_index_is_the_one_that_transformers_makes(tmp_path):
     program = """
 from pathlib import Path
-from nanovllm.process.import_index import keep_import_index
+from nanovllm.fast.host.import_index import keep_import_index
 keep_import_index()
 import transformers.models
 """
@@ -243,7 +243,7 @@ assert all(found == made for found, made in results) and len(results[0][0][froze
 PACKAGES = """
 import json, sys
 from importlib import metadata
-from nanovllm.process import import_index
+from nanovllm.fast.host import import_index
 make, calls = metadata.packages_distributions, []
 metadata.packages_distributions = lambda: calls.append(1) or make()
 import_index.keep_import_index()

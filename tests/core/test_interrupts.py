@@ -13,7 +13,7 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, EngineDeadError, SamplingParams
-from nanovllm.process.interrupts import InterruptsHeld, interrupts_let_through
+from nanovllm.features.interrupts import InterruptsHeld, interrupts_let_through
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -77,11 +77,11 @@ FILES = {
         "engine.py",
         "scheduler.py",
         "block_manager.py",
-        "core/sequence.py",
+        "sequence.py",
         "observability/step_records.py",
     ),
-    "text": ("requests/output_processor.py", "requests/detokenizer.py"),
-    "runner": ("model_runner.py", "execution/", "model/binding.py", "attention/", "sampling/"),
+    "text": ("responses.py", "requests.py"),
+    "runner": ("model_runner.py", "fast/gpu/", "model.py", "fast/attention/", "sampling/"),
 }
 
 
@@ -123,10 +123,10 @@ SAMPLES = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, logprobs=1,
 REPORTING = (
     "engine.py",
     "scheduler.py",
-    "requests/",
-    "core/sequence.py",
-    "sampling/logprobs.py",
-    "model/binding.py",
+    "features/chat/",
+    "sequence.py",
+    "features/logprobs/logprobs.py",
+    "model.py",
 )
 
 
@@ -248,7 +248,7 @@ def test_a_second_sigint_while_the_first_is_raised_leaves_no_handler_behind():
     for number in range(2, 8):
         held = InterruptsHeld().__enter__()
         signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), SigintAt(number, ("process/interrupts.py",)) as interrupt:
+        with pytest.raises(KeyboardInterrupt), SigintAt(number, ("features/interrupts.py",)) as interrupt:
             held.__exit__()
         places.add(interrupt.place)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interrupt.place

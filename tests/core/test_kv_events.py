@@ -14,14 +14,14 @@ import pytest
 import zmq
 
 from nanovllm import SamplingParams
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.block_hashes import PromptHashes
-from nanovllm.core.config import EngineConfig
-from nanovllm.observability import kv_events
-from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
-from nanovllm.observability.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.state_kinds import FULL, StateKind
+from nanovllm.features.kv_events import kv_events
+from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
+from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.replicas.prefix_index import PrefixIndex, encode
+from nanovllm.prefixes import PromptHashes
+from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from tests.engine.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.async_llms import collect
 from tests.support.async_llms import open_llm as open_async_llm

@@ -12,8 +12,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import LaunchedStep
-from nanovllm.rank_runner import RankRunner
-from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.fast.gpu.rank_runner import RankRunner
+from nanovllm.features.logprobs.logprobs import StepLogprobs
 from tests.support.llms import check_engine
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.layer_traits import first_beyond
+from nanovllm.fast.attention.layer_traits import first_beyond
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
 from tests.support.tiny_models import tiny_model
 

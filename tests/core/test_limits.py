@@ -10,9 +10,9 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
 from nanovllm.build import build_engine
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.outputs import RequestOutput
 from nanovllm.engine import Engine
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.outputs import RequestOutput
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}

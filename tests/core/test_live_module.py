@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.attention import operator
+from nanovllm import attention as operator
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 

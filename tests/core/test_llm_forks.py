@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.errors import StepError
+from nanovllm.errors import StepError
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.grammar.vocabulary import makes_markers
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.vocabulary import makes_markers
 from tests.support.structured import EOS, LARK, REGEX, SCHEMA, allowed, assert_equal_masks, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm.build
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model_runner import StepPaths
 from nanovllm.scheduler import WaitingQueue, WholeBudget
 from tests.support.llms import generate, open_llm, token_ids
@@ -25,10 +25,10 @@ from tests.support.llms import generate, open_llm, token_ids
     [
         ("features.goals.building", {"itl_goal": 0.1}),
         ("features.shares.client_queue", {"client_weights": {"a": 2.0}}),
-        ("observability.kv_events", {"kv_events": "tcp://127.0.0.1:5557"}),
+        ("features.kv_events.kv_events", {"kv_events": "tcp://127.0.0.1:5557"}),
         ("observability.step_records", {"on_step": print}),
-        ("speculation.build", {"speculation": "suffix"}),
-        ("execution.prefix_tiers", {"prefix_cache_host_bytes": 1 << 24}),
+        ("features.speculation.build", {"speculation": "suffix"}),
+        ("features.tiers.prefix_tiers", {"prefix_cache_host_bytes": 1 << 24}),
     ],
 )
 def test_an_option_without_its_folder_is_refused_by_name(module, options, monkeypatch):
@@ -38,8 +38,8 @@ def test_an_option_without_its_folder_is_refused_by_name(module, options, monkey
 
 
 def test_the_folder_of_an_option_is_missed_before_a_model_is_looked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nanovllm.speculation.build", None)
-    with pytest.raises(ValueError, match=r"^speculation is set, and nanovllm\.speculation\.build, which it needs"):
+    monkeypatch.setitem(sys.modules, "nanovllm.features.speculation.build", None)
+    with pytest.raises(ValueError, match=r"^speculation is set, and nanovllm\.features\.speculation\.build,"):
         nanovllm.build.build_engine("no-such-model", None, None, {"speculation": "suffix"})
 
 

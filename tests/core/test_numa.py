@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.process import numa
-from nanovllm.process.numa import Node, node_for_one, parse_cores, read_nodes, split_cores, stay_on_one_node
-from nanovllm.replicas import opening
+from nanovllm.fast.host import numa
+from nanovllm.fast.host.numa import Node, node_for_one, parse_cores, read_nodes, split_cores, stay_on_one_node
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.serving.replicas import opening
 
 
 def write_nodes(root: Path, cpulists: list[str], *, free: list[int] | None = None, total: int = 1024) -> Path:
@@ -198,7 +198,7 @@ def test_a_process_that_may_not_move_starts_all_the_same(monkeypatch, tmp_path, 
 def test_a_policy_for_memory_is_seen_by_the_process_itself():
     """As numactl sets it; one node is enough."""
     script = (
-        "import ctypes, platform\nfrom nanovllm.process.numa import has_memory_policy\nprint(has_memory_policy())\n"
+        "import ctypes, platform\nfrom nanovllm.fast.host.numa import has_memory_policy\nprint(has_memory_policy())\n"
         "number = {'x86_64': 238, 'aarch64': 237}[platform.machine()]\nmask = ctypes.c_ulong(1)\n"
         "is_refused = ctypes.CDLL(None).syscall(number, 3, ctypes.byref(mask), 64)\n"
         "print('refused' if is_refused else has_memory_policy())"
@@ -237,7 +237,7 @@ def test_threads_of_pytorch_follow_the_node(tmp_path):
     process = write_process(tmp_path / "self", f"0-{len(cores)}")
     script = (
         f"import os\nfrom pathlib import Path\nos.cpu_count = lambda: {len(cores)}\n"
-        "from nanovllm.process.numa import stay_on_one_node\n"
+        "from nanovllm.fast.host.numa import stay_on_one_node\n"
         f"stay_on_one_node(Path({str(root)!r}), Path({str(process)!r}))\nimport torch\n"
         "print(torch.get_num_threads(), len(os.sched_getaffinity(0)))"
     )

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from nanovllm import EngineConfig
+from nanovllm import config as plain_config
 from nanovllm.cli.flags import add_flags, options_given
-from nanovllm.core import plain_config
-from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
-from nanovllm.core.option_fields import option
-from nanovllm.core.validation import check_fields, string
-from nanovllm.server.settings import ServerSettings
+from nanovllm.config import check_fields, option, string
+from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
+from nanovllm.serving.server.settings import ServerSettings
 
 FIELDS = [(cls, field.name) for cls in (EngineConfig, ServerSettings) for field in dataclasses.fields(cls)]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.block_checks import check_scheduler
 from tests.support.llms import check_engine
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer

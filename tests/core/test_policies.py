@@ -287,7 +287,7 @@ class Needs(WaitingQueue):
     ],
 )
 def test_what_is_no_policy_is_refused_before_a_model_is_loaded(policies, error, named, monkeypatch):
-    monkeypatch.setattr("nanovllm.model.loader.load", None)
+    monkeypatch.setattr("nanovllm.models.loader.load", None)
     with pytest.raises(error, match=named):
         open_llm(policies=policies)
 
@@ -345,8 +345,8 @@ def test_names_are_of_the_working_directory_or_of_installed_entry_points(folder)
 def served(monkeypatch) -> list[dict[str, Any]]:
     """Engine options of each call of `serve`."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments[3]) or 0)
-    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments[3]) or 0)
+    monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
     return calls
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
-from nanovllm.core.errors import DeviceError
-from nanovllm.execution import prefix_tiers, rank_tiers
-from nanovllm.execution.rank_tiers import RankOrders
-from nanovllm.rank_runner import RankRunner
+from nanovllm.errors import DeviceError
+from nanovllm.fast.gpu.rank_runner import RankRunner
+from nanovllm.features.tiers import prefix_tiers, rank_tiers
+from nanovllm.features.tiers.rank_tiers import RankOrders
 from tests.support.llms import OPTIONS, check_engine, generate, token_ids
 from tests.support.tiny_models import save_tiny
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.model.default_model import ensure_default_model
+from nanovllm.models.default_model import ensure_default_model
 from tests.support.llms import check_engine
 from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts
 

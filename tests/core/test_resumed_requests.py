@@ -10,8 +10,8 @@ from itertools import islice
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
-from nanovllm.core.outputs import OutputKind, RequestMetrics
-from nanovllm.requests.resumption import Resumed, ResumedSample
+from nanovllm.features.resume.resumption import Resumed, ResumedSample
+from nanovllm.outputs import OutputKind, RequestMetrics
 from tests.support import structured
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
+from nanovllm.layout import build_layout
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
 from tests.support.scheduling import make_scheduler

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.errors import StepError
-from nanovllm.core.sampling_params import sample_seeds
-from nanovllm.core.sequence import Sequence
-from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.model_runner import ModelRunner
+from nanovllm.errors import StepError
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.sampling_params import sample_seeds
+from nanovllm.sequence import Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine
 from tests.support.samples import answers, requests

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import ErrorKind
-from nanovllm.requests.scores import INSTRUCTION, AnswerLogits
+from nanovllm.features.scoring.scores import INSTRUCTION, AnswerLogits
 from tests.support import async_llms
 from tests.support.async_llms import bounded
 from tests.support.llms import assert_idle_and_whole, open_llm

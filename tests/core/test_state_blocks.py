@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import CacheGroups, group_stats
-from nanovllm.cache.group_layouts import with_groups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sequence import Sequence
+from nanovllm.features.groups.block_checks import check_blocks
+from nanovllm.features.groups.cache_groups import CacheGroups, group_stats
+from nanovllm.features.groups.group_layouts import with_groups
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
+from nanovllm.layout import build_layout
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
 from tests.support.scheduling import Loop, make_group_scheduler

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.sequence import Sequence
 from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from tests.engine.loops import chunks, make_config
 from tests.support.scheduling import Loop
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.cache.tiers import segments
-from nanovllm.cache.tiers.books import TierBooks
-from nanovllm.cache.tiers.costs import LoadCosts
-from nanovllm.core.errors import StepError
-from nanovllm.observability.kv_events import KvEventPublisher, in_schema
+from nanovllm.errors import StepError
+from nanovllm.features.groups.state_kinds import FULL, StateKind
+from nanovllm.features.kv_events.kv_events import KvEventPublisher, in_schema
+from nanovllm.features.tiers import segments
+from nanovllm.features.tiers.books import TierBooks
+from nanovllm.features.tiers.costs import LoadCosts
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine, fail_in_step
 from tests.support.scheduling import Loop

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.core.batch import ScheduledSequence
+from nanovllm.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
 from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import WaitingQueue

@@ -11,7 +11,7 @@ import pytest
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
 from nanovllm.build import build_engine
 from nanovllm.observability.timeline import read_trace
-from nanovllm.server.live.engine_snapshot import STEP_VALUES, step_row
+from nanovllm.serving.server.live.engine_snapshot import STEP_VALUES, step_row
 from tests.support.layer_kinds import WINDOW, model, prompts
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer

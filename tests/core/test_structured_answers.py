@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, ErrorKind, SamplingParams
-from nanovllm.model.default_model import ensure_default_model
+from nanovllm.models.default_model import ensure_default_model
 from tests.support.llms import check_engine
 from tests.support.structured import EOS, FORMS, check_text, form, model, open_llm, reference
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
@@ -249,7 +249,7 @@ def test_a_request_without_structure_asks_for_no_mask(monkeypatch):
     def refuse(*_: Any) -> None:
         raise AssertionError("a mask was asked for")
 
-    monkeypatch.setattr("nanovllm.sampling.penalties.token_masks", refuse)
+    monkeypatch.setattr("nanovllm.features.penalties.penalties.token_masks", refuse)
     answers(plain_llm(), SamplingParams(temperature=0.0, max_tokens=4, bad_words="a"))
 
 

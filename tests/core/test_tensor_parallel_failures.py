@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.core.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
-from nanovllm.execution import workers
-from nanovllm.model.ranks import Ranks
-from nanovllm.rank_runner import RankRunner
-from nanovllm.server.app import create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
+from nanovllm.fast.gpu.rank_runner import RankRunner
+from nanovllm.features.ranks import workers
+from nanovllm.features.ranks.ranks import Ranks
+from nanovllm.serving.server.app import create_app
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import bounded, collect
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -84,20 +84,20 @@ def test_a_worker_that_cannot_start_ends_the_construction(folder, monkeypatch):
 
 
 def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
-    entry = "import nanovllm.model.building as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
+    entry = "import nanovllm.features.composition.binding as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
     monkeypatch.setattr(workers, "ENTRY", entry)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         LLM(folder, tensor_parallel_size=2, **EAGER)
 
 
 DEATHS = {
-    "before it joins the group": "import nanovllm.execution.workers as w, os; w.Ranks = lambda *_: os._exit(9)",
+    "before it joins the group": "import nanovllm.features.ranks.workers as w, os; w.Ranks = lambda *_: os._exit(9)",
     "in the middle of joining": (
-        "import nanovllm.model.ranks as r, os; own = r.dist.ProcessGroupGloo.create_device\n"
+        "import nanovllm.features.ranks.ranks as r, os; own = r.dist.ProcessGroupGloo.create_device\n"
         "r.dist.ProcessGroupGloo.create_device = lambda **_: os._exit(9)"
     ),
     "before the first collective": (
-        "import nanovllm.execution.workers as w, os; own = w.Ranks\n"
+        "import nanovllm.features.ranks.workers as w, os; own = w.Ranks\n"
         "w.Ranks = lambda *arguments: (own(*arguments), os._exit(9))"
     ),
 }
@@ -243,7 +243,7 @@ def test_an_abort_at_the_end_of_python_or_of_a_failed_device_is_quiet(monkeypatc
 
 
 def test_an_engine_closes_though_a_rank_is_stuck_in_a_step(monkeypatch):
-    monkeypatch.setattr("nanovllm.rank_runner.CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.fast.gpu.rank_runner.CLOSE_SECONDS", 0.01)
     is_aborted, events = threading.Event(), []
     runner = object.__new__(RankRunner)
     runner.workers = SimpleNamespace(abort=is_aborted.set, close=lambda: events.append("workers ended"))

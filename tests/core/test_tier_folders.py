@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.cache.tiers import directory as directories
-from nanovllm.cache.tiers import inspection
-from nanovllm.cache.tiers.books import TierBooks
-from nanovllm.cache.tiers.directory import CacheDirectory
+from nanovllm.features.tiers import directory as directories
+from nanovllm.features.tiers import inspection
+from nanovllm.features.tiers.books import TierBooks
+from nanovllm.features.tiers.directory import CacheDirectory
 from tests.support.llms import OPTIONS, generate
 from tests.support.tiny_models import save_tiny
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.cache.tiers.books import TierBooks
-from nanovllm.cache.tiers.costs import LoadCosts
-from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
-from nanovllm.core.batch import Copy
-from nanovllm.execution.prefix_tiers import PrefixTiers
+from nanovllm.batch import Copy
+from nanovllm.features.tiers.books import TierBooks
+from nanovllm.features.tiers.costs import LoadCosts
+from nanovllm.features.tiers.prefix_tiers import PrefixTiers
+from nanovllm.features.tiers.tiered_blocks import TieredBlocks
 from tests.engine.blocks import make_sequence
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
 

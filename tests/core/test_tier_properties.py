@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.cache.tiers.books import TierBooks
-from nanovllm.cache.tiers.costs import LoadCosts
-from nanovllm.cache.tiers.tiered_blocks import TieredBlocks
-from nanovllm.core.sequence import Sequence
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.walk import walk_at_random
+from nanovllm.features.tiers.books import TierBooks
+from nanovllm.features.tiers.costs import LoadCosts
+from nanovllm.features.tiers.tiered_blocks import TieredBlocks
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import make_sequence
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 

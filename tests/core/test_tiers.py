@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, TraceWriter
-from nanovllm.cache.tiers import books, reading, segments, tiered_blocks
-from nanovllm.cache.tiers.books import TierBooks
-from nanovllm.cache.tiers.directory import CacheDirectory
-from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.cli.main import main
-from nanovllm.execution import prefix_tiers
-from nanovllm.execution.learned_costs import LearnedCosts
-from nanovllm.kernels import processor_classes
-from nanovllm.observability.kv_events import KvEventPublisher, as_number, in_schema
+from nanovllm.fast.kernels import processor_classes
+from nanovllm.features.costs.learned_costs import LearnedCosts
+from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, in_schema
+from nanovllm.features.tiers import books, prefix_tiers, reading, segments, tiered_blocks
+from nanovllm.features.tiers.books import TierBooks
+from nanovllm.features.tiers.directory import CacheDirectory
+from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, check_engine, generate, open_llm, token_ids
@@ -444,7 +443,7 @@ def test_a_read_only_directory_is_read_with_a_warning(folder, expected, kept, mo
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         return open_file(path, flags, *mode)
 
-    monkeypatch.setattr("nanovllm.cache.tiers.directory.os.open", read_only)
+    monkeypatch.setattr("nanovllm.features.tiers.directory.os.open", read_only)
     assert run_in(folder, kept)[:2] == (expected, [64, 64])
     assert "Read-only file system" in caplog.text
     assert sorted(path.name for path in kept.iterdir()) == before

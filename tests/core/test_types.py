@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import get_args
 
 from nanovllm import EngineConfig
-from nanovllm.core.engine_options import EngineOptions
-from nanovllm.core.outputs import FinishReason
+from nanovllm.features.engine_options import EngineOptions
+from nanovllm.outputs import FinishReason
 
 ROOT = Path(__file__).parents[2]
 # Read with their types; all other modules are skipped, so that a check takes a second.
 READ = [
-    "__init__.py", "features/llm.py", "async_llm.py", "core/engine_options.py", "core/outputs.py",
-    "core/sampling_params.py",
+    "__init__.py", "serving/llm.py", "async_llm.py", "features/engine_options.py", "outputs.py",
+    "sampling_params.py",
 ]  # fmt: skip
 SNIPPET = """\
 from nanovllm import LLM, AsyncLLM, CompletionOutput

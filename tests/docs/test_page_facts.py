@@ -18,9 +18,9 @@ import yaml
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.cli import main as command_line
-from nanovllm.model.default_model import ensure_default_model
-from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
-from nanovllm.server.settings import ServerSettings
+from nanovllm.models.default_model import ensure_default_model
+from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.command_line import own_flags
 from tests.support.messages import logged_texts, says, source_texts
 from tests.support.pages import PAGES, ROOT, TEXTS, Snippet, commands, inline_code, snippets, tables

@@ -11,32 +11,33 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import EngineConfig
-from nanovllm.attention import sdpa
+from nanovllm import EngineConfig, sdpa
 from nanovllm.cli import tune
-from nanovllm.core.block_hashes import HASH_BYTES
-from nanovllm.core.plain_config import DEVICE_DEFAULTS
-from nanovllm.core.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
-from nanovllm.core.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
-from nanovllm.execution import buckets, forward_graphs, memory
-from nanovllm.kernels import layer_stack, processor_classes
-from nanovllm.model.gguf.config import READ_TYPES
-from nanovllm.observability import kv_events, trace_writer
+from nanovllm.config import DEVICE_DEFAULTS
+from nanovllm.fast.gpu import forward_graphs, memory
+from nanovllm.fast.kernels import layer_stack, processor_classes
+from nanovllm.features.costs import buckets
+from nanovllm.features.grammar.compiler import MAX_CACHED_BYTES, STATES_BYTES
+from nanovllm.features.intake import intake
+from nanovllm.features.kv_events import kv_events
+from nanovllm.features.logprobs import logprobs
+from nanovllm.features.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
+from nanovllm.models.gguf.config import READ_TYPES
+from nanovllm.observability import trace_writer
 from nanovllm.observability.step_records import RECENT_STEPS
-from nanovllm.replicas import engine_process, fleet, pool, pool_request, routing
-from nanovllm.replicas import replica as one_replica
-from nanovllm.requests import intake
-from nanovllm.requests.grammar.compiler import MAX_CACHED_BYTES, STATES_BYTES
-from nanovllm.sampling import logprobs
-from nanovllm.server import body_limits, connections, lifecycle, recorder, retry_after, state
-from nanovllm.server.answers import text_values
-from nanovllm.server.answers.string_formats import FORMATS
-from nanovllm.server.answers.template_options import EFFORTS
-from nanovllm.server.batch_files import ENDPOINTS
-from nanovllm.server.live import engine_snapshot, live_feed
-from nanovllm.server.openai.protocol import CompletionRequest
-from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
-from nanovllm.streaming import engine_thread
+from nanovllm.prefixes import HASH_BYTES
+from nanovllm.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
+from nanovllm.serving.replicas import engine_process, fleet, pool, pool_request, routing
+from nanovllm.serving.replicas import replica as one_replica
+from nanovllm.serving.server import body_limits, connections, lifecycle, recorder, retry_after, state
+from nanovllm.serving.server.answers import text_values
+from nanovllm.serving.server.answers.string_formats import FORMATS
+from nanovllm.serving.server.answers.template_options import EFFORTS
+from nanovllm.serving.server.batch_files import ENDPOINTS
+from nanovllm.serving.server.live import engine_snapshot, live_feed
+from nanovllm.serving.server.openai.protocol import CompletionRequest
+from nanovllm.serving.server.settings import ENGINE_DEFAULTS, ServerSettings
+from nanovllm.serving.streaming import engine_thread
 from nanovllm.tools.bench import other_engines, worker
 from nanovllm.tools.simulate import cost_fit, utilisation
 from nanovllm.tools.tune import find_rate, forecast, ranking, report, settings, shares
@@ -73,7 +74,7 @@ def flag_default(command: str, flag: str) -> Any:
     return action.default
 
 
-ROUTER, REQUEST = constants("ray/router.py"), constants("replicas/pool_request.py")
+ROUTER, REQUEST = constants("ray/router.py"), constants("serving/replicas/pool_request.py")
 APPLICATION, BATCHES = constants("ray/application.py"), constants("ray/batches.py")
 LM_EVAL = constants("tools/evaluation/lm_eval_model.py")
 SWEPT = settings.values_to_try("cpu", {}, longest_prompt=10**6, most_at_once=10**6, wide=False)

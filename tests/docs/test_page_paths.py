@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from nanovllm.core.plain_config import ATTENTION_BACKENDS
+from nanovllm.config import ATTENTION_BACKENDS
 from tests.support.pages import PAGES, ROOT, TEXTS, inline_code, tables
 
 PACKAGE = ROOT / "nanovllm"

@@ -11,13 +11,13 @@ import pytest
 
 from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, StructuredOutput
 from nanovllm.cli import conversation
-from nanovllm.core.config import QUANTIZATIONS, ROUTING_POLICIES
-from nanovllm.core.plain_config import ATTENTION_BACKENDS
-from nanovllm.model.gguf.architectures import ARCHITECTURES
-from nanovllm.model.sizes import DTYPE_BYTES, QUANTISED_BYTES, kv_layers
-from nanovllm.requests.infill import MARKERS
-from nanovllm.requests.scores import METHODS
-from nanovllm.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
+from nanovllm.config import ATTENTION_BACKENDS
+from nanovllm.features.engine_config import QUANTIZATIONS, ROUTING_POLICIES
+from nanovllm.features.infill.infill import MARKERS
+from nanovllm.features.scoring.scores import METHODS
+from nanovllm.models.gguf.architectures import ARCHITECTURES
+from nanovllm.models.sizes import DTYPE_BYTES, QUANTISED_BYTES, kv_layers
+from nanovllm.serving.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
 from nanovllm.tools.bench.engines import ENGINES
 from nanovllm.tools.workloads.files import FIELDS as TRACE_FIELDS
 from nanovllm.tools.workloads.workloads import WORKLOADS

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from tests.support.forked_commands import ForkedCommands
 from tests.support.pages import PAGES, ROOT, Snippet, snippets
 from tests.support.tiny_gguf import write_gguf
@@ -35,7 +35,7 @@ NOT_RUN = {
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,
-    "minutes of virtual time": 2,
+    "minutes of virtual time": 1,
     "root": 1,
     "runs until it is interrupted": 2,
     "several GPUs": 5,

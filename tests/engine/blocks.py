@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.batch import NULL_BLOCK
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 
 SIZE = 4
 STEP = 1

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import SCHEDULING_KEY, Sequence
 from tests.engine.blocks import check_blocks, make_sequence
 
 VOCAB_SIZE = 8

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
 from tests.engine.blocks import check_blocks
 
 VOCAB_SIZE = 258

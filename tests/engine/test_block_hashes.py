@@ -6,8 +6,8 @@ import pytest
 import xxhash
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.block_hashes import PromptHashes, num_leading_hits
-from nanovllm.core.sequence import Sequence
+from nanovllm.prefixes import PromptHashes, num_leading_hits
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import (
     SIZE,
     STEP,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.batch import NULL_BLOCK
 from tests.engine.blocks import (
     SIZE,
     A,

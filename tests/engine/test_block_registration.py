@@ -1,7 +1,7 @@
 """The block manager: blocks findable when scheduled, withdrawn, forgotten, returned."""
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.sequence import Sequence
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import (
     SIZE,
     STEP,

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 
 from nanovllm.build import build_engine
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import (
-    DeviceError,
-    EngineClosedError,
-    EngineDeadError,
-    ForkedChildError,
-    QueueFullError,
-    StepError,
-)
-from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine, NoObservers
+from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
 from tests.engine.models import (
     GREEDY,
     OPTIONS,

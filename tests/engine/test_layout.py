@@ -8,10 +8,10 @@ Blocks have four tokens. A sequence of seven tokens whose table is [5, 2] has it
 
 from __future__ import annotations
 
-from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sequence import Sequence
-from nanovllm.execution.direct import with_sampled
+from nanovllm.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.layout import build_layout
+from nanovllm.model_runner import with_sampled
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import SIZE, make_sequence
 
 

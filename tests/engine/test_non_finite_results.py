@@ -1,6 +1,6 @@
 """The scheduler: logits that are not finite end their request, and its blocks are never found."""
 
-from nanovllm.core.batch import NON_FINITE
+from nanovllm.batch import NON_FINITE
 from tests.engine.loops import chunks, generate_alone, make_loop, prompt, running, update_with, waiting
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.model.binding import ModelBinding
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.model import ModelBinding
+from nanovllm.sampling_params import SamplingParams
 from tests.engine.models import GREEDY, OPTIONS, byte_tokenizer, generate, open_llm, own_answer, tiny_model, token_ids
 
 HAS_COMPILER = shutil.which("g++") is not None

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sampling_params import sample_seeds
-from nanovllm.core.sequence import Sequence
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.batch import NON_FINITE
+from nanovllm.sampler import Sampler
+from nanovllm.sampling_params import sample_seeds
+from nanovllm.sequence import Sequence
 from tests.engine.blocks import make_sequence
 
 OPTIONS = [

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
-from nanovllm.core.errors import StepError, UnsupportedModelError
-from nanovllm.model.binding import ModelBinding
+from nanovllm.errors import StepError, UnsupportedModelError
+from nanovllm.model import ModelBinding
 from tests.engine.models import GREEDY, generate, open_llm, own_answer, tiny_model, token_ids
 
 PROMPTS = [[1, 2, 3], [*range(50)], [7] * 20]

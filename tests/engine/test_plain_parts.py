@@ -8,20 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.attention import plain
-from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.attention.operator import AttentionLayer
-from nanovllm.attention.plain import PlainAttention
-from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.cache.kinds import LayerTraits
-from nanovllm.core.batch import Copy
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.core.one_pool import OnePool
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.loaded import LoadedModel, device_of, load_plain
-from nanovllm.process.device import computing_with
+from nanovllm import defaults as plain
+from nanovllm.attention import AttentionLayer
+from nanovllm.batch import Copy
+from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain
+from nanovllm.device import computing_with
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.flex import FlexAttention
+from nanovllm.kv_cache import KVCaches
+from nanovllm.layout import LayerTraits
+from nanovllm.model import ModelBinding
+from nanovllm.one_pool import OnePool
+from nanovllm.sdpa import SdpaAttention
 from tests.engine.models import END, byte_tokenizer, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

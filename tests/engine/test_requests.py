@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import PromptTooLongError
-from nanovllm.core.outputs import OutputKind
-from nanovllm.core.sampling_params import SamplingParams, sample_seeds
-from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.errors import PromptTooLongError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.structured_output import StructuredOutput
 from nanovllm.llm import LLM
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
-from nanovllm.requests.output_processor import Sample
+from nanovllm.outputs import OutputKind
+from nanovllm.requests import InputProcessor, RequestLimits
+from nanovllm.responses import Sample
+from nanovllm.sampling_params import SamplingParams, sample_seeds
 from tests.engine.blocks import make_sequence
 from tests.engine.models import (
     END,

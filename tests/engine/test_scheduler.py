@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm.core import admission
+from nanovllm import admission
 from tests.engine.loops import chunks, generate_alone, make_loop, prompt, running, waiting
 
 # -------------------------------------------------------------------------------------------------------------- imports

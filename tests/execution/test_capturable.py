@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.execution.capturable import HostTransfers, why_not_captured
-from nanovllm.model.building import build_binding
-from nanovllm.model.fast.compiled_layers import _call_compiled, compile_calls
+from nanovllm.fast.gpu.capturable import HostTransfers, why_not_captured
+from nanovllm.fast.layers.compiled_layers import _call_compiled, compile_calls
+from nanovllm.features.composition.binding import build_binding
 from tests.support.tiny_models import tiny_model
 
 DEVICE = torch.device("meta")  # stands for a GPU: not the host

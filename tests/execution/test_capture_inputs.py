@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import flex_gpu_options
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution import cuda_graphs, forward_graphs, head_extras, mask_buffer, rehearsal
-from nanovllm.execution.buckets import HeadShape
-from nanovllm.execution.head_extras import HeadExtras
-from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.fast import graph_paths
-from nanovllm.fast.layers import FastLayers
-from nanovllm.requests.grammar import mask_threads
-from nanovllm.sampling import draw as draws
-from nanovllm.sampling import fast_draws, logprobs
-from nanovllm.sampling.draw import DrawTensors
-from nanovllm.sampling.filters import FILTERS
-from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.structured import keep_bits
-from nanovllm.speculation import costs
+from nanovllm import sampler as draws
+from nanovllm.fast import fast_draws, graph_paths
+from nanovllm.fast.attention import flex_gpu_options
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.gpu import cuda_graphs, forward_graphs, head_extras, mask_buffer, rehearsal
+from nanovllm.fast.gpu.head_extras import HeadExtras
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.costs.buckets import HeadShape
+from nanovllm.features.grammar import mask_threads
+from nanovllm.features.logprobs import logprobs
+from nanovllm.features.penalties.penalties import LatestTokens
+from nanovllm.features.speculation import costs
+from nanovllm.features.token_masks import keep_bits
+from nanovllm.model_runner import PendingTokens
+from nanovllm.sampler import FILTERS, DrawTensors
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.option_traffic import answers
 from tests.support.structured import EOS

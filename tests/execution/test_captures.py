@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention.step_tables import TableInputs
-from nanovllm.cache.cache_pools import CacheGroup, CachePools
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution import cuda_graphs, forward_graphs
-from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
-from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs, HeadGraphs
+from nanovllm.fast.attention.step_tables import TableInputs
+from nanovllm.fast.gpu import cuda_graphs, forward_graphs
+from nanovllm.fast.gpu.cuda_graphs import GraphExecutor
+from nanovllm.fast.gpu.forward_graphs import STALE_STEPS, ForwardGraphs, HeadGraphs
+from nanovllm.features.costs.buckets import Buckets, GraphShape, HeadShape
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CacheGroup, CachePools
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=50)
 POOLS = CachePools((CacheGroup((0,), 1),), (50,))

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
-from nanovllm.execution.option_kernels import call_together
-from nanovllm.model.fast import merged_linears
-from nanovllm.model.fast.merged_linears import kernel_calls, merging
+import nanovllm.fast.kernels.skinny_linear  # noqa: F401  registers the operators
+from nanovllm.fast.gpu.option_kernels import call_together
+from nanovllm.fast.layers import merged_linears
+from nanovllm.fast.layers.merged_linears import kernel_calls, merging
 from tests.support.tiny_models import tiny_model
 
 

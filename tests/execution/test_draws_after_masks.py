@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.errors import StepError
-from nanovllm.execution.late_draw import LateDraw
-from nanovllm.execution.mask_buffer import MaskBuffer
-from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.grammar.mask_threads import MaskThreads
-from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.structured import begin_masks, num_mask_words, token_masks
+from nanovllm.errors import StepError
+from nanovllm.fast.gpu.late_draw import LateDraw
+from nanovllm.fast.gpu.mask_buffer import MaskBuffer
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.mask_threads import MaskThreads
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.logprobs.logprobs import StepLogprobs
+from nanovllm.features.token_masks import begin_masks, num_mask_words, token_masks
+from nanovllm.model_runner import PendingTokens
 from tests.support.structured import EOS, FORMS, form, open_llm
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_tokenizer
 
@@ -148,8 +148,8 @@ def expected() -> list[Any]:
 @pytest.fixture(autouse=True)
 def threads_take_all(monkeypatch):
     """From two samples on, and however long a mask takes on a machine with other work."""
-    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.perf_counter", lambda: 0.0)
-    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.ROWS_A_LEXER", 1)
+    monkeypatch.setattr("nanovllm.features.grammar.mask_threads.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("nanovllm.features.grammar.mask_threads.ROWS_A_LEXER", 1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.dummy_batches import comparison_spans
+from nanovllm.features.costs.dummy_batches import comparison_spans
+from nanovllm.features.engine_config import EngineConfig
 
 
 def spans(**options: int) -> tuple[list[Any], list[Any]]:

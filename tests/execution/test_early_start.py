@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.execution import early_start, option_kernels
-from nanovllm.execution.early_start import begin_gpu
+from nanovllm.fast.gpu import early_start, option_kernels
+from nanovllm.fast.gpu.early_start import begin_gpu
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.attention.operator import AttentionLayer
-from nanovllm.cache.kinds import LayerTraits
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution import gpu_memory, memory
-from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
-from nanovllm.kernels import paged_decode
-from nanovllm.kernels.paged_decode import PagedDecode
-from nanovllm.model.binding import StateLayers
+from nanovllm.attention import AttentionLayer
+from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.fast.gpu import gpu_memory, memory
+from nanovllm.fast.gpu.gpu_memory import StepPeaks, split_bytes, workspace_bytes
+from nanovllm.fast.kernels import paged_decode
+from nanovllm.fast.kernels.paged_decode import PagedDecode
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.layout import LayerTraits
+from nanovllm.model import StateLayers
 
 H200 = Gpu(132, 232_448)
 GIB = 2**30

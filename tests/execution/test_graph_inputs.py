@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.flex_chunks import fill_tiles
-from nanovllm.attention.flex_decodes import fill_decodes
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
-from nanovllm.execution.cost_model import StepWork as StepCosts
-from nanovllm.execution.direct import with_sampled
-from nanovllm.execution.forward_graphs import MAX_GRAPHS, STEPS_TO_CAPTURE, ForwardGraphs
-from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention.flex_chunks import fill_tiles
+from nanovllm.fast.attention.flex_decodes import fill_decodes
+from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu.forward_graphs import MAX_GRAPHS, STEPS_TO_CAPTURE, ForwardGraphs
+from nanovllm.features.costs.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
+from nanovllm.features.costs.cost_model import StepWork as StepCosts
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.logprobs.logprobs import PromptRows, StepLogprobs
+from nanovllm.layout import build_layout
+from nanovllm.model_runner import with_sampled
+from nanovllm.sampler import DrawInputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import packing_of
 from tests.support.scheduling import Loop, make_scheduler
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.execution.option_kernels import call_apart
-from nanovllm.kernels import nvrtc
+from nanovllm.fast.gpu.option_kernels import call_apart
+from nanovllm.fast.kernels import nvrtc
 
 
 class Compiler:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import DeviceCost, StepWork
-from nanovllm.execution.learned_costs import (
+from nanovllm.features.costs.buckets import RowSizes
+from nanovllm.features.costs.cost_model import DeviceCost, StepWork
+from nanovllm.features.costs.learned_costs import (
     BUSY,
     DEFAULT_GOAL_S,
     GPU_GOAL_S,
@@ -23,6 +22,7 @@ from nanovllm.execution.learned_costs import (
     relative_decode_cost,
     resolve_goal,
 )
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
 from tests.support.scheduling import Loop, make_scheduler

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.errors import DeviceError
-from nanovllm.core.sampling_params import _STAGES
-from nanovllm.execution import rehearsal
-from nanovllm.execution.rehearsal import rehearsal_batch, rehearse_at_start
+from nanovllm.errors import DeviceError
+from nanovllm.fast.gpu import rehearsal
+from nanovllm.fast.gpu.rehearsal import rehearsal_batch, rehearse_at_start
+from nanovllm.sampling_params import _STAGES
 from tests.support.layer_kinds import model
 from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model

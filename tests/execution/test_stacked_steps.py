@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from nanovllm.attention.flex_gpu import GpuFlexPlan
-from nanovllm.attention.operator import AttentionStep
-from nanovllm.attention.step_tables import StepTables, TableInputs
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.compared_steps import few_decodes, run_few_decodes
-from nanovllm.execution.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
-from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import layer_stack
-from nanovllm.model.building import build_binding
-from nanovllm.model.forward import head_step
-from nanovllm.sampling.draw import DrawInputs
+from nanovllm.attention import AttentionStep
+from nanovllm.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.fast.attention.flex_gpu import GpuFlexPlan
+from nanovllm.fast.attention.step_tables import StepTables, TableInputs
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu.compared_steps import few_decodes, run_few_decodes
+from nanovllm.fast.gpu.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
+from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
+from nanovllm.fast.kernels import layer_stack
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.features.costs.buckets import Buckets
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.forward_passes import head_step
+from nanovllm.layout import BatchLayout, build_layout
+from nanovllm.sampler import DrawInputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 

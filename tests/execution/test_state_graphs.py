@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import flex_gpu_options
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.execution import cuda_graphs
-from nanovllm.execution.state_graphs import StateGraphExecutor
 from nanovllm.fast import graph_paths
-from nanovllm.fast.layers import FastLayers
-from nanovllm.model import state_kernels
+from nanovllm.fast.attention import flex_gpu_options
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.gpu import cuda_graphs
+from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.states import state_kernels
 from tests.support.class_cases import own_answers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.llms import check_engine

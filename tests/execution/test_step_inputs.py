@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.step_tables import TableInputs
-from nanovllm.attention.tiles import Tiles
-from nanovllm.cache.cache_groups import GroupTables
-from nanovllm.cache.group_layouts import with_groups
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import BatchLayout, build_layout
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
-from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.step_inputs import DRAW_INPUTS, Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
-from nanovllm.sampling.draw import DrawInputs
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention.step_tables import TableInputs
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu.step_inputs import DRAW_INPUTS, Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.features.groups.cache_groups import GroupTables
+from nanovllm.features.groups.group_layouts import with_groups
+from nanovllm.layout import BatchLayout, HostStep, StepFeature, StepInput, build_layout
+from nanovllm.sampler import DrawInputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.shared_decodes import changing_steps
 
 SHAPE = GraphShape(8, 8, 0)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import flex_gpu_options
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.execution import cuda_graphs
 from nanovllm.fast import graph_paths
-from nanovllm.fast.layers import FastLayers
+from nanovllm.fast.attention import flex_gpu_options
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
+from nanovllm.fast.gpu import cuda_graphs
+from nanovllm.fast.replaced_layers import FastLayers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.layer_kinds import expected, model, prompts
 from tests.support.llms import check_engine

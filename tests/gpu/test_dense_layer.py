@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import dense_layer as kernels
-from nanovllm.kernels import layer_stack
-from nanovllm.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
-from nanovllm.model.fast.dense_layers import DenseLayer
-from nanovllm.model.fast.stacked_layers import unstack_layers
+from nanovllm.fast.kernels import dense_layer as kernels
+from nanovllm.fast.kernels import layer_stack
+from nanovllm.fast.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
+from nanovllm.fast.layers.dense_layers import DenseLayer
+from nanovllm.fast.layers.stacked_layers import unstack_layers
 from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 

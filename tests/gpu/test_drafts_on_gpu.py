@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.buckets import GraphShape
-from nanovllm.speculation import costs
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.features.speculation import costs
 from tests.support import layer_kinds
 from tests.support.equality import model, prompts, reference
 from tests.support.llms import assert_idle_and_whole

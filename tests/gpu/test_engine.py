@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.graph_pool import GraphPool
-from nanovllm.execution.rehearsal import rehearse
-from nanovllm.model import default_model
+from nanovllm.fast.gpu.graph_pool import GraphPool
+from nanovllm.fast.gpu.rehearsal import rehearse
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.models import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
 from tests.support.equality import prompts as long_prompts
@@ -111,8 +111,8 @@ def test_eager_engines_call_no_kernel_that_would_be_compiled(monkeypatch):
     def forbidden(*_: Any) -> None:
         raise AssertionError("Triton compiles at the first call")
 
-    monkeypatch.setattr("nanovllm.sampling.penalties._kernel", forbidden)
-    monkeypatch.setattr("nanovllm.sampling.logprobs._kernel", forbidden)
+    monkeypatch.setattr("nanovllm.features.penalties.penalties._kernel", forbidden)
+    monkeypatch.setattr("nanovllm.features.logprobs.logprobs._kernel", forbidden)
     params = [
         SamplingParams(temperature=0.0, max_tokens=4, **own)
         for own in ({"logprobs": 2}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}, {"allowed_token_ids": [3, 9]})
@@ -245,7 +245,7 @@ def test_filters_do_not_make_the_host_wait():
 
 
 def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
-    monkeypatch.setattr("nanovllm.execution.forward_graphs.MAX_GRAPHS", 3)
+    monkeypatch.setattr("nanovllm.fast.gpu.forward_graphs.MAX_GRAPHS", 3)
     with open_llm() as llm:
         tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
         assert tokens == expected("llama")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention.no_attention import NoAttention
-from nanovllm.attention.operator import AttentionStep, step_in_force
-from nanovllm.model.experts import experts_function, experts_of
+from nanovllm.attention import AttentionStep, step_in_force
+from nanovllm.fast.attention.no_attention import NoAttention
+from nanovllm.models.experts import experts_function, experts_of
 from tests.support.tiny_classes import HIDDEN_SIZE, tiny_class_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

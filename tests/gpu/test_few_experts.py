@@ -25,7 +25,7 @@ class Layer:
     """Random experts with a router and a norm, and what they give in float32."""
 
     def __init__(self, sizes: tuple[int, int, int, int]) -> None:
-        from nanovllm.kernels.few_experts import Sizes, few_experts
+        from nanovllm.fast.kernels.few_experts import Sizes, few_experts
 
         self.hidden, inner, num_experts, self.top_k = sizes
         generator = torch.Generator("cuda").manual_seed(sum(sizes))
@@ -83,7 +83,7 @@ def test_given_experts_give_what_float32_gives(sizes, num_rows):
 @pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_router_chooses_the_highest_scores(sizes, flags):
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer, (normalises, rounds) = Layer(sizes), flags
     for num_rows in (1, 5, 8):
@@ -95,7 +95,7 @@ def test_the_router_chooses_the_highest_scores(sizes, flags):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_norm_comes_before_the_router_and_its_input_is_added(sizes):
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer = Layer(sizes)
     states = 0.01 * layer.states  # so small that the epsilon counts, and rounding of the sum does not
@@ -106,7 +106,7 @@ def test_a_norm_comes_before_the_router_and_its_input_is_added(sizes):
 
 
 def test_of_equal_scores_the_first_expert_is_chosen():
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer = Layer((256, 256, 8, 2))
     layer.router[:] = layer.router[:1]
@@ -117,7 +117,7 @@ def test_of_equal_scores_the_first_expert_is_chosen():
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_row_has_the_same_bits_whatever_rows_are_beside(sizes):
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer = Layer(sizes)
     router = Router(layer.router, True, True, layer.norm, EPSILON)
@@ -140,7 +140,7 @@ def test_all_rows_may_choose_the_same_experts():
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_padding_rows_choose_no_expert(has_norm):
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer = Layer((512, 768, 20, 4))
     router = Router(layer.router, True, True, layer.norm if has_norm else None, EPSILON)
@@ -158,7 +158,7 @@ def test_padding_rows_choose_no_expert(has_norm):
 
 
 def test_a_replay_reads_its_inputs_anew():
-    from nanovllm.kernels.few_experts import Router
+    from nanovllm.fast.kernels.few_experts import Router
 
     layer = Layer((512, 768, 20, 4))
     router = Router(layer.router, True, True, layer.norm, EPSILON)
@@ -176,7 +176,7 @@ def test_a_replay_reads_its_inputs_anew():
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize(("num_outputs", "depth"), [(5120, 2048), (2048, 3072), (90, 256), (1024, 768)])
 def test_a_norm_and_a_product_in_one_launch_give_what_float32_gives(num_outputs, depth, num_rows):
-    from nanovllm.kernels.normed_linear import normed_linear, suits
+    from nanovllm.fast.kernels.normed_linear import normed_linear, suits
 
     generator = torch.Generator("cuda").manual_seed(num_outputs)
     states, weight, norm = (
@@ -234,7 +234,7 @@ def answers(model: Any, lengths: tuple[int, ...], **options: Any) -> tuple[list[
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Fills with an entry a launch: whether the router and the norm are in it."""
-    from nanovllm.kernels.few_experts import FewExperts, Router
+    from nanovllm.fast.kernels.few_experts import FewExperts, Router
 
     run, seen = FewExperts.run, []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.rehearsal import rehearsal_batch
+from nanovllm.fast.gpu.rehearsal import rehearsal_batch
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS = """

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.state_graphs import StateGraphExecutor
-from nanovllm.kernels.state_checks import first_wrong
-from nanovllm.speculation import costs
+from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
+from nanovllm.fast.kernels.state_checks import first_wrong
+from nanovllm.features.speculation import costs
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine
 from tests.support.mock_drafts import KnownAnswers
@@ -70,7 +70,7 @@ def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("nanovllm.kernels.triton_states").load_state_kernels()
+    return pytest.importorskip("nanovllm.fast.kernels.triton_states").load_state_kernels()
 
 
 def test_kernels_equal_torch(kernels):
@@ -105,7 +105,7 @@ def test_tokens_without_graphs_are_those_of_transformers(class_name):
 
 def test_poisoned_slots_reach_no_token_without_kernels(monkeypatch):
     """Padding reads and writes the null block, whatever it holds; slots are gathered and scattered here."""
-    from nanovllm.model import state_kernels
+    from nanovllm.features.states import state_kernels
 
     monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: None)
     with LLM(copy.deepcopy(model(DENSE[0])).cuda(), **OPTIONS, num_kv_blocks=60, cuda_graphs=True) as llm:

@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.attention.kv_writes import write_states
-from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.core.batch import NON_FINITE, Copy
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.execution.direct import with_sampled
-from nanovllm.kernels.kv_writes import store_states
-from nanovllm.kernels.skinny_linear import linear, linear_and_add
-from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawTensors
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
+from nanovllm.attention import AttentionStep, paged_attention, step_in_force, write_states
+from nanovllm.batch import NON_FINITE, Copy
+from nanovllm.device import find_kernel
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.fast.kernels.kv_writes import store_states
+from nanovllm.fast.kernels.skinny_linear import linear, linear_and_add
+from nanovllm.kv_cache import KVCaches
+from nanovllm.layout import build_layout
+from nanovllm.model_runner import with_sampled
+from nanovllm.sampler import DrawTensors, gumbel_noise, noise_keys, token_counters
 from tests.support.dense_rotary import dense_rotate
 from tests.support.gpu_steps import run
 from tests.support.paged_cases import MIXED_STEPS, PagedCase

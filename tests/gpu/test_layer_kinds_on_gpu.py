@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.buckets import GraphShape
+from nanovllm.features.costs.buckets import GraphShape
 from tests.support.gpu_steps import GpuStep, backend_of, run
 from tests.support.layer_kinds import MODELS, expected, model, prompts
 from tests.support.llms import check_engine

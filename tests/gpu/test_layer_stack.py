@@ -10,24 +10,22 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.batch import NON_FINITE
-from nanovllm.execution import cuda_graphs
-from nanovllm.execution.stacked_steps import reads_own_rows
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import layer_stack
-from nanovllm.kernels.layer_stack import (
+from nanovllm.batch import NON_FINITE
+from nanovllm.device import find_kernel
+from nanovllm.fast.gpu import cuda_graphs
+from nanovllm.fast.gpu.stacked_steps import reads_own_rows
+from nanovllm.fast.kernels import layer_stack
+from nanovllm.fast.kernels.layer_stack import (  # fmt: skip
     NUM_ROWS,
     DecodeRows,
     LayerStack,
     StackSizes,
     StepWeights,
     why_not,
-)  # fmt: skip
-from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawTensors
-from nanovllm.sampling.filters import FILTERS
-from nanovllm.sampling.noise import GAMMA_32, signed_32
-from nanovllm.speculation import costs
+)
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.speculation import costs
+from nanovllm.sampler import FILTERS, GAMMA_32, DrawTensors, signed_32
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 

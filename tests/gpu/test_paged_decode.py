@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from nanovllm.attention.flex_decodes import FlexDecodes
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.fast.attention.flex_decodes import FlexDecodes
+from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.fast.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
 
 CUDA = torch.device("cuda")
 MAX_DECODES = 300
@@ -137,7 +137,7 @@ def test_a_captured_graph_serves_steps_of_any_contexts():
 
 
 def test_every_number_of_decodes_is_served_by_the_same_compiled_kernels():
-    from nanovllm.kernels import decode_pieces_triton, paged_decode_triton
+    from nanovllm.fast.kernels import decode_pieces_triton, paged_decode_triton
 
     def num_compiled() -> int:
         kernels = (

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.flex_chunks import FlexChunks
-from nanovllm.attention.tiles import spans_of
-from nanovllm.kernels.prompt_attention import TOLERANCE as START_TOLERANCE
-from nanovllm.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
+from nanovllm.fast.attention.flex_chunks import FlexChunks
+from nanovllm.fast.attention.tiles import spans_of
+from nanovllm.fast.kernels.prompt_attention import TOLERANCE as START_TOLERANCE
+from nanovllm.fast.kernels.prompt_attention import AttentionSizes, PromptAttention, why_not
 from tests.support.llms import check_engine
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer, widen
 
@@ -288,7 +288,9 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
         return float((torch.tensor(ours) - right).square().mean().sqrt())
 
     own = error(PromptAttention)
-    monkeypatch.setattr("nanovllm.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for")
+    monkeypatch.setattr(
+        "nanovllm.fast.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for"
+    )
     assert own < 1.15 * error(FlexChunks)
 
 
@@ -323,7 +325,9 @@ def test_a_model_with_chunks_answers_as_near_to_float32_as_with_flex_attention(m
         return float(np.mean(squares)) ** 0.5
 
     own = error(PromptAttention)
-    monkeypatch.setattr("nanovllm.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for")
+    monkeypatch.setattr(
+        "nanovllm.fast.kernels.prompt_attention.why_not", lambda *_: "FlexAttention is what is asked for"
+    )
     assert own < 1.3 * error(FlexChunks)
 
 

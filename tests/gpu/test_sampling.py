@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from nanovllm import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.buckets import HeadShape
-from nanovllm.execution.head_extras import HeadExtras
-from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
-from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.device import find_kernel
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.fast.gpu.head_extras import HeadExtras
+from nanovllm.features.costs.buckets import HeadShape
+from nanovllm.features.logprobs.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
+from nanovllm.features.penalties.penalties import LatestTokens, change_logits
+from nanovllm.features.request_options import RequestOptions
+from nanovllm.sampler import DrawInputs, DrawTensors, draw
+from nanovllm.sequence import NewRequest, Sequence
 
 # By name, since their files need Triton, and this one is read where the tests are skipped too.
 filter_floors: Any = find_kernel("filter_floors", "filter_floors")

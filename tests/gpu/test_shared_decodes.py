@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import shared_prefixes
-from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
-from nanovllm.kernels.prompt_attention import TOLERANCE, AttentionSizes, why_not
-from nanovllm.kernels.wide_attention import WideAttention
+from nanovllm.fast.attention import shared_prefixes
+from nanovllm.fast.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.fast.kernels.prompt_attention import TOLERANCE, AttentionSizes, why_not
+from nanovllm.fast.kernels.wide_attention import WideAttention
 from tests.support.equality import model
 from tests.support.llms import check_engine
 from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case, wide_group_and_others

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.model.fast.small_top_ks import choose_by_kernel
+from nanovllm.fast.layers.small_top_ks import choose_by_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("num_scores", "count"), [(128, 8), (32, 4), (60, 6), (512, 16), (5, 5), (1, 1)])
 def test_values_and_places_are_those_of_a_stable_sort(num_scores, count, dtype):
-    from nanovllm.kernels.small_top_k import small_top_k
+    from nanovllm.fast.kernels.small_top_k import small_top_k
 
     generator = torch.Generator("cuda").manual_seed(num_scores)
     scores = torch.rand(3, 7, num_scores, generator=generator, device="cuda").to(dtype)  # many equal ones in 16 bits
@@ -27,7 +27,7 @@ def test_values_and_places_are_those_of_a_stable_sort(num_scores, count, dtype):
 
 
 def test_nan_stays_and_places_are_within_the_row():
-    from nanovllm.kernels.small_top_k import small_top_k
+    from nanovllm.fast.kernels.small_top_k import small_top_k
 
     scores = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan] * 3], device="cuda")
     values, places = small_top_k(scores, 2)

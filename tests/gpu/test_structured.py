@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.core.errors import StepError
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.process.device import find_kernel
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.structured import keep_bits, keep_bits_by_kernel
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.device import find_kernel
+from nanovllm.errors import StepError
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.token_masks import keep_bits, keep_bits_by_kernel
+from nanovllm.sampler import DrawInputs, DrawTensors, draw
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.llms import check_engine
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import random_prompts, save_tiny
@@ -111,7 +111,7 @@ def test_masks_added_by_a_kernel_are_those_added_by_torch():
 
 @pytest.fixture(autouse=True)
 def heads_are_captured_at_once(monkeypatch):
-    monkeypatch.setattr("nanovllm.execution.forward_graphs.STEPS_TO_CAPTURE", 2)
+    monkeypatch.setattr("nanovllm.fast.gpu.forward_graphs.STEPS_TO_CAPTURE", 2)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_structured_steps_do_not_make_the_host_wait(folder):
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(folder, monkeypatch):
-    from nanovllm.execution import mask_buffer
+    from nanovllm.fast.gpu import mask_buffer
 
     prompts, params = ([values[n] for n in (0, 1, 4)] for values in requests())
     begin = mask_buffer.begin_masks
@@ -237,7 +237,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(folder, monkey
 @pytest.fixture
 def late_draws(monkeypatch):
     """Masks go to threads from two samples on; the list grows by each late draw."""
-    from nanovllm.execution import head_extras
+    from nanovllm.fast.gpu import head_extras
 
     made: list[int] = []  # not the draws: those of undone steps must go
 
@@ -246,8 +246,8 @@ def late_draws(monkeypatch):
             super().__init__(*arguments, **options)
             made.append(id(self))
 
-    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.ROWS_A_LEXER", 1)
-    monkeypatch.setattr("nanovllm.requests.grammar.mask_threads.perf_counter", lambda: 0.0)  # no mask is slow
+    monkeypatch.setattr("nanovllm.features.grammar.mask_threads.ROWS_A_LEXER", 1)
+    monkeypatch.setattr("nanovllm.features.grammar.mask_threads.perf_counter", lambda: 0.0)  # no mask is slow
     monkeypatch.setattr(head_extras, "LateDraw", Noted)
     return made
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.host_memory import HostMemory
-from nanovllm.core.batch import Copy
-from nanovllm.execution.prefix_tiers import PrefixTiers
+from nanovllm.batch import Copy
+from nanovllm.features.tiers.host_memory import HostMemory
+from nanovllm.features.tiers.prefix_tiers import PrefixTiers
 from tests.support.layer_kinds import model
 from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model

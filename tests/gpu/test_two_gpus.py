@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
-from nanovllm.speculation import costs
+from nanovllm.features.speculation import costs
 from tests.support.equality import model, prompts, reference
 from tests.support.shared_gpu import share_one_gpu
 from tests.support.tiny_models import save_tiny

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nanovllm import StructuredOutput
-from nanovllm.core.structured_output import GrammarError
-from nanovllm.requests.grammar.ascii_classes import ascii_lark, ascii_schema
-from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.ascii_classes import ascii_lark, ascii_schema
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.structured_output import GrammarError
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"[\d,]", r"[^\w]", r"\\d"]

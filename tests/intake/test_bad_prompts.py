@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.errors import PromptTooLongError
+from nanovllm.errors import PromptTooLongError
 from tests.support.refusals import GREEDY, OPTIONS, assert_names, llm_without_tokenizer, refused, shared_llm
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 

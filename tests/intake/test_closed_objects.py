@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
-from nanovllm.requests.grammar.closed_objects import with_closed_objects
+from nanovllm.features.grammar.closed_objects import with_closed_objects
 
 NUMBER = {"type": "integer"}
 A, B = {"type": "object", "properties": {"a": NUMBER}}, {"type": "object", "properties": {"b": NUMBER}}

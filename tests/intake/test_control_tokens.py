@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import ByT5Tokenizer
 
 from nanovllm import LLM, AsyncLLM
-from nanovllm.requests.control_tokens import ChatEncoder
+from nanovllm.features.chat.control_tokens import ChatEncoder
 from tests.support.async_llms import OPTIONS
 from tests.support.real_texts import prompts, tokenizer
 from tests.support.serving import serving

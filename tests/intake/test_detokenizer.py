@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm.core.outputs import CompletionOutput, OutputKind
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.requests.detokenizer import decode
-from nanovllm.requests.output_processor import Sample
-from nanovllm.requests.token_texts import _known, detokenizer_of, plain_backend, token_texts
+from nanovllm.features.intake.token_texts import _known, detokenizer_of, plain_backend, token_texts
+from nanovllm.outputs import CompletionOutput, OutputKind
+from nanovllm.requests import decode
+from nanovllm.responses import Sample
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from nanovllm import AsyncLLM, SamplingParams, StructuredOutput, async_llm
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.structured_output import GrammarError
-from nanovllm.requests.building import build_input_processor
-from nanovllm.requests.grammar import compilation, compiler
-from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
-from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, MaskBudget
-from nanovllm.requests.grammar.trial_process import NICENESS
-from nanovllm.requests.grammar.trials import MAX_TRIALS, TRIALS, Trials
-from nanovllm.requests.input_processor import RequestLimits
-from nanovllm.requests.preparation import prepare_ahead
+from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
+from nanovllm.features.composition.input_processor import build_input_processor
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.grammar import compilation, compiler
+from nanovllm.features.grammar.compiler import GrammarCompiler, check_form
+from nanovllm.features.grammar.matcher import RESERVE_SECONDS, MaskBudget
+from nanovllm.features.grammar.trial_process import NICENESS
+from nanovllm.features.grammar.trials import MAX_TRIALS, TRIALS, Trials
+from nanovllm.features.intake.preparation import prepare_ahead
+from nanovllm.features.structured_output import GrammarError
+from nanovllm.requests import RequestLimits
+from nanovllm.serving import async_llm
 from tests.support.async_llms import OPTIONS, bounded, collect
 from tests.support.structured import allowed, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -132,7 +133,7 @@ def clock(monkeypatch):
         found.now += found.seconds / 2  # asked before a mask and behind it: half of it belongs to neither
         return found.now
 
-    monkeypatch.setattr("nanovllm.requests.grammar.matcher.thread_time", thread_time)
+    monkeypatch.setattr("nanovllm.features.grammar.matcher.thread_time", thread_time)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from nanovllm.requests.infill import MARKERS, Infill, infill_of
+from nanovllm.features.infill.infill import MARKERS, Infill, infill_of
 from tests.support.tiny_models import tiny_tokenizer
 
 

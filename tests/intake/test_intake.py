@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.core.structured_output import StructuredOutput
-from nanovllm.requests import intake
-from nanovllm.requests.grammar.trials import TRIALS, TrialVocabulary
-from nanovllm.requests.intake import (
+from nanovllm.features.grammar.trials import TRIALS, TrialVocabulary
+from nanovllm.features.intake import intake
+from nanovllm.features.intake.intake import (  # fmt: skip
     CLIENT,
     FORM_PLACES,
     LONG_CHARS,
@@ -24,7 +23,8 @@ from nanovllm.requests.intake import (
     IntakeClosedError,
     checkpoint,
     form_turn,
-)  # fmt: skip
+)
+from nanovllm.features.structured_output import StructuredOutput
 from tests.support.async_llms import OPTIONS, bounded
 from tests.support.serving import comes_true
 from tests.support.tiny_models import tiny_model, tiny_tokenizer

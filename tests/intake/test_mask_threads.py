@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from nanovllm import StructuredOutput
-from nanovllm.requests.grammar import mask_threads
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskCaller, MaskThreads
-from nanovllm.requests.grammar.matcher import RESERVE_SECONDS
-from nanovllm.sampling.structured import begin_masks
+from nanovllm.features.grammar import mask_threads
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskCaller, MaskThreads
+from nanovllm.features.grammar.matcher import RESERVE_SECONDS
+from nanovllm.features.token_masks import begin_masks
 from tests.support.structured import EOS, FORMS, allowed, form
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -164,7 +164,7 @@ def test_behind_a_slow_step_masks_are_filled_one_by_one_and_their_time_ends_the_
         return now[0]
 
     monkeypatch.setattr(mask_threads, "perf_counter", slow_clock)
-    monkeypatch.setattr("nanovllm.requests.grammar.matcher.thread_time", slow_clock)
+    monkeypatch.setattr("nanovllm.features.grammar.matcher.thread_time", slow_clock)
     masks_of(sequences, threads)
     assert not budget.has_excess  # nobody knows which form it was
     errors: dict[Any, str] = {}

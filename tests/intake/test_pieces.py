@@ -11,13 +11,13 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import PromptTooLongError
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.requests import pieces
-from nanovllm.requests.building import build_input_processor
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
-from nanovllm.requests.pieces import CUT, PIECE_CHARS, Pieces, alternatives
+from nanovllm.errors import PromptTooLongError
+from nanovllm.features.composition.input_processor import build_input_processor
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.intake import pieces
+from nanovllm.features.intake.pieces import CUT, PIECE_CHARS, Pieces, alternatives
+from nanovllm.requests import InputProcessor, RequestLimits
+from nanovllm.sampling_params import SamplingParams
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.core.errors import QueueFullError
-from nanovllm.requests import pieces
-from nanovllm.requests.intake import LONG_CHARS, Intake, form_turn
-from nanovllm.requests.preparation import text_size
+from nanovllm.errors import QueueFullError
+from nanovllm.features.intake import pieces
+from nanovllm.features.intake.intake import LONG_CHARS, Intake, form_turn
+from nanovllm.features.intake.preparation import text_size
 from tests.support.async_llms import OPTIONS, bounded, offline
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -39,7 +39,7 @@ def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             calls.append(words)
         return spellings_of(words, tokenizer)
 
-    monkeypatch.setattr("nanovllm.requests.pieces.spellings_of", watched)
+    monkeypatch.setattr("nanovllm.features.intake.pieces.spellings_of", watched)
     return calls
 
 

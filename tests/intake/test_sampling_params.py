@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanovllm.core.option_checks import FrozenDict
-from nanovllm.core.sampling_params import MAX_SEED, MIN_TEMPERATURE, EmbeddingParams, SamplingParams
+from nanovllm.features.option_checks import FrozenDict
+from nanovllm.sampling_params import MAX_SEED, MIN_TEMPERATURE, EmbeddingParams, SamplingParams
 
 NAN, INFINITY = float("nan"), float("inf")
 REALS, INTEGERS = ("temperature", "top_p", "min_p"), ("top_k", "max_tokens", "min_tokens", "seed")

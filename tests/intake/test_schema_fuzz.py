@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import StructuredOutput
-from nanovllm.core.structured_output import GrammarError
-from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.structured_output import GrammarError
 from tests.support.structured import EOS, allowed
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 

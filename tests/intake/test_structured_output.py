@@ -12,13 +12,13 @@ import pydantic
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.structured_output import GrammarError
-from nanovllm.requests.building import build_input_processor
-from nanovllm.requests.grammar import compiler
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.grammar.trials import LIMITS_TEXT
-from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.features.composition.input_processor import build_input_processor
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.grammar import compiler
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.trials import LIMITS_TEXT
+from nanovllm.features.structured_output import GrammarError
+from nanovllm.requests import RequestLimits
 from tests.support.structured import allowed, assert_equal_masks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.core.errors import ModelLoadError
-from nanovllm.server.app import create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.errors import ModelLoadError
+from nanovllm.serving.server.app import create_app
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "num_kv_blocks": 20, "block_size": 16}

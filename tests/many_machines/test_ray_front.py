@@ -14,19 +14,19 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from nanovllm import SamplingParams
-from nanovllm.core.block_hashes import num_leading_hits
-from nanovllm.core.errors import ModelLoadError
-from nanovllm.core.outputs import RequestMetrics
-from nanovllm.core.sequence import NewRequest
+from nanovllm.errors import ModelLoadError
+from nanovllm.features.speculation import costs
+from nanovllm.features.speculation.speculation import SpeculationCounts
+from nanovllm.outputs import RequestMetrics
+from nanovllm.prefixes import num_leading_hits
 from nanovllm.ray.front import Front
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.replica import RayReporter, Replica, decode_request
 from nanovllm.ray.router import HeldBlocks
-from nanovllm.replicas.messages import Add, Report, SentRequest, decode_from_engine, encode
-from nanovllm.replicas.pool_request import MAX_DEATHS
-from nanovllm.server.settings import ServerSettings
-from nanovllm.speculation import costs
-from nanovllm.speculation.speculation import SpeculationCounts
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas.messages import Add, Report, SentRequest, decode_from_engine, encode
+from nanovllm.serving.replicas.pool_request import MAX_DEATHS
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}

@@ -6,10 +6,10 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.prefixes import PromptHashes
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import EXPECTED_SECONDS, HeldBlocks, KnownReplica, fingerprints, with_model
-from nanovllm.replicas.routing import prefix_aware
+from nanovllm.serving.replicas.routing import prefix_aware
 
 HASHES = PromptHashes(range(100), 16, hash_seed="model")
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm.model.added_tokens import added_tokens_option
+from nanovllm.models.added_tokens import added_tokens_option
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_key_within_something_else_is_not_taken(text, folder):
 
 
 def test_a_file_whose_tokens_are_far_behind_is_left_to_the_library(folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.model.added_tokens._MOST_CHARACTERS", 100)
+    monkeypatch.setattr("nanovllm.models.added_tokens._MOST_CHARACTERS", 100)
     assert added_tokens_option(str(folder)) == {}
 
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.kernels import cpp
-from nanovllm.kernels.cpp import Kernels, load_kernels
-from nanovllm.kernels.processor_classes import VARIABLE, processor_flags, targets
-from nanovllm.model.fast.packed_linears import PackedHead
-from nanovllm.model.quantised import FORMATS, QuantisedLinear
+from nanovllm.fast.kernels import cpp
+from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.processor_classes import VARIABLE, processor_flags, targets
+from nanovllm.models.packed_linears import PackedHead
+from nanovllm.models.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.sanitizer import check_sanitized
 from tests.support.tiny_models import save_tiny
@@ -99,9 +99,9 @@ def test_products_of_bytes_keep_within_their_memory(tmp_path):
     """Builds with AddressSanitizer for each set of instructions, in one process of their own."""
     script = f"""
         import torch
-        from nanovllm.kernels import cpp
-        from nanovllm.model.fast.packed_linears import PackedLinear
-        from nanovllm.model.quantised import FORMATS, QuantisedLinear
+        from nanovllm.fast.kernels import cpp
+        from nanovllm.models.packed_linears import PackedLinear
+        from nanovllm.models.quantised import FORMATS, QuantisedLinear
         from tests.support.quantised import random_blocks
 
         flags = (*cpp.FLAGS, "-fsanitize=address", "-O0")

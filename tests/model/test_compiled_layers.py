@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
-from nanovllm.model.fast.compiled_layers import compile_calls
-from nanovllm.model.fast.joined_sums import join_last_sum
+import nanovllm.fast.kernels.skinny_linear  # noqa: F401  registers the operators
+from nanovllm.fast.layers.compiled_layers import compile_calls
+from nanovllm.fast.layers.joined_sums import join_last_sum
 
 ops = torch.ops.nanovllm
 ROWS, DEPTH, OUTPUTS = 20, 8, 8  # more rows than have a kernel of their own, which needs a GPU

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.core.errors import NotFusedError
-from nanovllm.model.building import build_binding
-from nanovllm.model.fast.decoder_block import Parts, describe_blocks, model_parts
+from nanovllm.errors import NotFusedError
+from nanovllm.fast.layers.decoder_block import Parts, describe_blocks, model_parts
+from nanovllm.features.composition.binding import build_binding
 from tests.support.other_models import small
 from tests.support.tiny_models import tiny_model
 

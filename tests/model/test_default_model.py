@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm.model.default_model import cache_root, ensure_default_model
+from nanovllm.models.default_model import cache_root, ensure_default_model
 from tests.support.default_model_wheels import REPOSITORY, offer_tiny_wheel, withdraw_wheel
 
 
@@ -138,7 +138,7 @@ def test_the_wheel_is_neither_installed_nor_imported() -> None:
 
 def test_importing_the_module_loads_no_heavy_package() -> None:
     heavy = "{'torch', 'transformers', 'tokenizers', 'safetensors', 'gguf', 'numpy'}"
-    code = f"import sys, nanovllm.model.default_model; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, nanovllm.models.default_model; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 

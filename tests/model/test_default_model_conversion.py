@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from tests.support.default_model_wheels import (
     HEAD_DIM,
     HEADS,

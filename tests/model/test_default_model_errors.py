@@ -19,8 +19,8 @@ import psutil
 import pytest
 import safetensors
 
-from nanovllm.model import default_model
-from nanovllm.model.default_model import DefaultModelError, cache_root, ensure_default_model
+from nanovllm.models import default_model
+from nanovllm.models.default_model import DefaultModelError, cache_root, ensure_default_model
 from tests.support.default_model_wheels import (
     REPOSITORY,
     assert_complete,
@@ -30,7 +30,7 @@ from tests.support.default_model_wheels import (
 )
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
-CHILD = "import sys; from nanovllm.model import default_model as d; d._WHEEL_SHA256 = sys.argv[1]; "
+CHILD = "import sys; from nanovllm.models import default_model as d; d._WHEEL_SHA256 = sys.argv[1]; "
 
 
 def start_child(code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.core.errors import NotFusedError
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import dense_layer, layer_stack
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast import kernel_layers
-from nanovllm.model.fast.dense_layers import DenseLayer, dense_layer_compilations
-from nanovllm.model.fast.distances import rewriting
-from nanovllm.model.fast.kernel_layers import KernelLayer
-from nanovllm.model.fast.stacked_layers import unstack_layers
+from nanovllm.errors import NotFusedError
+from nanovllm.fast.kernels import dense_layer, layer_stack
+from nanovllm.fast.layers import kernel_layers
+from nanovllm.fast.layers.dense_layers import DenseLayer, dense_layer_compilations
+from nanovllm.fast.layers.distances import rewriting
+from nanovllm.fast.layers.kernel_layers import KernelLayer
+from nanovllm.fast.layers.stacked_layers import unstack_layers
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_dense import ReferenceDense
 from tests.support.reference_parts import PARTS

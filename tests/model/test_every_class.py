@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.model.unsupported import REASONS
+from nanovllm.features.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED
 from tests.support.llms import check_engine

@@ -10,11 +10,11 @@ import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.backends import AttentionChoice
-from nanovllm.core.config import EngineConfig
-from nanovllm.kernels.cpp import load_kernels
-from nanovllm.model import experts
-from nanovllm.model.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured
+from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.kernels.cpp import load_kernels
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models import experts
+from nanovllm.models.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_classes import HIDDEN_SIZE, VOCAB_SIZE, tiny_class_model
 

@@ -15,14 +15,14 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nanovllm.kernels import few_experts, normed_linear
-from nanovllm.kernels.few_experts import Router
-from nanovllm.model import experts
-from nanovllm.model.fast.few_experts import join_experts
-from nanovllm.model.fast.joined_sums import join_last_sum
-from nanovllm.model.fast.merged_linears import merging
-from nanovllm.model.fast.normed_linears import join_norms
-from nanovllm.process.device import find_kernel, own_code
+from nanovllm.device import find_kernel, own_code
+from nanovllm.fast.kernels import few_experts, normed_linear
+from nanovllm.fast.kernels.few_experts import Router
+from nanovllm.fast.layers.few_experts import join_experts
+from nanovllm.fast.layers.joined_sums import join_last_sum
+from nanovllm.fast.layers.merged_linears import merging
+from nanovllm.fast.layers.normed_linears import join_norms
+from nanovllm.models import experts
 from tests.support.tiny_classes import tiny_class_model
 
 OPERATORS = "operators of experts, traced"  # an experts implementation

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.model import fingerprint
-from nanovllm.model.fingerprint import model_digest
-from nanovllm.model.loader import load_weights
-from nanovllm.model.quantised import QuantisedLinear
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models import fingerprint
+from nanovllm.models.fingerprint import model_digest
+from nanovllm.models.loader import load_weights
+from nanovllm.models.quantised import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.execution.capturable import splits_head
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.building import build_binding
-from nanovllm.model.forward import ForwardPasses
-from nanovllm.model.patches import AttributePatches
-from nanovllm.model.probe import PassProbe
+from nanovllm.fast.gpu.capturable import splits_head
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.features.forward_passes import ForwardPasses
+from nanovllm.model import ModelBinding
+from nanovllm.patches import AttributePatches
+from nanovllm.probe import PassProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, favour_next_tokens, tiny_model

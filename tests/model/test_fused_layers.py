@@ -23,14 +23,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.operator import STEP_HANDLE
-from nanovllm.core.errors import NotFusedError
-from nanovllm.kernels.cpp import Kernels, load_kernels
-from nanovllm.kernels.packed_product import can_pack
-from nanovllm.model.fast import direct_pass, fused_layers
-from nanovllm.model.fast.distances import TOLERANCE
-from nanovllm.model.fast.fused_layers import FusedStack
-from nanovllm.model.fast.packed_linears import PackedLinear
+from nanovllm.attention import STEP_HANDLE
+from nanovllm.errors import NotFusedError
+from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.packed_product import can_pack
+from nanovllm.fast.layers import direct_pass, fused_layers
+from nanovllm.fast.layers.distances import TOLERANCE
+from nanovllm.fast.layers.fused_layers import FusedStack
+from nanovllm.models.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen

@@ -11,8 +11,8 @@ import torch
 from gguf.quants import dequantize
 
 from nanovllm import LLM
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.gguf.file import GGUFFile
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.models.gguf.file import GGUFFile
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.tiny_gguf import row_order, write_gguf
 from tests.support.tiny_models import tiny_model

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, ModelLoadError, UnsupportedModelError
-from nanovllm.core.config import EngineConfig
-from nanovllm.model.gguf import loading
-from nanovllm.model.gguf.config import generation_defaults
-from nanovllm.model.gguf.file import GGUFFile
-from nanovllm.model.gguf.tokenizer import build_tokenizer
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.gguf import loading
+from nanovllm.models.gguf.config import generation_defaults
+from nanovllm.models.gguf.file import GGUFFile
+from nanovllm.models.gguf.tokenizer import build_tokenizer
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 

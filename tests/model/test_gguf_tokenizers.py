@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from nanovllm.model.gguf.config import generation_defaults
-from nanovllm.model.gguf.file import GGUFFile
-from nanovllm.model.gguf.tokenizer import build_tokenizer
+from nanovllm.models.gguf.config import generation_defaults
+from nanovllm.models.gguf.file import GGUFFile
+from nanovllm.models.gguf.tokenizer import build_tokenizer
 from tests.support.tiny_gguf import add_tokenizer
 from tests.support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
 
@@ -75,7 +75,7 @@ def test_splittings_are_those_of_transformers_reading_of_the_file(tmp_path, pre)
 
 
 def test_qwens_splitting_is_that_of_its_own_tokenizer():
-    from nanovllm.model.gguf import tokenizer
+    from nanovllm.models.gguf import tokenizer
 
     ours, theirs = (
         pre_tokenizers.Split(Regex(pattern), behavior="isolated")

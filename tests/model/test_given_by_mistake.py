@@ -9,11 +9,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.core.option_checks import utf8
-from nanovllm.model.gguf.config import read_config
-from nanovllm.model.gguf.file import GGUFFile
-from nanovllm.model.source import find_tokenizer
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.features.option_checks import utf8
+from nanovllm.models.gguf.config import read_config
+from nanovllm.models.gguf.file import GGUFFile
+from nanovllm.models.source import find_tokenizer
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 

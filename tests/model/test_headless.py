@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from nanovllm import LLM, BeamSearchParams, EmbeddingParams, SamplingParams
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.execution import rehearsal
-from nanovllm.model import loader
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.fast.gpu import rehearsal
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models import loader
 from tests.support import async_llms
 from tests.support.async_llms import bounded
 from tests.support.llms import assert_idle_and_whole

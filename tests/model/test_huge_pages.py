@@ -12,11 +12,11 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.build import _free_threads
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.memory import memory_for_cache
-from nanovllm.kernels.packed_product import PackedProduct, pack, packed_bytes
-from nanovllm.process import huge_pages
-from nanovllm.process.huge_pages import HugePages
+from nanovllm.fast.gpu.memory import memory_for_cache
+from nanovllm.fast.host import huge_pages
+from nanovllm.fast.host.huge_pages import HugePages
+from nanovllm.fast.kernels.packed_product import PackedProduct, pack, packed_bytes
+from nanovllm.features.engine_config import EngineConfig
 from tests.support.tiny_models import save_tiny
 
 HUGE_PAGE = 2**21

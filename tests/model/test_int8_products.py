@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpp import Kernels, load_kernels
-from nanovllm.kernels.packed_product import PackedProduct
-from nanovllm.kernels.processor_classes import processor_flags, targets
-from nanovllm.model.fast.packed_linears import PackedHead, PackedLinear
-from nanovllm.model.quantised import QuantisedLinear
+from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.packed_product import PackedProduct
+from nanovllm.fast.kernels.processor_classes import processor_flags, targets
+from nanovllm.models.packed_linears import PackedHead, PackedLinear
+from nanovllm.models.quantised import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_models import random_prompts, save_tiny
 

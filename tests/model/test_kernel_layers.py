@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import layer_stack
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast import kernel_layers
-from nanovllm.model.fast.kernel_layers import KernelLayer
-from nanovllm.model.fast.stacked_layers import unstack_layers
+from nanovllm.fast.kernels import layer_stack
+from nanovllm.fast.layers import kernel_layers
+from nanovllm.fast.layers.kernel_layers import KernelLayer
+from nanovllm.fast.layers.stacked_layers import unstack_layers
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
 from tests.support.reference_parts import PARTS
 from tests.support.reference_stack import ReferenceStack

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from nanovllm import LLM, EngineConfig, ModelLoadError, SamplingParams, UnsupportedModelError
-from nanovllm.model.loader import load_tokenizer
+from nanovllm.models.loader import load_tokenizer
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
@@ -297,7 +297,7 @@ def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
         seen.append(options)
         return PreTrainedConfig()
 
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+    monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.setattr(AutoConfig, "from_pretrained", note_config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
     refusal("somebody/some-model", revision="v2", trust_remote_code=True)
@@ -312,7 +312,7 @@ def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, m
         seen.append(options)
         raise OSError("that is all")
 
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+    monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
     assert "that is all" in refusal(saved, tokenizer="somebody/some-tokenizer")
     assert seen[0] == {"trust_remote_code": False, "local_files_only": False}

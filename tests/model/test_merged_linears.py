@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.model.fast.merged_linears import MergedLinear, MergedPart, merging
+from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, merging
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 

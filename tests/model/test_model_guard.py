@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
-from nanovllm.model.building import build_binding
+from nanovllm.features.composition.binding import build_binding
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, tiny_model, widen

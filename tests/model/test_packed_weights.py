@@ -15,9 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from nanovllm import LLM
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.kernels.packed_product import LANES, PANEL, can_pack, pack
-from nanovllm.model.fast.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.fast.kernels.packed_product import LANES, PANEL, can_pack, pack
+from nanovllm.models.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -189,8 +189,8 @@ def test_a_linear_layer_with_a_forward_of_its_own_keeps_it():
 ALONE = """
 import ctypes
 import torch
-from nanovllm.kernels.cpp import load_kernels
-from nanovllm.kernels.packed_product import ProductStruct, pack
+from nanovllm.fast.kernels.cpp import load_kernels
+from nanovllm.fast.kernels.packed_product import ProductStruct, pack
 
 kernels = load_kernels(torch.float32, 16, 1)
 for num_outputs, depth, num_threads in ((32 * 7, 40, 4), (32 * 70_000, 2, 1)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm import LLM, UnsupportedModelError
-from nanovllm.model.binding import ModelBinding
+from nanovllm.model import ModelBinding
 from tests.support.class_cases import own_answers
 from tests.support.llms import GREEDY, generate, token_ids
 from tests.support.tiny_classes import tiny_class_model
@@ -27,7 +27,7 @@ def test_a_model_that_needs_a_part_is_refused_by_name(class_name, reason):
 
 @pytest.mark.parametrize("class_name", ["LlamaForCausalLM", "MixtralForCausalLM"])
 def test_a_plain_model_answers_as_it_does_itself(class_name, monkeypatch):
-    monkeypatch.setattr("nanovllm.model.building.build_binding", ModelBinding)
+    monkeypatch.setattr("nanovllm.features.composition.binding.build_binding", ModelBinding)
     model = tiny_class_model(class_name)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     with LLM(model, attention_backend="sdpa", enforce_eager=True, max_model_len=64, num_kv_blocks=16) as llm:

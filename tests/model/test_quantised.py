@@ -9,9 +9,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
 
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model import kept_weights
-from nanovllm.model.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.models import kept_weights
+from nanovllm.models.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
 
 GGUF_KINDS = [kind for kind in FORMATS if kind != "int8"]

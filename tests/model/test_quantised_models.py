@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model import loader, quantising
-from nanovllm.model.quantised import QuantisedEmbedding, QuantisedLinear, quantise
-from nanovllm.model.quantising import quantise_model
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models import loader, quantising
+from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.models.quantising import quantise_model
 from tests.support.cpu_answers import OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.replicas import completions
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model

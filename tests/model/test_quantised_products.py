@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.kernels import cpp
-from nanovllm.kernels.cpp import Kernels, load_kernels
-from nanovllm.kernels.packed_product import PackedProduct, can_pack
-from nanovllm.kernels.processor_classes import targets
-from nanovllm.model.fast.packed_linears import PackedHead, PackedLinear, pack_linear_layers
-from nanovllm.model.quantised import FORMATS, QuantisedLinear
+from nanovllm.fast.kernels import cpp
+from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.packed_product import PackedProduct, can_pack
+from nanovllm.fast.kernels.processor_classes import targets
+from nanovllm.models.packed_linears import PackedHead, PackedLinear, pack_linear_layers
+from nanovllm.models.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import Gemma3nForCausalLM, Gemma4ForCausalLM, MixtralForCausalLM
 
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.rank_guard import RankGuard
-from nanovllm.model.sharding import plan_shards, shard_model
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.features.ranks.sharding import plan_shards, shard_model
+from nanovllm.models.rank_guard import RankGuard
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_classes import tiny_class_model, tiny_config
 from tests.support.tiny_models import tiny_model

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.operator import AttentionStep
-from nanovllm.execution.capturable import splits_head
-from nanovllm.fast.layers import FastLayers
-from nanovllm.model.building import build_binding
-from nanovllm.model.fast.rotary_attention import RotaryAttention
-from nanovllm.model.sharding import shard_model
+from nanovllm.attention import AttentionStep
+from nanovllm.fast.gpu.capturable import splits_head
+from nanovllm.fast.layers.rotary_attention import RotaryAttention
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.features.ranks.sharding import shard_model
 from tests.support.dense_rotary import dense_rotate
 from tests.support.other_models import small
 from tests.support.ranks import run_on_ranks
@@ -41,7 +41,7 @@ class DenseCausal:
 @pytest.fixture
 def fuse(monkeypatch):
     kernels = threading.local()  # of each rank, which is a thread
-    monkeypatch.setattr("nanovllm.fast.layers.find_kernel", lambda file, name: kernels.own)
+    monkeypatch.setattr("nanovllm.fast.replaced_layers.find_kernel", lambda file, name: kernels.own)
 
     def fused(model, *, kernel=dense_rotate, **sharded):
         kernels.own = kernel

@@ -19,8 +19,8 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.model.sharding import plan_shards, shard_model
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.features.ranks.sharding import plan_shards, shard_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import tiny_model, widen
 

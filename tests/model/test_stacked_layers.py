@@ -15,12 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForC
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from nanovllm.core.errors import NotFusedError
-from nanovllm.fast.layers import FastLayers
-from nanovllm.kernels import layer_stack
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast.layer_equations import RECORDING_NAME
-from nanovllm.model.fast.stacked_layers import StackedLayers
+from nanovllm.errors import NotFusedError
+from nanovllm.fast.kernels import layer_stack
+from nanovllm.fast.layers.layer_equations import RECORDING_NAME
+from nanovllm.fast.layers.stacked_layers import StackedLayers
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_stack import ReferenceStack
 from tests.support.scaled_parts import PLACES, scale_part

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpp_states import StateKernels, load_state_kernels
-from nanovllm.kernels.processor_classes import VARIABLE, targets
-from nanovllm.kernels.state_checks import first_wrong
-from nanovllm.model import state_kernels
+from nanovllm.fast.kernels.cpp_states import StateKernels, load_state_kernels
+from nanovllm.fast.kernels.processor_classes import VARIABLE, targets
+from nanovllm.fast.kernels.state_checks import first_wrong
+from nanovllm.features.states import state_kernels
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from nanovllm.replicas.channel import Channel
+from nanovllm.serving.replicas.channel import Channel
 
 
 def pair():

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.server import app
-from nanovllm.server.engine_process import EngineProcessLLM, front_door
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server import app
+from nanovllm.serving.server.engine_process import EngineProcessLLM, front_door
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import bounded
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
 from tests.support.serving import Serving, comes_true, serving

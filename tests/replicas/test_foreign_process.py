@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nanovllm.replicas.foreign_process import ForeignProcess
+from nanovllm.serving.replicas.foreign_process import ForeignProcess
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.features import REPLICAS, TENSOR_PARALLEL
+from nanovllm.features.refusals import REPLICAS, TENSOR_PARALLEL
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import random_prompts, tiny_model
 

@@ -11,14 +11,14 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.build import build_engine
-from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import OnStep
-from nanovllm.replicas import engine_process, fleet
-from nanovllm.replicas.engine_process import Intake, Reporter
-from nanovllm.replicas.fleet import Fleet
-from nanovllm.replicas.messages import Add, Died, SentRequest
-from nanovllm.server.engine_process import EngineProcessLLM
-from nanovllm.streaming.engine_thread import EngineThread
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas import engine_process, fleet
+from nanovllm.serving.replicas.engine_process import Intake, Reporter
+from nanovllm.serving.replicas.fleet import Fleet
+from nanovllm.serving.replicas.messages import Add, Died, SentRequest
+from nanovllm.serving.server.engine_process import EngineProcessLLM
+from nanovllm.serving.streaming.engine_thread import EngineThread
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
 from tests.support.serving import serving
 from tests.support.tiny_models import random_prompts

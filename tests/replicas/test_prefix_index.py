@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from nanovllm.core.block_hashes import PromptHashes, digest, root_hash
-from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findable
+from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents, Findable
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
-from nanovllm.replicas.routing import prefix_aware
+from nanovllm.prefixes import PromptHashes, digest, root_hash
+from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
+from nanovllm.serving.replicas.routing import prefix_aware
 from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, make_sequence, release
 from tests.support.scheduling import Loop, make_scheduler
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, QueueFullError, SamplingParams, TraceWriter
-from nanovllm.core.features import REFUSALS, REPLICAS, TENSOR_PARALLEL
-from nanovllm.requests import scores
+from nanovllm.features.refusals import REFUSALS, REPLICAS, TENSOR_PARALLEL
+from nanovllm.features.scoring import scores
 from tests.support.async_llms import collect
 from tests.support.features import public_names, refusals
 from tests.support.replicas import completions, tiny_folder

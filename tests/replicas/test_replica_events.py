@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.observability.kv_events import as_number
+from nanovllm.features.kv_events.kv_events import as_number
 from tests.support.replicas import REPLICAS, kill, tiny_folder, wait_until
 from tests.support.tiny_models import random_prompts
 

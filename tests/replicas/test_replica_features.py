@@ -10,13 +10,13 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
-from nanovllm.core.config import ROUTING_POLICIES
-from nanovllm.core.features import RAY, REFUSALS, REPLICAS, check_options
-from nanovllm.replicas import opening, replica
-from nanovllm.replicas.engine_process import replica_options
-from nanovllm.replicas.messages import check_params
-from nanovllm.replicas.routing import POLICIES
+from nanovllm.features.engine_config import ROUTING_POLICIES
+from nanovllm.features.refusals import RAY, REFUSALS, REPLICAS, check_options
 from nanovllm.scheduler import WaitingQueue
+from nanovllm.serving.replicas import opening, replica
+from nanovllm.serving.replicas.engine_process import replica_options
+from nanovllm.serving.replicas.messages import check_params
+from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
 from tests.support.features import public_names, refusals
 from tests.support.mock_drafts import KnownAnswers

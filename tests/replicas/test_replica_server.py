@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nanovllm import OutputKind, SamplingParams
-from nanovllm.requests import scores
+from nanovllm.features.scoring import scores
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
 from tests.support.serving import comes_true, raw_stream, serving

@@ -9,12 +9,12 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.build import build_engine
-from nanovllm.core.outputs import OutputKind
-from nanovllm.core.sequence import NewRequest
-from nanovllm.replicas.engine_process import Intake, Reporter
-from nanovllm.replicas.messages import Abort, Add, SentRequest
-from nanovllm.requests.grammar import compiler
-from nanovllm.streaming.engine_thread import EngineThread
+from nanovllm.features.grammar import compiler
+from nanovllm.outputs import OutputKind
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas.engine_process import Intake, Reporter
+from nanovllm.serving.replicas.messages import Abort, Add, SentRequest
+from nanovllm.serving.streaming.engine_thread import EngineThread
 from tests.support.replicas import OPTIONS, REPLICAS, completions, kill
 from tests.support.structured import EOS, FORMS, check_text, form
 from tests.support.tiny_models import random_prompts, save_tiny

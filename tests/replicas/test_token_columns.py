@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.core.engine_stats import EngineStats
-from nanovllm.core.outputs import OutputKind, RequestOutput
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.replicas.messages import Report, SentOutput, decode_from_engine, encode
-from nanovllm.replicas.pool_request import PoolRequest
-from nanovllm.replicas.token_columns import TokenSender
-from nanovllm.requests.output_processor import Request, TokenTimes, deliver
+from nanovllm.features.engine_stats import EngineStats
+from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.responses import Request, TokenTimes, deliver
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas.messages import Report, SentOutput, decode_from_engine, encode
+from nanovllm.serving.replicas.pool_request import PoolRequest
+from nanovllm.serving.replicas.token_columns import TokenSender
 from tests.support.tiny_models import tiny_tokenizer
 
 NUM_REQUESTS = 4

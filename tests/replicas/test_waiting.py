@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.replicas.messages import SentCompletion, SentOutput, metric_values
-from nanovllm.replicas.pool_request import MAX_DEATHS, PoolRequest
-from nanovllm.replicas.waiting import WaitingRequests, may_have_run
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.replicas.messages import SentCompletion, SentOutput, metric_values
+from nanovllm.serving.replicas.pool_request import MAX_DEATHS, PoolRequest
+from nanovllm.serving.replicas.waiting import WaitingRequests, may_have_run
 
 
 def pool_request(name, *, num_deaths=0, placement=0, priority=0, client="", **params):

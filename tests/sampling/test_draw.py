@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.head_extras import DrawExtras, draw_extras
-from nanovllm.sampling import fast_draws
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.fast_draws import fast_sampler, keep_likely
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
+from nanovllm.batch import NON_FINITE
+from nanovllm.fast import fast_draws
+from nanovllm.fast.fast_draws import fast_sampler, keep_likely
+from nanovllm.fast.gpu.head_extras import DrawExtras, draw_extras
+from nanovllm.sampler import FILTERED_AT_ONCE, FILTERS, DrawInputs, DrawTensors, draw, keep_likely_by_sort
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.nuclei import nuclei_that_end_exactly
 
 CPU = torch.device("cpu")

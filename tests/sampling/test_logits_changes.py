@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from nanovllm import LLM, ErrorKind, SamplingParams
-from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.requests.pieces import spellings_of
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.features.intake.pieces import spellings_of
+from nanovllm.features.logprobs.logprobs import StepLogprobs
+from nanovllm.features.penalties.penalties import LatestTokens, change_logits
+from nanovllm.features.request_options import RequestOptions
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer

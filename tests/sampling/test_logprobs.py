@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
-from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
+from nanovllm.features.logprobs.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
 from tests.support.llms import check_engine
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
@@ -281,7 +281,7 @@ def test_an_engine_without_further_options_draws_the_same_tokens_and_refuses_the
     plain, asking = SamplingParams(max_tokens=3, top_p=0.9, seed=1), SamplingParams(max_tokens=3, logprobs=1)
     with open_llm() as llm:
         [expected] = generate(llm, [[5, 6]], plain)
-    monkeypatch.setitem(sys.modules, "nanovllm.sampling.request_options", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.request_options", None)
     with open_llm() as llm:
         [drawn] = generate(llm, [[5, 6]], plain)
         with pytest.raises(StepError, match="has options besides temperature and filters"):

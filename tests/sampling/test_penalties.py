@@ -11,8 +11,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.sampling.penalties import LatestTokens, change_logits, penalty_entries, write_tokens
+from nanovllm.features.penalties.penalties import LatestTokens, change_logits, penalty_entries, write_tokens
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
 POOLS: dict[str, dict[str, Any]] = {

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from nanovllm import SamplingParams
-from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
-from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.fast_draws import best_on_cpu, draw_on_cpu, fast_sampler
-from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
-from nanovllm.sampling.filters import masses
-from nanovllm.sampling.logprobs import Measured, StepLogprobs
-from nanovllm.sampling.noise import noise_keys
-from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.batch import NON_FINITE
+from nanovllm.fast.fast_draws import best_on_cpu, draw_on_cpu, fast_sampler
+from nanovllm.fast.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
+from nanovllm.features.logprobs.logprobs import Measured, StepLogprobs
+from nanovllm.features.penalties.penalties import LatestTokens
+from nanovllm.features.request_options import RequestOptions
+from nanovllm.sampler import FILTERS as FILTER_STAGES
+from nanovllm.sampler import DrawInputs, masses, noise_keys
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.nuclei import nuclei_that_end_exactly
 
 FILTERS: list[dict[str, float]] = [

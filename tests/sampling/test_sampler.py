@@ -17,13 +17,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm.core.batch import NON_FINITE
-from nanovllm.core.sampling_params import SamplingParams, mix64, sample_seeds
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.sampling.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
-from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
-from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
-from nanovllm.sampling.request_options import RequestOptions
+from nanovllm.batch import NON_FINITE
+from nanovllm.fast.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
+from nanovllm.features.request_options import RequestOptions
+from nanovllm.sampler import FILTERS as FILTER_STAGES
+from nanovllm.sampler import gumbel_noise, noise_keys, token_counters
+from nanovllm.sampling_params import SamplingParams, mix64, sample_seeds
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value, temperature_p_value
 from tests.support.nuclei import nuclei_that_end_exactly
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.cpp_sampling import load_row_kernels
-from nanovllm.sampling.structured import keep_bits
+from nanovllm.fast.kernels.cpp_sampling import load_row_kernels
+from nanovllm.features.token_masks import keep_bits
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from nanovllm.server.listening import allow_restart, bind
+from nanovllm.serving.server.listening import allow_restart, bind
 
 
 def port_of(listeners: list[socket.socket]) -> int:

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
-from nanovllm.core.engine_stats import CacheGroupStats
-from nanovllm.core.errors import EngineClosedError, EngineDeadError
+from nanovllm.errors import EngineClosedError, EngineDeadError
+from nanovllm.features.engine_stats import CacheGroupStats
+from nanovllm.features.speculation import costs
 from nanovllm.observability.step_records import RECENT_STEPS
-from nanovllm.server.live import live_feed
-from nanovllm.server.live.engine_snapshot import (
+from nanovllm.serving.server.live import live_feed
+from nanovllm.serving.server.live.engine_snapshot import (
     MAX_CELLS,
     MAX_ROWS,
     REQUEST_VALUES,
@@ -35,9 +36,8 @@ from nanovllm.server.live.engine_snapshot import (
     take_snapshot,
     with_queue_positions,
 )
-from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
-from nanovllm.server.live.live_view import live_page
-from nanovllm.speculation import costs
+from nanovllm.serving.server.live.live_feed import MAX_WATCHERS, LiveFeed
+from nanovllm.serving.server.live.live_view import live_page
 from tests.engine.blocks import SIZE, A, B, computed, make_manager, make_sequence, release
 from tests.support.async_llms import OPTIONS, bounded, in_engine_steps
 from tests.support.scheduling import make_scheduler

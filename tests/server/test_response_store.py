@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.response_store import ResponseStore, StoredConversation, size_of
+from nanovllm.serving.server.errors import ApiError
+from nanovllm.serving.server.openai.response_store import ResponseStore, StoredConversation, size_of
 from tests.support.serving import serving
 
 ASK = {"temperature": 0, "max_output_tokens": 6}

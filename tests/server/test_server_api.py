@@ -13,10 +13,10 @@ import pytest
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.core.outputs import CompletionOutput
-from nanovllm.server.openai.completions import CompletionJob
-from nanovllm.server.openai.generation import finish_reasons
-from nanovllm.server.token_text import TokenText
+from nanovllm.outputs import CompletionOutput
+from nanovllm.serving.server.openai.completions import CompletionJob
+from nanovllm.serving.server.openai.generation import finish_reasons
+from nanovllm.serving.server.token_text import TokenText
 from tests.support.async_llms import bounded, offline
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.server import body_limits
-from nanovllm.server.errors import ApiError
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server import body_limits
+from nanovllm.serving.server.errors import ApiError
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
 from tests.support.serving import Serving, serving
 from tests.support.tiny_models import tiny_model
@@ -101,7 +101,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monke
     def loads(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was parsed")
 
-    monkeypatch.setattr("nanovllm.server.body_limits.json", SimpleNamespace(loads=loads))
+    monkeypatch.setattr("nanovllm.serving.server.body_limits.json", SimpleNamespace(loads=loads))
     status, error = post_error(running, path, body)
     assert (status, error["code"]) == (400, "too_many_values")
     assert "max_body_items" in error["message"] or "max_prompts" in error["message"]

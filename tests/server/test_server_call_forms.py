@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm.server.answers.answer_format import AnswerFormat
-from nanovllm.server.answers.call_formats import FORMATS
-from nanovllm.server.answers.tool_calls import ToolStream
-from nanovllm.server.openai.responses_items import is_json
+from nanovllm.serving.server.answers.answer_format import AnswerFormat
+from nanovllm.serving.server.answers.call_formats import FORMATS
+from nanovllm.serving.server.answers.tool_calls import ToolStream
+from nanovllm.serving.server.openai.responses_items import is_json
 
 TEXT = {"type": "string"}
 TOOLS: dict[str, Any] = {

@@ -11,11 +11,11 @@ import jsonschema
 import llguidance
 import pytest
 
-from nanovllm.requests.grammar.ascii_classes import ascii_regex
-from nanovllm.server.answers.grammar import AnswerConstraints
-from nanovllm.server.answers.rules import Rules
-from nanovllm.server.answers.string_formats import FORMATS
-from nanovllm.server.answers.text_values import text_value
+from nanovllm.features.grammar.ascii_classes import ascii_regex
+from nanovllm.serving.server.answers.grammar import AnswerConstraints
+from nanovllm.serving.server.answers.rules import Rules
+from nanovllm.serving.server.answers.string_formats import FORMATS
+from nanovllm.serving.server.answers.text_values import text_value
 from tests.support.answer_grammars import Setting, setting_of
 
 TAGGED = [(name, as_tokens) for name in ("qwen_xml", "seed", "glm") for as_tokens in (True, False)]

@@ -13,9 +13,9 @@ import pytest
 from nanovllm import EngineConfig
 from nanovllm.cli import serve as command
 from nanovllm.cli.main import main
-from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.server import preparing
-from nanovllm.server.settings import ServerSettings
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.serving.server import preparing
+from nanovllm.serving.server.settings import ServerSettings
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def served(monkeypatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return 0
 
-    monkeypatch.setattr("nanovllm.server.app.serve", serve)
-    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", serve)
+    monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
+    monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     return calls
 

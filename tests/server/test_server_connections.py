@@ -13,8 +13,8 @@ from typing import Any
 import h11
 import pytest
 
-from nanovllm.server import connections, places
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server import connections, places
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import slow_steps
 from tests.support.serving import Serving, comes_true, serving
 
@@ -26,7 +26,7 @@ HASTY = {"header_timeout": 0.3, "body_timeout": 0.3}
 @pytest.fixture(params=["httptools", "h11"])
 def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     chosen = functools.partial(connections.protocol_class, name=request.param)
-    monkeypatch.setattr("nanovllm.server.app.protocol_class", chosen)
+    monkeypatch.setattr("nanovllm.serving.server.app.protocol_class", chosen)
     return request.param
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
+from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from tests.support.serving import serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "guide" / "server.md"
@@ -51,8 +51,8 @@ def test_the_configuration_file_is_one(monkeypatch, tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text(text.replace("/etc/nanovllm", str(tmp_path)))
     calls = []
-    monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
-    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
     assert main(["serve", "--config", str(file)]) == 0
     ((model, _, settings, engine, _),) = calls
     written = tomllib.loads(file.read_text())

@@ -12,9 +12,9 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
-from nanovllm.requests import scores
-from nanovllm.server.ollama import catalogue
-from nanovllm.server.openai import embeddings as embedding_endpoints
+from nanovllm.features.scoring import scores
+from nanovllm.serving.server.ollama import catalogue
+from nanovllm.serving.server.openai import embeddings as embedding_endpoints
 from tests.support.async_llms import offline
 from tests.support.serving import Serving, comes_true, serving
 from tests.support.tiny_models import random_prompts

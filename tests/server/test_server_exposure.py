@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.server.hosts import log_exposure
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.hosts import log_exposure
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import serving
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
@@ -19,7 +19,7 @@ PATHS = ("/", "/health", "/metrics", "/v1/models", "/nowhere", "/ui/events", "/o
 
 def test_a_port_in_use_is_an_error_before_a_model_is_loaded(monkeypatch, capsys):
     loaded = []
-    monkeypatch.setattr("nanovllm.server.app.AsyncLLM", lambda *_, **__: loaded.append(1) or 1 / 0)
+    monkeypatch.setattr("nanovllm.serving.server.app.AsyncLLM", lambda *_, **__: loaded.append(1) or 1 / 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) != 0

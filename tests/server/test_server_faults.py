@@ -22,11 +22,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
 from nanovllm.cli.main import main
-from nanovllm.core.errors import DeviceError
+from nanovllm.errors import DeviceError
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.intake.intake import checkpoint
 from nanovllm.model_runner import ModelRunner
-from nanovllm.requests.intake import checkpoint
 from tests.support.async_llms import bounded, in_engine_steps, offline
 from tests.support.forked_processes import programs_are_forked
 from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving

@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from nanovllm.server.openai import neutral
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.openai import neutral
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import MODEL, Serving, serving
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from nanovllm.server.app import create_app
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.app import create_app
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.structured import model
 

@@ -10,12 +10,12 @@ import jsonschema
 import llguidance
 import pytest
 
-from nanovllm.core.structured_output import StructuredOutput
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.server.answers.grammar import AnswerConstraints, build_form
-from nanovllm.server.answers.reasoning import REASONING_FORMATS
-from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.forms import named_error
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.structured_output import StructuredOutput
+from nanovllm.serving.server.answers.grammar import AnswerConstraints, build_form
+from nanovllm.serving.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.serving.server.errors import ApiError
+from nanovllm.serving.server.openai.forms import named_error
 from tests.support.answer_grammars import setting_of
 
 WEATHER = {

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.step_records import OnStep
-from nanovllm.process.gc_control import OldObjectsFrozen
-from nanovllm.server import app
-from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server import app
+from nanovllm.serving.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS, slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving

@@ -13,11 +13,11 @@ import openai.types.responses.response_create_params
 import pytest
 from anthropic.types.beta import message_create_params
 
-from nanovllm.requests.plain_messages import plain_messages
-from nanovllm.server import hints
-from nanovllm.server.anthropic.protocol import AssistantMessage, MessagesRequest, OtherBlock, Tool
-from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
+from nanovllm.features.chat.plain_messages import plain_messages
+from nanovllm.serving.server import hints
+from nanovllm.serving.server.anthropic.protocol import AssistantMessage, MessagesRequest, OtherBlock, Tool
+from nanovllm.serving.server.openai.protocol import ChatRequest
+from nanovllm.serving.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
 from tests.support.pages import TEXTS, inline_code, tables
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.structured import model

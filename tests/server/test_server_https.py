@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.server.preparing import prepared
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.preparing import prepared
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import serving
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
@@ -85,9 +85,9 @@ def test_other_paths_are_refused(path):
 def test_the_level_of_the_log_is_an_option(monkeypatch, tmp_path):
     levels = []
     monkeypatch.setattr(
-        "nanovllm.server.app.serve", lambda *arguments: levels.append(logging.getLogger("nanovllm").level) or 0
+        "nanovllm.serving.server.app.serve", lambda *arguments: levels.append(logging.getLogger("nanovllm").level) or 0
     )
-    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
+    monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
     before = logging.getLogger().level, logging.getLogger("nanovllm").level
     try:
         assert main(["serve", "--log-level", "warning"]) == main(["serve"]) == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.requests.infill import MARKERS
-from nanovllm.server.openai.infill import INFILL_MIN_P, InfillRequest
-from nanovllm.server.openai.middle_limits import MiddleLimits
+from nanovllm.features.infill.infill import MARKERS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.server.openai.infill import INFILL_MIN_P, InfillRequest
+from nanovllm.serving.server.openai.middle_limits import MiddleLimits
 from tests.support.serving import MODEL, Serving, comes_true, serving
 from tests.support.tiny_models import code_tokenizer, tiny_model
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.server.logs import JsonFormatter
-from nanovllm.server.request_facts import CURRENT, InFlight, RequestFacts
-from nanovllm.server.security import ApiKeys
-from nanovllm.server.settings import ServerSettings
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.server.logs import JsonFormatter
+from nanovllm.serving.server.request_facts import CURRENT, InFlight, RequestFacts
+from nanovllm.serving.server.security import ApiKeys
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
@@ -176,7 +176,7 @@ def spans() -> Any:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from nanovllm.server.spans import SpanWriter
+    from nanovllm.serving.server.spans import SpanWriter
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -207,9 +207,9 @@ def test_a_request_is_a_span_below_the_clients(spans):
 def test_nobody_imports_opentelemetry_unasked_and_without_it_the_option_says_what_to_install():
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None\n"
-        "import nanovllm.server.app\n"
-        "assert 'nanovllm.server.spans' not in sys.modules\n"
-        "try: import nanovllm.server.spans\n"
+        "import nanovllm.serving.server.app\n"
+        "assert 'nanovllm.serving.server.spans' not in sys.modules\n"
+        "try: import nanovllm.serving.server.spans\n"
         "except RuntimeError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from nanovllm.server.metrics import GapHistogram
+from nanovllm.serving.server.metrics import GapHistogram
 from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import comes_true, raw_stream, serving

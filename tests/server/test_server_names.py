@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.server.ollama import catalogue
-from nanovllm.server.ollama.catalogue import ModelFacts, model_facts
-from nanovllm.server.ollama.protocol import ChatBody
-from nanovllm.server.ollama.translation import chat_of
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.serving.server.ollama import catalogue
+from nanovllm.serving.server.ollama.catalogue import ModelFacts, model_facts
+from nanovllm.serving.server.ollama.protocol import ChatBody
+from nanovllm.serving.server.ollama.translation import chat_of
 from tests.support.scripted import ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import code_tokenizer, save_tiny, tiny_model, tiny_tokenizer

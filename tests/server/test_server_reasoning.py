@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from nanovllm.server.answers.answer_format import AnswerFormat, answer_format
-from nanovllm.server.answers.reasoning import REASONING_FORMATS
-from nanovllm.server.answers.template_options import effort_options, known_options, template_variables
-from nanovllm.server.answers.thought_count import num_thought_tokens
-from nanovllm.server.answers.tool_calls import FORMATS
-from nanovllm.server.anthropic.protocol import MessagesRequest
-from nanovllm.server.anthropic.translation import as_chat, renamed
-from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.protocol import ChatRequest
-from nanovllm.server.openai.translated import translated
+from nanovllm.serving.server.answers.answer_format import AnswerFormat, answer_format
+from nanovllm.serving.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.serving.server.answers.template_options import effort_options, known_options, template_variables
+from nanovllm.serving.server.answers.thought_count import num_thought_tokens
+from nanovllm.serving.server.answers.tool_calls import FORMATS
+from nanovllm.serving.server.anthropic.protocol import MessagesRequest
+from nanovllm.serving.server.anthropic.translation import as_chat, renamed
+from nanovllm.serving.server.errors import ApiError
+from nanovllm.serving.server.openai.protocol import ChatRequest
+from nanovllm.serving.server.openai.translated import translated
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.server import recorder as module
-from nanovllm.server.recorder import Recorder, prefix_hashes
-from nanovllm.server.settings import ServerSettings
-from nanovllm.streaming.streams import OutputRouter, Stream
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
+from nanovllm.serving.server import recorder as module
+from nanovllm.serving.server.recorder import Recorder, prefix_hashes
+from nanovllm.serving.server.settings import ServerSettings
+from nanovllm.serving.streaming.streams import OutputRouter, Stream
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.files import read_trace
 from tests.support.async_llms import slow_steps

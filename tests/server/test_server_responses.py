@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from nanovllm import SamplingParams
-from nanovllm.core.errors import EngineDeadError
+from nanovllm.errors import EngineDeadError
 from tests.support.scripted import END, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
 

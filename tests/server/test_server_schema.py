@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from nanovllm.core.sampling_params import MAX_SEED
-from nanovllm.requests import scores
+from nanovllm.features.scoring import scores
+from nanovllm.sampling_params import MAX_SEED
 from tests.support.serving import Serving, serving
 from tests.support.tiny_models import code_tokenizer, tiny_model
 

@@ -14,10 +14,10 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
-from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from nanovllm.server.security import ApiKeys, client_name
-from nanovllm.server.settings import ServerSettings, cache_salt
-from nanovllm.server.state import served_name
+from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from nanovllm.serving.server.security import ApiKeys, client_name
+from nanovllm.serving.server.settings import ServerSettings, cache_salt
+from nanovllm.serving.server.state import served_name
 from tests.support.async_llms import slow_steps
 from tests.support.serving import MODEL, Serving, comes_true, serving
 from tests.support.tiny_models import tiny_tokenizer
@@ -71,7 +71,7 @@ def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
         compared.append((len(one), len(other)))
         return one == other
 
-    monkeypatch.setattr("nanovllm.server.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("nanovllm.serving.server.security.hmac.compare_digest", compare)
     keys = ApiKeys(["a", "a much longer key", "c"])
     keys.check("Bearer a")
     assert compared == [(32, 32)] * 3
@@ -243,7 +243,7 @@ def test_prompts_are_logged_only_with_log_prompts(caplog):
 
 def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
     with serving() as running, running.http() as http:
-        monkeypatch.setattr("nanovllm.server.openai.models._model", lambda state, name: 1 / 0)
+        monkeypatch.setattr("nanovllm.serving.server.openai.models._model", lambda state, name: 1 / 0)
         answer = http.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text

@@ -13,14 +13,14 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
-from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.requests.intake import form_turn
-from nanovllm.server.answers.answer_format import AnswerFormat
-from nanovllm.server.answers.grammar import build_form
-from nanovllm.server.answers.tool_calls import FORMATS
-from nanovllm.server.openai import turn
-from nanovllm.server.openai.forms import constraints_of
-from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.intake.intake import form_turn
+from nanovllm.serving.server.answers.answer_format import AnswerFormat
+from nanovllm.serving.server.answers.grammar import build_form
+from nanovllm.serving.server.answers.tool_calls import FORMATS
+from nanovllm.serving.server.openai import turn
+from nanovllm.serving.server.openai.forms import constraints_of
+from nanovllm.serving.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer

@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from nanovllm.core.outputs import CompletionOutput
-from nanovllm.server.answers.answer_format import AnswerFormat, template_text
-from nanovllm.server.answers.tool_calls import FORMATS, ToolStream, detect_format
-from nanovllm.server.anthropic.messages import EventWriter
-from nanovllm.server.openai.responses_items import Items
+from nanovllm.outputs import CompletionOutput
+from nanovllm.serving.server.answers.answer_format import AnswerFormat, template_text
+from nanovllm.serving.server.answers.tool_calls import FORMATS, ToolStream, detect_format
+from nanovllm.serving.server.anthropic.messages import EventWriter
+from nanovllm.serving.server.openai.responses_items import Items
 from tests.support.scripted import TOOL_TEMPLATE, says
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -319,7 +319,7 @@ def stop_id(running, monkeypatch, request) -> int:
 
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
     found = [{"arguments": "\ud800"}]
-    monkeypatch.setattr("nanovllm.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
+    monkeypatch.setattr("nanovllm.serving.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
     with running.http() as http:
         body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}
         answer = http.post("/v1/chat/completions", json=body)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from nanovllm.requests.intake import CLIENT
-from nanovllm.server.turns import PER_TURN, Turns
+from nanovllm.features.intake.intake import CLIENT
+from nanovllm.serving.server.turns import PER_TURN, Turns
 from tests.support.async_llms import bounded
 
 COUNT = 5 * PER_TURN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.speculation import costs
+from nanovllm.features.speculation import costs
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.sampling.fast_draws import fast_sampler
-from nanovllm.sampling.row_kernels import load_row_kernels
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.fast.fast_draws import fast_sampler
+from nanovllm.fast.row_kernels import load_row_kernels
+from nanovllm.layout import build_layout
+from nanovllm.sampler import Sampler
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.engine.loops import VOCAB_SIZE
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.mock_drafts import with_drafts

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.cache.state_kinds import FULL, StateKind
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.walk import AGEING, WEIGHTS, walk_at_random
 from nanovllm.scheduler import Scheduler
 from tests.support.mock_drafts import GuessingDrafter, with_drafts

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.core.admission import NoProposer
+from nanovllm.admission import NoProposer
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.speculation.drafter import DraftRequest
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import details_of
-from nanovllm.speculation.drafter import DraftRequest
 from tests.support.forked_processes import programs_are_forked
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.errors import StepError
-from nanovllm.speculation.drafter import DraftRequest
+from nanovllm.errors import StepError
+from nanovllm.features.speculation.drafter import DraftRequest
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine, fail_in_step
 from tests.support.mock_drafts import KnownAnswers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.speculation.drafter import DraftRequest
+from nanovllm.features.speculation.drafter import DraftRequest
 from tests.support import layer_kinds
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.llms import OPTIONS, assert_idle_and_whole

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.speculation.drafter import DraftRequest
-from nanovllm.speculation.suffix import BYTES_PER_TOKEN, MANY, SLICE, SuffixDrafter
+from nanovllm.features.speculation.drafter import DraftRequest
+from nanovllm.features.speculation.suffix import BYTES_PER_TOKEN, MANY, SLICE, SuffixDrafter
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.llms import generate, open_llm, token_ids
 from tests.support.tiny_models import random_prompts
 

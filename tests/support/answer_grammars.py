@@ -9,10 +9,10 @@ from typing import Any
 import llguidance
 import llguidance.hf
 
-from nanovllm.server.answers.answer_format import AnswerFormat
-from nanovllm.server.answers.grammar import AnswerConstraints, build_form
-from nanovllm.server.answers.reasoning import REASONING_FORMATS
-from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.serving.server.answers.answer_format import AnswerFormat
+from nanovllm.serving.server.answers.grammar import AnswerConstraints, build_form
+from nanovllm.serving.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.serving.server.answers.tool_calls import FORMATS
 from tests.support.tiny_models import tiny_tokenizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
-from nanovllm.cache.block_checks import check_scheduler
+from nanovllm.features.groups.block_checks import check_scheduler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}

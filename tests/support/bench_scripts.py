@@ -80,8 +80,8 @@ def helps() -> dict[str, tuple[int, str]]:
 
 def _import_what_most_need() -> None:
     import bench.machines.random_models  # noqa: F401
-    import nanovllm.features.llm
-    import nanovllm.server.app  # noqa: F401
+    import nanovllm.serving.llm
+    import nanovllm.serving.server.app  # noqa: F401
 
 
 def _answer(name: str) -> tuple[int, str]:

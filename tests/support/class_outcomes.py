@@ -6,7 +6,7 @@ these reasons.
 
 from __future__ import annotations
 
-# By reason of `nanovllm.model.unsupported`.
+# By reason of `nanovllm.features.unsupported`.
 _REFUSED = {
     "both directions": """
         BigBirdPegasusForCausalLM

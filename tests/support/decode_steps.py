@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention.flex_gpu import GpuFlexPlan
-from nanovllm.attention.operator import AttentionStep
-from nanovllm.attention.step_tables import StepTables
-from nanovllm.fast.layers import FastLayers
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.building import build_binding
+from nanovllm.attention import AttentionStep
+from nanovllm.fast.attention.flex_gpu import GpuFlexPlan
+from nanovllm.fast.attention.step_tables import StepTables
+from nanovllm.fast.replaced_layers import FastLayers
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.model import ModelBinding
 from tests.support.dense_rotary import dense_rotate
 from tests.support.reference_stack import DenseDecodes
 from tests.support.tiny_models import VOCAB_SIZE
@@ -27,7 +27,7 @@ def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
     FastLayers(binding).merge_linears()
     if rotary:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanovllm.fast.layers.find_kernel", lambda file, name: dense_rotate)
+            patch.setattr("nanovllm.fast.replaced_layers.find_kernel", lambda file, name: dense_rotate)
             FastLayers(binding).fuse_rotary()
     binding.caches.allocate(NUM_BLOCKS * BLOCK_SIZE)
     torch.manual_seed(1)

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Format
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm.model import default_model
-from nanovllm.model.default_model import cache_root
+from nanovllm.models import default_model
+from nanovllm.models.default_model import cache_root
 
 REPOSITORY = Path(__file__).parents[2]
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCABULARY = 4, 2, 16, 64, 96, 263

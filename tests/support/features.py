@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 
 from nanovllm import LLM, AsyncLLM, EngineConfig, SamplingParams
-from nanovllm.core.features import REFUSALS
+from nanovllm.features.refusals import REFUSALS
 
 OPTIONS = {field.name: field for cls in (EngineConfig, SamplingParams) for field in dataclasses.fields(cls)}
 # Arguments that are no features: the object itself, the subject of a call, and bundles of options.

@@ -62,8 +62,8 @@ class ForkedCommands:
 def main(address: str) -> None:
     """Import what commands need, and fork for each that connects."""
     import nanovllm.cli.main
-    import nanovllm.features.llm
-    import nanovllm.server.app  # noqa: F401
+    import nanovllm.serving.llm
+    import nanovllm.serving.server.app  # noqa: F401
 
     if threading.active_count() > 1:
         raise RuntimeError("a process with threads cannot be forked safely")

@@ -208,9 +208,9 @@ def main() -> list[str]:
     """Import what programs need; returns a program's arguments, once for each that is asked for."""
 
     import nanovllm.cli.main
-    import nanovllm.features.llm
-    import nanovllm.replicas.engine_process
-    import nanovllm.server.app  # noqa: F401
+    import nanovllm.serving.llm
+    import nanovllm.serving.replicas.engine_process
+    import nanovllm.serving.server.app  # noqa: F401
 
     if threading.active_count() > 1:
         raise RuntimeError("a process with threads cannot be forked safely")

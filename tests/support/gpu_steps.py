@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention import flex_chunks, flex_decodes
-from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.attention.kv_writes import write_states
-from nanovllm.attention.step_tables import TableInputs
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.buckets import Buckets, GraphShape
-from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
-from nanovllm.kernels.paged_decode import PagedDecode
+from nanovllm.attention import write_states
+from nanovllm.fast.attention import flex_chunks, flex_decodes
+from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
+from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.fast.attention.step_tables import TableInputs
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
+from nanovllm.fast.kernels.paged_decode import PagedDecode
+from nanovllm.features.costs.buckets import Buckets, GraphShape
+from nanovllm.features.engine_config import EngineConfig
 from tests.support.paged_cases import NUM_BLOCKS, PagedCase
 
 SMALL_GPU = Gpu(4, 232_448)  # for which a CPU computes in its place

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nanovllm.kernels.layer_stack import DecodeRows, LayerWeights, StackSizes
+from nanovllm.fast.kernels.layer_stack import DecodeRows, LayerWeights, StackSizes
 
 
 def random_layers(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import RequestOutput, SamplingParams
-from nanovllm.core.outputs import TokenLogprobs
+from nanovllm.outputs import TokenLogprobs
 from tests.support.tiny_models import random_prompts
 
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 
+from nanovllm.features.speculation.drafter import Drafter, DraftRequest
+from nanovllm.features.speculation.lengths import DraftLengths
+from nanovllm.features.speculation.speculation import Speculation
 from nanovllm.scheduler import Scheduler
-from nanovllm.speculation.drafter import Drafter, DraftRequest
-from nanovllm.speculation.lengths import DraftLengths
-from nanovllm.speculation.speculation import Speculation
 from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix
 
 

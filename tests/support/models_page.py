@@ -9,10 +9,10 @@ from typing import Any
 import transformers
 
 from nanovllm import UnsupportedModelError
-from nanovllm.cache.kinds import kinds_of
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.building import build_binding
-from nanovllm.model.unsupported import REASONS
+from nanovllm.features.composition.binding import build_binding
+from nanovllm.features.unsupported import REASONS
+from nanovllm.layout import kinds_of
+from nanovllm.model import ModelBinding
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED, SINCE
 from tests.support.tiny_classes import class_names, tiny_class_model
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.sampling.filters import masses
+from nanovllm.sampler import masses
 
 
 def nuclei_that_end_exactly() -> list[Tensor]:

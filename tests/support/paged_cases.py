@@ -8,23 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention
-from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.attention.kv_writes import write_states
-from nanovllm.attention.operator import (
-    AttentionStep,
-    attend_in_step,
-    paged_attention,
-    step_in_force,
-)
-from nanovllm.attention.scores import scores_of
-from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.cache.kinds import LayerTraits, Sight
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.kernels.cpp import load_kernels
+from nanovllm.attention import AttentionStep, attend_in_step, paged_attention, step_in_force, write_states
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention.cpp import CppAttention
+from nanovllm.fast.attention.scores import scores_of
+from nanovllm.fast.kernels.cpp import load_kernels
+from nanovllm.flex import FlexAttention
+from nanovllm.layout import LayerTraits, Sight, build_layout
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sdpa import SdpaAttention
+from nanovllm.sequence import NewRequest, Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 40

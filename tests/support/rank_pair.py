@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.build import build_worker
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.errors import DeviceError
-from nanovllm.execution import workers
-from nanovllm.execution.workers import Start
-from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
+from nanovllm.errors import DeviceError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.ranks import workers
+from nanovllm.features.ranks.ranks import COLLECTIVE_TIMEOUT, Ranks
+from nanovllm.features.ranks.workers import Start
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.model.ranks import Ranks
+from nanovllm.features.ranks.ranks import Ranks
 
 
 def run_on_ranks(size: int, function: Callable[[Ranks], Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from nanovllm.model.default_model import ensure_default_model
+from nanovllm.models.default_model import ensure_default_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""All between two layers' attention in plain PyTorch: the reference of `kernels/dense_layer.py`."""
+"""All between two layers' attention in plain PyTorch: the reference of `fast/kernels/dense_layer.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from nanovllm.kernels.dense_layer import DenseSizes, DenseWeights
+from nanovllm.fast.kernels.dense_layer import DenseSizes, DenseWeights
 
 
 class DenseStep(NamedTuple):

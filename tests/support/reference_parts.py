@@ -1,4 +1,4 @@
-"""Kernels between a layer's products in plain PyTorch: the references of `kernels/layer_parts.py`."""
+"""Kernels between a layer's products in plain PyTorch: the references of `fast/kernels/layer_parts.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kernels/layer_stack.py` and decode attention in plain PyTorch, for tests without a GPU."""
+"""`fast/kernels/layer_stack.py` and decode attention in plain PyTorch, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.layer_stack import DecodeRows
-from nanovllm.kernels.token_steps import PACKED_BYTES
-from nanovllm.sampling.draw import DrawTensors, draw
+from nanovllm.fast.kernels.layer_stack import DecodeRows
+from nanovllm.fast.kernels.token_steps import PACKED_BYTES
+from nanovllm.sampler import DrawTensors, draw
 from tests.support.llama_layers import run_layers
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, StepRecord
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput
 from tests.support.tiny_models import save_tiny
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}

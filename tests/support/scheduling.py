@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import StateKind
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
-from nanovllm.features.forking import go_on_from
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.forks.forking import go_on_from
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.policies.loop import Loop as PolicyLoop
 from nanovllm.features.policies.mock_states import check
 from nanovllm.features.policies.walk import make_config
 from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler, WaitingQueue
+from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
 
 def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:

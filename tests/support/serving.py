@@ -17,10 +17,10 @@ import httpx
 import openai
 
 from nanovllm import AsyncLLM
-from nanovllm.core.engine_stats import EngineStats
-from nanovllm.server.app import build_server, create_app
-from nanovllm.server.lifecycle import DrainingServer
-from nanovllm.server.settings import ServerSettings
+from nanovllm.features.engine_stats import EngineStats
+from nanovllm.serving.server.app import build_server, create_app
+from nanovllm.serving.server.lifecycle import DrainingServer
+from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
-from nanovllm.attention.step_tables import StepTables
-from nanovllm.attention.tiles import Tiles
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
-from nanovllm.execution.buckets import GraphShape
-from nanovllm.kernels.paged_decode import PagedDecode
+from nanovllm.batch import ScheduledSequence
+from nanovllm.fast.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.fast.attention.step_tables import StepTables
+from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.kernels.paged_decode import PagedDecode
+from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.layout import build_layout
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import packing_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

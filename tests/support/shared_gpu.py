@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 
-import nanovllm.execution.workers as workers
-import nanovllm.rank_runner
+import nanovllm.fast.gpu.rank_runner
+import nanovllm.features.ranks.workers as workers
 
 _ENTRY = "from tests.support.shared_gpu import take_first_gpu; take_first_gpu()\n"
 _SETTINGS = {"NCCL_HOSTID": "rank-0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -25,7 +25,7 @@ def share_one_gpu(patch: MonkeyPatch, *, size: int = 2) -> None:
     for name, value in _SETTINGS.items():
         patch.setenv(name, value)
     cuda = SimpleNamespace(**vars(torch.cuda) | {"device_count": lambda: size})
-    patch.setattr(nanovllm.rank_runner, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
+    patch.setattr(nanovllm.fast.gpu.rank_runner, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
     patch.setattr(workers, "ENTRY", _ENTRY + workers.ENTRY)
 
 

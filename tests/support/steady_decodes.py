@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import shared_scheduler
 
 BLOCK_SIZE = 64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.core.batch import ScheduledSequence
+from nanovllm.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import StepBudget
 
 BLOCK, MOST = 4, 256

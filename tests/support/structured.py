@@ -17,7 +17,7 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from nanovllm import LLM, StructuredOutput
-from nanovllm.requests.grammar.compiler import GrammarCompiler
+from nanovllm.features.grammar.compiler import GrammarCompiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 EOS = 3  # <|end|>

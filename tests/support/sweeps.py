@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.tune.goals import Goal

@@ -10,18 +10,18 @@ import threading
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.cache.tiers.books import StoredBlock, TierBooks
-from nanovllm.cache.tiers.costs import LoadCosts
-from nanovllm.cache.tiers.reading import FileReads, Job, ReadItem
-from nanovllm.cache.tiers.segments import Place
-from nanovllm.cache.tiers.tiered_blocks import TieredBlocks, TieredGroups
-from nanovllm.core.batch import NULL_BLOCK, Copy, ScheduledBatch
-from nanovllm.core.block_hashes import root_hash
-from nanovllm.execution.prefix_tiers import PrefixTiers
+from nanovllm.batch import NULL_BLOCK, Copy, ScheduledBatch
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import MockModel
 from nanovllm.features.policies.mock_states import UNWRITTEN, Poison, check
+from nanovllm.features.tiers.books import StoredBlock, TierBooks
+from nanovllm.features.tiers.costs import LoadCosts
+from nanovllm.features.tiers.prefix_tiers import PrefixTiers
+from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
+from nanovllm.features.tiers.segments import Place
+from nanovllm.features.tiers.tiered_blocks import TieredBlocks, TieredGroups
+from nanovllm.prefixes import root_hash
 from nanovllm.scheduler import Scheduler
 from tests.engine.loops import empty_prefix, extend_prefix, make_config
 from tests.support.scheduling import Loop, shared_scheduler

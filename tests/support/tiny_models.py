@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nanovllm.requests.infill import MARKERS
+from nanovllm.features.infill.infill import MARKERS
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 2048

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.requests.output_processor import StepTimes
+from nanovllm.responses import StepTimes
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 
 REQUESTS = 2
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nanovllm.cache.state_kinds import FULL
+from nanovllm.features.groups.state_kinds import FULL
 from nanovllm.features.policies.opening import set_policies
 from nanovllm.features.policies.walk import Sizes, walk_at_random
 from nanovllm.scheduler import Scheduler, WaitingQueue

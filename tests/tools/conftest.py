@@ -43,4 +43,4 @@ def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
 @pytest.fixture
 def answering_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is no folder is a model of the hub, which no test reaches."""
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+    monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)

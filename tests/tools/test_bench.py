@@ -12,7 +12,7 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.observability import timeline
 from nanovllm.observability.percentiles import percentiles
-from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests import InputProcessor
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import check_arrivals, load_engine
 from nanovllm.tools.bench.processes import EngineSpec

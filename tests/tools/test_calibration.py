@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from nanovllm import EngineConfig
-from nanovllm.attention.first_touch import take_memory
 from nanovllm.build import build_engine
 from nanovllm.cli.main import main
-from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
+from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.features.costs.buckets import RowSizes
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.scheduler import Scheduler

@@ -14,8 +14,8 @@ import nanovllm
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.cli.chat import NOT_FOR_CHAT
 from nanovllm.cli.main import main
-from nanovllm.core.structured_output import KINDS
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.features.structured_output import KINDS
+from nanovllm.models.default_model import DEFAULT_MODEL
 from tests.support.command_line import ENGINE, SHORT, assert_refused, records
 
 # --------------------------------------------------------------------------------------------------------------- errors

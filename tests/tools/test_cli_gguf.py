@@ -10,8 +10,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
-from nanovllm.server.settings import ServerSettings
-from nanovllm.server.state import served_name
+from nanovllm.serving.server.settings import ServerSettings
+from nanovllm.serving.server.state import served_name
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 

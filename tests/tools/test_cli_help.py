@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm import EngineConfig, SamplingParams
 from nanovllm.cli import main
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.settings import ServerSettings
 
 PROGRAM = """
 import json

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from nanovllm.cli.main import main
-from nanovllm.model.default_model import default_folder
+from nanovllm.models.default_model import default_folder
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 

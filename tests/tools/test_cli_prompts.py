@@ -19,7 +19,7 @@ from nanovllm import LLM
 from nanovllm.cli import prompt_files
 from nanovllm.cli.main import main
 from nanovllm.cli.prompt_files import read_requests
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput
 from tests.support.command_line import ENGINE, SHORT, assert_refused, generated, records
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.core.errors import ModelLoadError
-from nanovllm.model import hub_files
+from nanovllm.errors import ModelLoadError
+from nanovllm.models import hub_files
 from tests.support.hubs import COMMIT, cached, serving
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm.cli.main import main
 from nanovllm.cli.servers import RunningServer, registered, running_servers, runtime_folder
-from nanovllm.server.settings import ServerSettings
+from nanovllm.serving.server.settings import ServerSettings
 
 # A process that runs until SIGTERM, or, stubborn, until SIGKILL.
 PROGRAM = """
@@ -77,7 +77,7 @@ def test_serve_is_listed_from_before_its_model_is_loaded(monkeypatch, answering_
         seen.extend(running_servers())
         return 0
 
-    monkeypatch.setattr("nanovllm.server.app.serve", serve)
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", serve)
     assert main(["serve", "own/tiny", "--port", "0"]) == 0
     ((pid, model, address),) = ((server.pid, server.model, server.address) for server in seen)
     assert (pid, model) == (os.getpid(), "own/tiny") and not address.endswith(":0")

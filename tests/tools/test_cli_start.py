@@ -9,16 +9,17 @@ import sys
 
 import pytest
 
-from nanovllm.attention import plain
+from nanovllm import defaults as plain
 from nanovllm.cli import main
-from nanovllm.process.device import cpp_compiler
+from nanovllm.device import cpp_compiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 # None of them serves a first token; each costs a tenth of a second or more, or pulls in what does.
 NOT_IMPORTED = (
     "torch._inductor.codecache", "torch._inductor.compile_fx", "torch.export.pt2_archive", "gguf", "llguidance",
     "fastapi", "uvicorn", "pydantic", "openai", "msgspec", "zmq", "ray", "pandas", "scipy", "sklearn", "matplotlib",
-    "accelerate", "numpy.testing", "nanovllm.async_llm", "nanovllm.server", "nanovllm.replicas.pool", "nanovllm.tools",
+    "accelerate", "numpy.testing", "nanovllm.serving.async_llm", "nanovllm.serving.server",
+    "nanovllm.serving.replicas.pool", "nanovllm.tools",
     "nanovllm.cli.bench", "nanovllm.cli.serve", "nanovllm.cli.tune", "nanovllm.cli.simulate",
 )  # fmt: skip
 PROGRAM = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import nanovllm.server.app
+import nanovllm.serving.server.app
 from nanovllm.cli import serve as command
 from nanovllm.cli.main import main
 from nanovllm.cli.units import whole_number
@@ -32,7 +32,7 @@ def test_what_is_no_whole_number_is_refused(text):
 
 def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(nanovllm.server.app, "serve", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr(nanovllm.serving.server.app, "serve", lambda *given: seen.append(given) or 0)
     file = tmp_path / "serve.toml"
     file.write_text('kv-cache-memory-bytes = "64MiB"\nmax_queue = 7\nmax_body_bytes = "1MB"\n')
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
@@ -47,7 +47,7 @@ def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
 
 def test_a_model_is_named_by_an_argument_or_a_flag(monkeypatch, tmp_path, capsys):
     folder, seen = str(save_tiny(tmp_path / "tiny")), []
-    monkeypatch.setattr(nanovllm.server.app, "serve", lambda *given: seen.append(given[0]) or 0)
+    monkeypatch.setattr(nanovllm.serving.server.app, "serve", lambda *given: seen.append(given[0]) or 0)
     for arguments in ([folder], ["-m", folder], ["--model", folder], [folder, "-m", folder]):
         assert main(["serve", *arguments]) == 0
     assert seen == [folder] * 4

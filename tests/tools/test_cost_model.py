@@ -8,8 +8,8 @@ from dataclasses import astuple
 import pytest
 
 from nanovllm import EngineConfig
-from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, StepWork
+from nanovllm.features.costs.buckets import RowSizes
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, StepWork
 from nanovllm.tools.simulate.cost_fit import StepSample, fit, non_negative_least_squares
 from tests.support.scheduling import Loop, make_scheduler
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.model.gguf.file import GGUFFile
+from nanovllm.models.gguf.file import GGUFFile
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "docs/results/cpus").glob("*.json"))

@@ -12,8 +12,8 @@ import pytest
 from nanovllm import LLM, UnsupportedModelError
 from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.main import main
-from nanovllm.model import loader
-from nanovllm.model.gguf import loading
+from nanovllm.models import loader
+from nanovllm.models.gguf import loading
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -104,7 +104,7 @@ def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imp
 )
 def test_an_llm_refuses_options_beyond_the_model_before_weights_are_read(folder, monkeypatch, options, named):
     monkeypatch.setattr(loader, "load_weights", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("nanovllm.replicas.fleet.Fleet.launch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("nanovllm.serving.replicas.fleet.Fleet.launch", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=named):
         LLM(folder, **options)
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nanovllm import LLM
-from nanovllm.model.sizes import kv_layers, read_sizes
+from nanovllm.models.sizes import kv_layers, read_sizes
 from tests.support import layer_kinds
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_gguf import write_gguf
@@ -136,6 +136,6 @@ def test_a_gguf_file_needs_what_it_has_on_disk(run, tmp_path, memory):
 
 
 def test_a_model_that_is_not_here_is_named_with_the_way_to_it(run, monkeypatch):
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+    monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)
     status, _, err = run("fit", "--device", "cpu", model="own/nowhere")
     assert status == 2 and "nanovllm pull own/nowhere" in err

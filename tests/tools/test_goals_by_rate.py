@@ -9,7 +9,7 @@ import pytest
 
 from bench.machines.assumed_costs import NOISE, by_arithmetic, noisy
 from bench.machines.goals_by_rate import Machine, Row, main, metrics_of, simulated, verdict
-from nanovllm.execution.cost_model import DeviceCost, StepWork
+from nanovllm.features.costs.cost_model import DeviceCost, StepWork
 from nanovllm.tools.bench.replay import Finished, Replay
 from nanovllm.tools.tune.goals import RequestGoals
 from nanovllm.tools.workloads.specs import build

@@ -8,9 +8,9 @@ from itertools import count
 
 import pytest
 
-from nanovllm.core.block_hashes import PromptHashes
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost
-from nanovllm.replicas.routing import (
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.prefixes import PromptHashes
+from nanovllm.serving.replicas.routing import (
     BALANCE,
     LOAD_COST,
     MAX_IMBALANCE,

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from nanovllm import AsyncLLM
 from nanovllm.engine import Engine
-from nanovllm.server.openai.completions import CompletionJob
+from nanovllm.serving.server.openai.completions import CompletionJob
 from tests.support.command_line import assert_refused, generated
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm.cache.cache_pools import CacheGroup
-from nanovllm.cache.state_kinds import StateKind
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CacheGroup
+from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate

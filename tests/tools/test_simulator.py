@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
 from nanovllm.cli.main import main
-from nanovllm.execution.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.engine.loops import make_config
@@ -359,7 +359,7 @@ def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
 
 
 def test_the_simulator_does_without_torch():
-    modules = "nanovllm.tools.simulate.simulator, nanovllm.replicas.routing"
+    modules = "nanovllm.tools.simulate.simulator, nanovllm.serving.replicas.routing"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

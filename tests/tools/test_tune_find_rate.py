@@ -96,7 +96,7 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     assert main(arguments) == 0
     assert len(measured) == count  # all of it is in the journal
     calls = []
-    monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     file = tmp_path / "t" / "serve.toml"
     assert main(["serve", "--config", str(file), "--port", "9"]) == 0
     ((model, _, settings, engine, _),) = calls

@@ -8,7 +8,7 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.core.outputs import RequestMetrics
+from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.tune.goals import Goal, RequestGoals, itl_goals_to_try
 from nanovllm.tools.tune.settings import SWEPT, Resolver, sample, values_to_try
 from nanovllm.tools.tune.shares import smallest_share, take_share

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 
-from nanovllm.core.config import AUTO_GOAL, EngineConfig
-from nanovllm.execution.learned_costs import BUSY, DEFAULT_TTFT_GOALS, LearnedCosts, automatic_goal
+from nanovllm.features.costs.learned_costs import BUSY, DEFAULT_TTFT_GOALS, LearnedCosts, automatic_goal
+from nanovllm.features.engine_config import AUTO_GOAL, EngineConfig
 from nanovllm.features.goals.step_budget import StepBudget
 
 # The log tells a goal that is so many times the one told last, or so small a part of it, once in so many seconds.

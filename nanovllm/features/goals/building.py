@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
 
-from nanovllm.cache.cache_pools import CachePools
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import AUTO_GOAL, EngineConfig
-from nanovllm.execution.cost_model import StepWork
-from nanovllm.execution.dummy_batches import Spans, dummy_batch
-from nanovllm.execution.learned_costs import LearnedCosts, RecursiveFit, relative_decode_cost, resolve_goal
-from nanovllm.execution.start_costs import LONG_STEP, fastest, read_costs
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.costs.cost_model import StepWork
+from nanovllm.features.costs.dummy_batches import Spans, dummy_batch
+from nanovllm.features.costs.learned_costs import LearnedCosts, RecursiveFit, relative_decode_cost, resolve_goal
+from nanovllm.features.costs.start_costs import LONG_STEP, fastest, read_costs
+from nanovllm.features.engine_config import AUTO_GOAL, EngineConfig
 from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
-from nanovllm.model.binding import ModelBinding
+from nanovllm.features.groups.cache_pools import CachePools
+from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
 from typing import Protocol
 
-from nanovllm.core.batch import ScheduledSequence
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.option_stats import BudgetStats
-from nanovllm.core.sequence import Sequence
+from nanovllm.batch import ScheduledSequence
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.outputs import BudgetStats
 from nanovllm.scheduler import Queue
+from nanovllm.sequence import Sequence
 
 # A prompt's deadline begins to count at this share of ttft_goal, and at all of it steps may take this many itl_goals.
 URGENT_FROM, MAX_RELAXATION = 0.5, 4.0

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.policies.mock_model import MockModel, generate_alone
 from nanovllm.features.policies.mock_states import check
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 
 MAX_IN_FLIGHT = 3
 

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
-from nanovllm.core.sequence import Sequence
+from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_states import (
     UNWRITTEN,
     MockBlocks,
@@ -24,6 +23,7 @@ from nanovllm.features.policies.mock_states import (
     extend_prefix,
 )
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 VOCAB_SIZE = 8
 

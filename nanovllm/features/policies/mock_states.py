@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from nanovllm.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager, BlockPool
-from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
-from nanovllm.core.prefix_entry import PrefixEntry
-from nanovllm.core.sequence import Sequence
+from nanovllm.prefixes import PrefixEntry
+from nanovllm.sequence import Sequence
 
 UNWRITTEN = None  # a slot that no successful step has written
 

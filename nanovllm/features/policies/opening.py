@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.scheduler import Budget, Queue, Scheduler
 
 GROUP = "nanovllm.features"  # of entry points

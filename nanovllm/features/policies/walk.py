@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_groups import CacheGroups
-from nanovllm.cache.state_kinds import FULL, StateKind
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import Sequence
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_groups import CacheGroups
+from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.loop import MAX_IN_FLIGHT, Loop
 from nanovllm.features.policies.mock_states import check
 from nanovllm.features.policies.opening import kind_of, set_policies
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 AnyLoop = TypeVar("AnyLoop", bound=Loop)
 

@@ -24,10 +24,10 @@ from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
+from nanovllm.admission import Admission
 from nanovllm.block_manager import BlockManager
-from nanovllm.core.admission import Admission
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import SCHEDULING_KEY, Sequence
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 3.0  # Costs of a token; 3 is an estimate, for engines that measured none
 MAX_IDLE = 1024  # Counters kept for clients without requests

@@ -31,12 +31,12 @@ class NanoVLLM:
         sampling: dict[str, Any] | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        from nanovllm.process.numa import place_engine
+        from nanovllm.fast.host.numa import place_engine
 
         place_engine(options)
-        from nanovllm.attention.first_touch import take_memory
         from nanovllm.build import build_engine
-        from nanovllm.core.features import check_one_process
+        from nanovllm.fast.host.first_touch import take_memory
+        from nanovllm.features.refusals import check_one_process
 
         check_one_process("nanovllm bench", options)
         self._sampling = {"temperature": 0.0, **(sampling or {})}
@@ -47,8 +47,8 @@ class NanoVLLM:
         take_memory(self._engine.model_runner.binding.caches)
 
     def prepare(self, workload: Workload) -> None:
-        from nanovllm.core.sampling_params import SamplingParams
-        from nanovllm.requests.input_processor import check_prompt
+        from nanovllm.requests import check_prompt
+        from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
@@ -62,7 +62,7 @@ class NanoVLLM:
             )
 
     def add(self, number: int, request: TimedRequest) -> None:
-        from nanovllm.core.sampling_params import SamplingParams
+        from nanovllm.sampling_params import SamplingParams
 
         params = SamplingParams(**self._sampling, ignore_eos=True, max_tokens=request.num_output_tokens)
         options = {"priority": request.priority, "cache_salt": request.cache_salt, "client": request.client}
@@ -119,7 +119,7 @@ SHARED_SAMPLING = (
 
 def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if an engine does not support the sampling options."""
-    from nanovllm.core.sampling_params import FILTERS, SamplingParams
+    from nanovllm.sampling_params import FILTERS, SamplingParams
 
     if unknown := sampling.keys() - set(SHARED_SAMPLING):
         raise ValueError(f"--sampling has no option {min(unknown)!r}; there are {', '.join(SHARED_SAMPLING)}.")

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.sequence import Sequence
+from nanovllm.batch import ScheduledBatch
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.sequence import Sequence
 
 
 class MeasuredTrace(TraceWriter):

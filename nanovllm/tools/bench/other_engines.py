@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from nanovllm.model.source import is_gguf
+from nanovllm.models.source import is_gguf
 from nanovllm.tools.bench.replay import Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.percentiles import percentiles
-from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 

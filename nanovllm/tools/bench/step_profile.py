@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from nanovllm import model_runner
-from nanovllm.attention.cpp import CppPlan
-from nanovllm.attention.flex_cpu import FlexPlan
-from nanovllm.attention.sdpa import SdpaPlan
 from nanovllm.engine import Engine
-from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fast.fused_layers import FusedStack
+from nanovllm.fast.attention.cpp import CppPlan
+from nanovllm.fast.gpu.cuda_graphs import GraphExecutor
+from nanovllm.fast.layers.fused_layers import FusedStack
+from nanovllm.flex import FlexPlan
+from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampler import Sampler
 from nanovllm.scheduler import Scheduler
+from nanovllm.sdpa import SdpaPlan
 
 # Timed methods and the part that each counts for; nested calls of one part count once.
 TIMED: tuple[tuple[Any, str, str], ...] = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
-from nanovllm.process.import_index import keep_import_index
+from nanovllm.fast.host.import_index import keep_import_index
 from nanovllm.tools.bench.engines import ENGINES, load_engine
 from nanovllm.tools.bench.replay import BenchEngine, figures, replay
 from nanovllm.tools.workloads.files import read_trace

@@ -22,10 +22,10 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
-from nanovllm.features.llm import LLM
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.models.default_model import DEFAULT_MODEL
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import MODEL_OPTIONS, SamplingParams
+from nanovllm.serving.llm import LLM
 
 logger = logging.getLogger("nanovllm")
 

@@ -24,19 +24,19 @@ import transformers
 from torch import nn
 
 import nanovllm
-from nanovllm.attention.first_touch import take_memory
+from nanovllm.batch import ScheduledBatch
 from nanovllm.build import build_engine
-from nanovllm.cache.cache_pools import CacheGroup
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import check_one_process
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.defaults import LoadedModel
 from nanovllm.engine import Engine
-from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, StepWork
-from nanovllm.model.loaded import LoadedModel
+from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.fast.host.gc_control import OldObjectsFrozen
+from nanovllm.features.costs.buckets import RowSizes
+from nanovllm.features.costs.cost_model import CostModel, StepWork
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CacheGroup
+from nanovllm.features.refusals import check_one_process
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_fit import StepSample, fit
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cache.cache_pools import CacheGroup, CachePools, resolve_pools
-from nanovllm.cache.state_kinds import StateKind
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.cost_model import CostModel
+from nanovllm.features.costs.cost_model import CostModel
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CacheGroup, CachePools, resolve_pools
+from nanovllm.features.groups.state_kinds import StateKind
 
 FORMAT = 4
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nanovllm.execution.cost_model import KNEES, CostModel, DeviceCost, HostCost, IntakeCost, StepWork, columns
+from nanovllm.features.costs.cost_model import KNEES, CostModel, DeviceCost, HostCost, IntakeCost, StepWork, columns
 
 NUM_REWEIGHTINGS = 5
 SMALL_MISS = 0.02  # relative; up to it errors count squared, as noise, and beyond it as they are (Huber 1964)

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.cache.cache_pools import CachePools
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.block_hashes import PromptHashes
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.sequence import Sequence
-from nanovllm.execution.cost_model import CostModel
-from nanovllm.observability.block_events import BlockEvent, BlockEvents
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.costs.cost_model import CostModel
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CachePools
+from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.step_records import Observer, StepHook, StepRecord
-from nanovllm.replicas.prefix_index import PrefixIndex, encode
+from nanovllm.prefixes import PromptHashes
+from nanovllm.sequence import Sequence
+from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 
 

@@ -15,24 +15,24 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.cache.cache_pools import CacheGroup, CachePools
-from nanovllm.cache.managers import build_block_manager
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.block_hashes import num_leading_hits
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.engine_stats import EngineStats
-from nanovllm.core.outputs import RequestMetrics
-from nanovllm.core.sequence import Sequence
-from nanovllm.execution.buckets import RowSizes
-from nanovllm.execution.cost_model import CostModel, StepWork
-from nanovllm.execution.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.composition.block_managers import build_block_manager
+from nanovllm.features.costs.buckets import RowSizes
+from nanovllm.features.costs.cost_model import CostModel, StepWork
+from nanovllm.features.costs.learned_costs import LearnedCosts, relative_decode_cost, resolve_goal
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_stats import EngineStats
 from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
+from nanovllm.features.groups.cache_pools import CacheGroup, CachePools
 from nanovllm.features.policies.opening import set_policies
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
-from nanovllm.requests.output_processor import StepTimes
+from nanovllm.outputs import RequestMetrics
+from nanovllm.prefixes import num_leading_hits
+from nanovllm.responses import StepTimes
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.tools.simulate.simulated_drafts import SimulatedDrafts

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from random import Random
 
-from nanovllm.core.batch import ScheduledBatch
-from nanovllm.core.config import EngineConfig
-from nanovllm.execution.cost_model import CostModel
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.costs.cost_model import CostModel
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.speculation.drafter import DraftRequest
+from nanovllm.features.speculation.lengths import DraftCosts, DraftLengths
+from nanovllm.features.speculation.speculation import Speculation
 from nanovllm.scheduler import Scheduler
-from nanovllm.speculation.drafter import DraftRequest
-from nanovllm.speculation.lengths import DraftCosts, DraftLengths
-from nanovllm.speculation.speculation import Speculation
 
 ANY_TOKEN = 2**31
 

@@ -1,7 +1,7 @@
 """Simulator: replays a workload in virtual time on one or more replicas, without a model or a device.
 
 Scheduling, prefix caching and preemption are the engine's own code on the workload's token ids. Step times come from
-`execution/cost_model.py`, and output tokens are ids outside any vocabulary. Nothing here imports torch.
+`features/costs/cost_model.py`, and output tokens are ids outside any vocabulary. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from nanovllm.cache.block_checks import check_scheduler
-from nanovllm.cache.cache_pools import CachePools
-from nanovllm.core.block_hashes import PromptHashes
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.engine_stats import EngineStats
-from nanovllm.core.features import check_one_process
-from nanovllm.core.outputs import RequestMetrics
-from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.sequence import NewRequest
-from nanovllm.core.sequence import Sequence as RequestSequence
-from nanovllm.execution.cost_model import CostModel
+from nanovllm.features.costs.cost_model import CostModel
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_stats import EngineStats
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.policies.opening import check_policies
+from nanovllm.features.refusals import check_one_process
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.replicas.routing import Route, round_robin
+from nanovllm.outputs import RequestMetrics
+from nanovllm.prefixes import PromptHashes
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
+from nanovllm.sequence import Sequence as RequestSequence
+from nanovllm.serving.replicas.routing import Route, round_robin
 from nanovllm.tools.simulate.indexed_replica import IndexedReplica
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import Workload

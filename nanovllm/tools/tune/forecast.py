@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.simulate.utilisation import seconds_at_once

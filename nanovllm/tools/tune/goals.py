@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nanovllm.core.option_checks import MIN_GOAL_S
-from nanovllm.core.outputs import RequestMetrics
+from nanovllm.features.option_checks import MIN_GOAL_S
+from nanovllm.outputs import RequestMetrics
 
 TIMES = ("ttft", "itl")
 STATISTICS = ("mean", "p50", "p90", "p99")

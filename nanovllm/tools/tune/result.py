@@ -6,8 +6,8 @@ import json
 from datetime import datetime
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.option_fields import fields_by_flag
+from nanovllm.config import fields_by_flag
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.tune.ranking import SettingSummary
 from nanovllm.tools.tune.report import Outcome, rates_of_repeats, reason
 from nanovllm.tools.tune.settings import Setting

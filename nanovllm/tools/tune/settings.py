@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.core.config import EngineConfig
-from nanovllm.core.plain_config import DEVICE_DEFAULTS
+from nanovllm.config import DEVICE_DEFAULTS
+from nanovllm.features.engine_config import EngineConfig
 
 # Engine options under tuning, in table order; the last three limit partial prefills.
 SWEPT = (

@@ -1,0 +1,337 @@
+"""Which waiting requests start in a step, and how long chunks of prompts are; pure Python, counts only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sortedcontainers import SortedKeyList
+
+from nanovllm.batch import NO_DRAFTS, NoDrafts, ScheduledBatch, ScheduledSequence
+from nanovllm.config import EngineConfig
+from nanovllm.sequence import SCHEDULING_KEY, Sequence
+
+MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
+SHORT_BLOCKS = 4  # a prompt of so many is no long one in a step that a goal cuts to less
+MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
+
+
+class Queue(Protocol):
+    """Waiting sequences in the order in which they start, and which running ones give way to them.
+
+    `WaitingQueue` is the plain one; `features/shares` has another, which keeps the shares of clients.
+
+    num_clients: Number of clients with requests; 0 where clients are not counted.
+    gap: Largest difference of service between clients that wait; 0 where it is not counted.
+    """
+
+    @property
+    def num_clients(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def first(self) -> Sequence: ...  # First sequence of the order; there must be one
+
+    def join(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+
+    def rejoin(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence again."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, which runs now or has ended."""
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended and is in no queue."""
+
+    def in_order(self) -> Iterable[Sequence]:
+        """All waiting sequences in the order of admission."""
+
+    def startable(self) -> Iterable[Sequence]:
+        """The sequences of `in_order` that may start now; their order follows charges made while it is iterated."""
+
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        """Order of prompts in a step that holds few chunks: the least goes first."""
+
+    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
+        """Running sequences that may be preempted for the blocks of this one, in their order."""
+
+    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
+        """Preempt for blocks of waiting ones; returns the running sequence that yields its slot to `first`, if any."""
+
+    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
+        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
+
+    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
+        """Count one generated token of each advanced sequence, except these; all may have ended."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class WaitingQueue:
+    """Sequences by priority, then by arrival; running ones give way to no waiting one, and nothing is counted."""
+
+    num_clients = 0
+    gap = 0.0
+
+    def __init__(self) -> None:
+        self._waiting = SortedKeyList(key=SCHEDULING_KEY)
+
+    def join(self, sequence: Sequence) -> None:
+        self._waiting.add(sequence)
+
+    rejoin = join
+
+    def remove(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+
+    @property
+    def first(self) -> Sequence:
+        return next(iter(self.in_order()))
+
+    def leave(self, sequence: Sequence) -> None:
+        pass
+
+    def in_order(self) -> Iterable[Sequence]:
+        return self
+
+    def startable(self) -> Iterable[Sequence]:
+        return self.in_order()
+
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        return (sequence.key[0] // 1,)
+
+    def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
+        return list(running.irange_key(min_key=sequence.key, inclusive=(False, True), reverse=True))
+
+    def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
+        return None
+
+    def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
+        pass
+
+    def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The step being scheduled.
+
+    victim: Sequence that yields its slot to the first waiting one, if that can start.
+    num_preemptions: Count before the step; nothing starts in a step that has preempted.
+    has_time: True if the step has time for a sequence's mask.
+    entries: Decodes placed so far.
+    chunks: Prompts placed so far -> (computed tokens before hits, start of the chunk).
+    total, budget: Tokens that the step may have, and those left of them.
+    threshold: Most tokens of one prompt while others wait.
+    num_more_samples: Samples of its entries beyond one each.
+    """
+
+    victim: Sequence | None
+    num_preemptions: int
+    has_time: Callable[[Sequence], bool]
+    entries: list[ScheduledSequence] = field(default_factory=list)
+    chunks: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    total: int = 0
+    budget: int = 0
+    threshold: int = 0
+    num_more_samples: int = 0
+
+
+Outcome = tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]
+
+
+class Proposer(Protocol):
+    """Guesses at coming tokens, which a step verifies. `NoProposer` has none; `speculation` has the others."""
+
+    def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
+        """Whether no step runs ahead of those in flight, since their draws decide about guesses."""
+
+    def place(self, step: OpenStep) -> NoDrafts:
+        """Turn some decodes into entries that draw several tokens, placed last, from leftover budget and blocks."""
+
+    def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
+        """The entries as far as they stay computed, and the draws that count, in order; cuts sequences back to them.
+
+        Args:
+            requeue: Callback for a sequence that is computed again, without guesses.
+        """
+
+    def stats(self) -> Any: ...
+
+
+class NoProposer:
+    """Every entry draws one token at most, and all draws count."""
+
+    def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
+        return False
+
+    def place(self, step: OpenStep) -> NoDrafts:
+        return NO_DRAFTS
+
+    def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
+        return batch.entries, zip(batch.sampling, token_ids, strict=True)
+
+    def stats(self) -> None:
+        return None
+
+
+class Waiting(Protocol):
+    """A queue, as far as turns ask it; see `scheduler.Queue`."""
+
+    @property
+    def first(self) -> Sequence: ...
+    def rank(self, sequence: Sequence) -> tuple[float, ...]: ...
+    def __len__(self) -> int: ...
+
+
+class Blocks(Protocol):
+    """A block manager, as far as admission asks it; see `BlockManager`."""
+
+    block_size: int
+    cuts_chunks: bool
+
+    def lookup(self, sequence: Sequence) -> list[int]: ...
+    def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool: ...
+    def cut(self, sequence: Sequence, start: int, end: int) -> int: ...
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int: ...
+    def can_fork(self, source: Sequence, num_tokens: int) -> bool: ...
+    def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None: ...
+
+
+class Admission:
+    """Starts waiting requests while budget, slots, blocks and the limits on partial prefills allow.
+
+    A request without free blocks stops admission. One without a block of budget left stops its client only.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: Blocks) -> None:
+        self.config = config
+        self.blocks = blocks
+
+    def walk(
+        self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int
+    ) -> Iterator[tuple[Sequence, int, Collection[int]]]:
+        """Yield (sequence, size of its first chunk, prefix hits) in order; the caller places each before the next.
+
+        Blocks that `prefills`, which run, still need are left to them; those of a victim are free once it yields.
+        """
+        reserved = sum(map(self.blocks_lacking, prefills))
+        partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
+        # Prompts being computed for all their samples; recurrent states are not shared in this way.
+        shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
+        overtaken: list[Sequence] = []
+        num_looked_past, held_back = 0, None
+        for sequence in waiting:
+            if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
+                break
+            if held_back is not None and sequence.client != held_back:
+                break  # A start of another client could exceed the bound of shares
+            if sequence.num_in_flight_tokens:
+                continue  # It was preempted; its token in flight is read first
+            if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
+                slots -= 1  # a fork, once the prompt is computed
+                continue
+            start = len(hits := self.blocks.lookup(sequence)) * self.blocks.block_size
+            lacking = sequence.num_known_tokens - start
+            size = self.chunk_size(sequence, start, limit := min(step.budget, step.threshold))
+            left = lacking - size
+            if size == 0:
+                if sequence.num_times_passed >= MAX_TIMES_PASSED:
+                    break
+                overtaken.append(sequence)
+                held_back = sequence.client if limit < min(lacking, self.blocks.block_size) else held_back
+            # A tail shorter than a block counts only if the limit, and not the manager, cut it off.
+            is_partial = left >= self.blocks.block_size or (left > 0 and limit < lacking)
+            is_held = is_partial and not self._may_be_partial(lacking, partial, step.threshold)
+            if size == 0 or is_held or not step.has_time(sequence):
+                num_looked_past += 1
+                continue
+            if not self.blocks.has_free(reserved + self.blocks_lacking(sequence, hits), step.victim, hits):
+                break
+            yield sequence, size, hits
+            if sequence.samples and (prompt := sequence.shared_prompt):
+                shared.add(prompt)
+            if left:
+                reserved += self.blocks_lacking(sequence)
+            if is_partial:
+                partial.append(left)
+            slots -= 1
+            for other in overtaken:
+                other.num_times_passed += 1
+
+    def turns(
+        self, step: OpenStep, prefills: list[Sequence], waiting: Waiting, started_in_step: int
+    ) -> list[Sequence | None]:
+        """The order of a step's chunks: prompts in progress, and None for the waiting ones.
+
+        In a step cut short, which may hold one chunk, or in which a slot is exchanged, the queue's rank comes first,
+        then the least recent prompt; waiting ones count as one, placed in the step that last started some.
+        """
+        turns = [*prefills, *([None] if waiting else [])]
+        if step.victim is None and step.total >= self.config.max_num_batched_tokens:
+            return turns
+
+        def turn(sequence: Sequence | None) -> tuple[float, ...]:
+            if sequence is None:
+                return *waiting.rank(waiting.first), started_in_step
+            return *waiting.rank(sequence), sequence.placed_in_step
+
+        return sorted(turns, key=turn)
+
+    def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
+        """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
+        end = min(start + limit, sequence.num_known_tokens)
+        if end < sequence.num_known_tokens:
+            end -= end % self.blocks.block_size
+        return self.blocks.cut(sequence, start, end) - start if end > start else 0
+
+    def blocks_lacking(self, sequence: Sequence, hits: Collection[int] = ()) -> int:
+        """Blocks that a prefill still takes for all its known tokens and one more; 0 once at most one is left."""
+        if sequence.num_computed_tokens and sequence.num_known_tokens - sequence.num_computed_tokens <= 1:
+            return 0
+        tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
+        return self.blocks.num_blocks_lacking(sequence, tokens, hits)
+
+    def _may_be_partial(self, lacking: int, partial: list[int], threshold: int) -> bool:
+        """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
+        config = self.config
+        threshold = max(threshold, min(SHORT_BLOCKS * self.blocks.block_size, config.long_prefill_token_threshold))
+        if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
+            return False
+        return len(partial) < config.max_num_partial_prefills
+
+    def fork_samples(
+        self, source: Sequence, max_samples: int, waiting: Waiting, start: Callable[[Sequence], None]
+    ) -> list[ScheduledSequence]:
+        """Start samples of a prompt with the KV of the one that computes its last token in this step.
+
+        Args:
+            start: lets a waiting sequence run.
+
+        Returns their entries, which draw from the last row of `source`.
+        """
+        entries: list[ScheduledSequence] = []
+        num_tokens = source.num_prompt_tokens
+        if source.num_computed_tokens > num_tokens or self.blocks.cuts_chunks:  # recurrent states are not copied
+            return entries
+        for sample in source.samples:
+            if sample.is_running or sample.is_finished or not sample.shared_prompt or sample.lacks_prompt_logprobs:
+                continue
+            is_next = len(entries) < max_samples and waiting.first is sample
+            if not is_next or not self.blocks.can_fork(source, num_tokens):
+                break
+            self.blocks.fork(source, sample, num_tokens)
+            start(sample)
+            sample.num_known_tokens += 1
+            entries.append(ScheduledSequence(sample, num_tokens, 0, 1, sample.block_table, 0))
+        return entries

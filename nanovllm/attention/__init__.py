@@ -1,1 +1,0 @@
-"""Attention over the KV cache, one file a backend."""

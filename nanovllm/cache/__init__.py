@@ -1,1 +1,0 @@
-"""State that layers keep of a sequence: kinds, pools, block tables and the prefix index. No torch."""

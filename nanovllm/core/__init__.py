@@ -1,1 +1,0 @@
-"""Plain data that every room reads: options, requests, sequences, batches, outputs, errors."""

@@ -1,1 +1,0 @@
-"""Launching a step: direct, as CUDA graphs, in buckets of sizes, within the device's memory."""

@@ -1,0 +1,3 @@
+"""The host: threads, memory in huge pages, NUMA nodes, garbage collection, start of the process."""
+
+NEEDS = ()

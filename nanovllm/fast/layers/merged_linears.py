@@ -1,0 +1,179 @@
+"""Merges linear layers that read the same input into one product: q, k and v, or gate and up, by any names.
+
+One forward pass shows which layers share an input. Not for live modules, since modules are replaced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.device import find_kernel
+from nanovllm.models.packed_linears import with_own_weights
+
+
+class _Shared:
+    """Concatenated weights of a group of layers, and their product between the first layer's call and the last's."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.bias: Tensor | None = None
+        if any(linear.bias is not None for linear in linears):
+            self.bias = torch.cat([
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                for linear in linears
+            ])  # fmt: skip
+        self.product: Tensor | None = None
+
+
+class _Part(nn.Module):
+    """A linear layer that owns outputs `start` to `end` of a product; has the attributes of `nn.Linear`."""
+
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self.in_features, self.out_features = in_features, end - start
+        self.start, self.end = start, end
+
+    def shares_with(self, other: _Part) -> bool:
+        """Whether both are parts of one product."""
+        return self._shared is other._shared
+
+    @property
+    def weight(self) -> Tensor:
+        return self._shared.weight[self.start : self.end]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._shared.bias is None else self._shared.bias[self.start : self.end]
+
+
+class MergedLinear(_Part):
+    """The first layer of a group in call order: computes the product of all."""
+
+    def __init__(self, shared: _Shared, in_features: int, end: int) -> None:
+        super().__init__(shared, in_features, 0, end)
+        self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
+        self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
+        self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
+
+    def product(self, states: Tensor) -> Tensor:
+        """Outputs of all layers of the group, [..., all out_features]."""
+        if self.is_skinny:
+            result: Tensor = torch.ops.nanovllm.linear(states, self.all_weights)
+            return result
+        return F.linear(states, self.all_weights, self.all_biases)
+
+    def forward(self, states: Tensor) -> Tensor:
+        self._shared.product = product = self.product(states)
+        return product[..., : self.end]
+
+
+class MergedPart(_Part):
+    """A later layer of a group: returns its slice of the product."""
+
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int, *, is_last: bool) -> None:
+        super().__init__(shared, in_features, start, end)
+        self.is_last = is_last
+
+    def forward(self, states: Tensor) -> Tensor:
+        product = self._shared.product
+        assert product is not None  # calls come in the recorded order
+        if self.is_last:
+            self._shared.product = None
+        return product[..., self.start : self.end]
+
+
+class SkinnyLinear(nn.Linear):
+    """A single linear layer that uses our kernel for few rows."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        result: Tensor = torch.ops.nanovllm.linear(states, self.weight)
+        return result
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the module computes x W^T + b of its `weight` and `bias`, as `nn.Linear`."""
+    return type(module) in (nn.Linear, SkinnyLinear, MergedLinear, MergedPart)
+
+
+def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Tensor]]:
+    """Calls of all few-row product kernels, with and without a residual sum, one per weight shape."""
+    weights = {module.weight.shape: module.weight for module in model.modules() if isinstance(module, SkinnyLinear)}
+    merged = [module for module in model.modules() if isinstance(module, MergedLinear) and module.is_skinny]
+    alone = weights | {module.all_weights.shape: module.all_weights for module in merged}
+    states = {shape: weight.new_zeros(num_rows, shape[1]) for shape, weight in alone.items()}
+    calls: list[Callable[[], Tensor]] = [
+        partial(torch.ops.nanovllm.linear, states[shape], weight) for shape, weight in alone.items()
+    ]
+    for shape, weight in weights.items():
+        residual = weight.new_zeros(num_rows, shape[0])
+        calls.append(partial(torch.ops.nanovllm.linear_and_add, states[shape], weight, residual))
+    return calls
+
+
+@contextmanager
+def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Hook the layers of `model` for one forward pass; on exit, merge linear layers of each that read one tensor."""
+    calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
+    hooks = []
+    try:
+        # Ids, not references, so that weights can be freed. Replacing a module would lose its hooks.
+        own = {id(module) for module in with_own_weights(model) if not module._forward_hooks}
+        for layer, seen in calls.items():
+            for module in (module for module in layer.modules() if id(module) in own):
+                hooks.append(module.register_forward_pre_hook(_note(seen)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in list(calls):
+        for group in _groups(calls.pop(layer)):
+            _merge(layer, group)
+        for module in layer.modules():
+            if type(module) is nn.Linear and module.bias is None and _suits_kernel(module.weight):
+                module.__class__ = SkinnyLinear
+
+
+def _suits_kernel(weight: Tensor) -> bool:
+    """Whether `nanovllm::linear` is the faster product for few rows; registers the operator."""
+    suits = find_kernel("skinny_linear", "suits")
+    return suits is not None and suits(weight)
+
+
+def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
+    def hook(module: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
+        if arguments:  # a layer called with keyword arguments is not merged
+            seen.append((module, arguments[0]))
+
+    return hook
+
+
+def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
+    """Groups of linear layers called once each, on the same tensor and in the same dtype, in call order."""
+    calls = Counter(module for module, _ in seen)
+    groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+    for module, states in seen:
+        if calls[module] == 1:
+            groups.setdefault((id(states), module.weight.dtype), []).append(module)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
+    """Replace `linears` by the merged layers; the last reference to the old weights frees them."""
+    shared = _Shared(linears)
+    depth, end = linears[0].in_features, linears[0].out_features
+    replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}
+    for module in linears[1:]:
+        start, end = end, end + module.out_features
+        replacements[module] = MergedPart(shared, depth, start, end, is_last=module is linears[-1])
+    for parent in list(layer.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]

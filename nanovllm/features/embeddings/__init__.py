@@ -1,0 +1,3 @@
+"""Embeddings: hidden states of a prompt's last row in place of drawn tokens."""
+
+NEEDS = ()

@@ -1,0 +1,128 @@
+"""Statistics of engines and replicas: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nanovllm.outputs import BudgetStats, SpeculationStats, TierStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroupStats:
+    """Block pool of the layers that see the same positions, or of recurrent states; see `EngineStats`.
+
+    window, chunk: of their attention in tokens; None for no such limit.
+    record_bytes: of a sequence's recurrent states, one block each; None for K and V.
+    """
+
+    window: int | None
+    chunk: int | None
+    num_blocks: int
+    num_used_blocks: int
+    num_findable_blocks: int
+    num_evictions: int
+    record_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Window and chunk of its layers, in words."""
+        if self.record_bytes is not None:
+            return "recurrent states"
+        parts = {"window": self.window, "chunks of": self.chunk}
+        return " in ".join(f"{words} {size}" for words, size in parts.items() if size is not None) or "full attention"
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.num_used_blocks / max(1, self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Snapshot of queues and block pool, and counters since construction.
+
+    Block counts exclude the null block; where layers form several cache groups they are those of the first, the one
+    with full attention if there is one. Prefix cache queries and hits are prompt tokens looked up and found, counted
+    once per admitted request; evictions are cached blocks that were reused for other content.
+
+    recent_hit_rate: hits / queries over the last 1,000 steps; None without queries.
+    recent_budget_use: scheduled tokens / max_num_batched_tokens over the last 1,000 steps; None without steps.
+    hook_error: error of an observer (`on_step`, the trace) that was dropped because it raised.
+    cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
+    kv_touched_bytes: memory that the KV cache takes: on a CPU its blocks that were used or touched while idle.
+    kv_findable_bytes: of blocks that hold a findable prefix, in use or free.
+    num_clients: with running or waiting requests; of several replicas, in that with the most.
+    client_gap: largest difference between the service of two clients that wait in one priority level, now, over their
+        weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
+    budget: with an `itl_goal`; of replicas the means and the sum of misses.
+    tiers: with `prefix_cache_host_bytes` or `prefix_cache_dir`; of replicas the sums.
+    speculation: with drafts.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_findable_blocks: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prefix_cache_evictions: int
+    num_preemptions: int
+    num_steps: int
+    num_failed_steps: int
+    num_scheduled_tokens: int
+    num_output_tokens: int
+    recent_hit_rate: float | None
+    recent_budget_use: float | None
+    hook_error: str | None
+    cache_groups: tuple[CacheGroupStats, ...] = ()
+    kv_touched_bytes: int = 0
+    kv_findable_bytes: int = 0
+    num_clients: int = 0
+    client_gap: float = 0.0
+    budget: BudgetStats | None = None
+    tiers: TierStats | None = None
+    speculation: SpeculationStats | None = None
+
+    @classmethod
+    def of_scheduler(cls, scheduler: Any) -> EngineStats:
+        """Queues, the first pool of blocks, and counters of a `Scheduler`; None where observers know more."""
+        manager = scheduler.block_manager
+        num_blocks = manager.num_blocks - 1
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=num_blocks,
+            num_used_blocks=num_blocks - len(manager.free_blocks),
+            num_free_blocks=len(manager.free_blocks),
+            num_findable_blocks=manager.num_findable_blocks,
+            prefix_cache_evictions=manager.num_evictions,
+            recent_hit_rate=None,
+            recent_budget_use=None,
+            hook_error=None,
+            num_clients=scheduler.waiting.num_clients,
+            client_gap=scheduler.waiting.gap,
+            budget=scheduler.budget.stats(),
+            speculation=scheduler.proposer.stats(),
+            **asdict(scheduler.stats),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """State of a replica.
+
+    state: "starting", "up", "restarting" after its process died, or "failed" after it died again and again.
+    process_id: of its engine; None before the first.
+    silence: seconds in which it had work and reported no step.
+    """
+
+    index: int
+    state: str
+    process_id: int | None
+    num_running: int
+    num_waiting: int
+    num_restarts: int
+    silence: float

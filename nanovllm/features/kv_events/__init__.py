@@ -1,0 +1,3 @@
+"""KV events: which blocks the prefix cache gains and loses, for routers of requests."""
+
+NEEDS = ("features.engine_config", "features.groups", "features.option_checks", "features.tiers", "observability")

@@ -1,0 +1,3 @@
+"""Live modules: an engine notices the changes that the owner of its model makes."""
+
+NEEDS = ()

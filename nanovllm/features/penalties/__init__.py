@@ -1,0 +1,3 @@
+"""Changes of logits before sampling: allowed tokens, bad words, biases, penalties, logits processors."""
+
+NEEDS = ("fast.kernels", "features.token_masks")

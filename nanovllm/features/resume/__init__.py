@@ -1,0 +1,3 @@
+"""Resumption: a request goes on in another engine, with the tokens that it had."""
+
+NEEDS = ("features.refusals",)

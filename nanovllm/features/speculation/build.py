@@ -1,0 +1,112 @@
+"""From the options of speculation to its `Speculation`, and the draft models that it does not work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.groups.cache_pools import CachePools
+from nanovllm.features.groups.state_kinds import traits_within
+from nanovllm.features.headless import is_headless
+from nanovllm.features.speculation import costs
+from nanovllm.features.speculation.drafter import Drafter
+from nanovllm.features.speculation.lengths import DraftLengths
+from nanovllm.features.speculation.speculation import Speculation
+from nanovllm.features.speculation.suffix import SuffixDrafter
+from nanovllm.features.speculation_options import SUFFIX
+from nanovllm.model import ModelBinding
+from nanovllm.observability.step_records import StepObservers
+from nanovllm.requests import InputProcessor, RequestLimits
+from nanovllm.scheduler import Scheduler
+
+SUFFIX_BYTES = 64 << 20
+
+
+class Target(Protocol):
+    """The model that verifies drafts; see `ModelRunner`."""
+
+    binding: ModelBinding
+    config: EngineConfig
+    pools: CachePools
+
+    def execute(self, batch: ScheduledBatch) -> Any: ...
+    def close(self) -> None: ...
+
+
+def add_drafts(
+    scheduler: Scheduler,
+    target: Target,
+    input_processor: InputProcessor,
+    observers: StepObservers,
+    draft_model: Callable[[EngineConfig, InputProcessor], Drafter | None],
+) -> None:
+    """Give a scheduler of resolved options its drafts.
+
+    Args:
+        draft_model: builds the drafter of a draft model, None without one.
+
+    Closes the target if it raises.
+    """
+    config, limits, clock = target.config, input_processor.limits, input_processor.clock
+
+    def execute(batch: ScheduledBatch) -> object:
+        return target.execute(batch).result()
+
+    try:
+        if not limits.has_head:
+            raise ValueError(
+                f"speculation is {config.speculation!r}, but {limits.model_name} has no language model head, so it "
+                "generates nothing. Leave speculation out."
+            )
+        drafter = draft_model(config, input_processor)
+        learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
+        if learned is not None:
+            observers.append(learned)
+        source: Any = config.speculation
+        has_states = bool(target.binding.mixers)  # their rows run as chunks, outside of the graphs of decodes
+        row_sizes = None if learned is None or has_states else learned.row_sizes
+        scheduler.proposer = proposer = Speculation(
+            config,
+            scheduler.block_manager,
+            drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
+            DraftLengths(learned, config.num_speculative_tokens, row_sizes=row_sizes, are_repeated=has_states),
+            vocab_size=min(limits.vocab_size, limits.num_logits),
+            source=source if isinstance(source, str) else type(source).__name__,
+        )
+        observers.append(proposer)
+    except BaseException:
+        target.close()  # and the processes of other ranks
+        raise
+
+
+def check_draft_model(
+    config: EngineConfig, binding: ModelBinding, tokenizers: tuple[Any, Any], limits: RequestLimits
+) -> None:
+    """Raise ValueError for a draft model of another vocabulary, or with layers that do not keep every position.
+
+    Args:
+        binding: of the draft model.
+        tokenizers: its own, and the engine's; None without one.
+    """
+    name = f"draft_model is {config.draft_model!r}, but "
+    if is_headless(binding.model):
+        raise ValueError(f"{name}it has no language model head, so it drafts nothing. Name a model that generates.")
+    if binding.mixers or any(
+        not traits_within(layer.traits, config.max_model_len).sight.is_full for layer in binding.layers
+    ):
+        raise ValueError(
+            f"{name}{type(binding.model).__name__} has layers that forget earlier tokens; rejected drafts must be "
+            "taken back. Name a model with full attention alone."
+        )
+    own, engine = tokenizers
+    if own is None or engine is None:
+        is_same = binding.vocab_size == limits.num_logits
+    else:
+        is_same = own.get_vocab() == engine.get_vocab()
+    if not is_same:
+        raise ValueError(
+            f"{name}its vocabulary ({binding.vocab_size} tokens) is not the model's ({limits.num_logits} tokens): its "
+            "drafts would be other words. Name a model with the same tokenizer."
+        )

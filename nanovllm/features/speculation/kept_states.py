@@ -1,0 +1,89 @@
+"""Recurrent states of sequences with drafts: a state cannot be cut back, so a copy from before the step is kept.
+
+::
+
+    before the step    state --copy--> kept slot        by the step's `copies`, before its forward pass
+    the step             | overwritten in place by its rows
+    all accepted       state after the drafts           it stands, and the kept slot is freed
+    a rejection        kept slot, in the table again    accepted rows and the new token are left to compute
+
+The next step computes these rows again, as a chunk: the model itself then brings the state to the accepted end.
+"""
+
+from __future__ import annotations
+
+from nanovllm.batch import Copy
+from nanovllm.block_manager import BlockManager
+from nanovllm.features.groups.state_blocks import StateBlocks
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.sequence import Sequence
+
+SPARE_SLOTS = 1  # left free, so that drafts hold up no other sequence
+
+
+class DraftsWithStates(Drafts):
+    """Drafts, with the kept slot of each sequence until the step is read or undone.
+
+    Args:
+        number: of the cache group of states.
+    """
+
+    def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
+        super().__init__()
+        self._manager, self._group, self._number = manager, group, number
+        self._kept: dict[Sequence, int] = {}
+
+    def __exit__(self, *_: object) -> None:
+        super().hide()
+
+    def hide(self) -> None:
+        """Also frees the kept slots, since the step is undone."""
+        super().hide()
+        self.free_kept()
+
+    def keep(self, sequence: Sequence) -> bool:
+        """Keep the state before the step being scheduled, once the sequence is placed; False without free slots."""
+        if (len(sequence.token_ids) - 1) % self._group.block_size == 0:
+            return True  # the step begins a block, so it writes to another slot than it reads
+        if self._group.pool.num_free_blocks <= SPARE_SLOTS:
+            return False
+        slot = self._kept[sequence] = self._group.keep()
+        self._manager.copies.append(Copy(self._number, self._table(sequence)[-1], slot))
+        return True
+
+    def put_back(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return to the state before the step, which began at position `start`."""
+        if (slot := self._kept.pop(sequence, None)) is None:
+            return self._manager.rewindable(sequence, start)
+        self._group.put_back(self._table(sequence), slot)
+        return start
+
+    def free_kept(self) -> None:
+        """Free the slots that were not put back."""
+        while self._kept:
+            self._group.free_kept(self._kept.popitem()[1])
+
+    def _table(self, sequence: Sequence) -> list[int]:
+        assert sequence.group_tables is not None
+        return sequence.group_tables.further[self._number - 1]
+
+
+class KeptStates:
+    """Makes the drafts of steps over a manager with states."""
+
+    def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
+        self._manager, self._group, self._number = manager, group, number
+
+    @classmethod
+    def of_manager(cls, manager: BlockManager) -> KeptStates | None:
+        """None for a manager without states."""
+        groups = list(enumerate(getattr(manager, "groups", ())))  # of `CacheGroups`; states are the last
+        number, group = groups[-1] if groups else (0, None)
+        return cls(manager, group, number) if isinstance(group, StateBlocks) else None
+
+    def drafts(self) -> DraftsWithStates:
+        return DraftsWithStates(self._manager, self._group, self._number)
+
+    def num_left(self, num_known: int) -> int:
+        """Positions from `num_known` on in the block of the last known token: a state is kept at ends of blocks."""
+        return -num_known % self._group.block_size

@@ -1,0 +1,6 @@
+"""Tiers of the prefix cache: host memory and files behind the blocks of the device."""
+
+NEEDS = (
+    "features.costs", "features.engine_config", "features.groups", "features.ranks", "features.states",
+    "observability",
+)  # fmt: skip

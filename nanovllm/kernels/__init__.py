@@ -1,1 +1,0 @@
-"""C++ and Triton kernels. Delete this room and every answer stays the same, only slower."""

@@ -1,0 +1,325 @@
+"""Hooks a `transformers` module to paged attention, and restores it exactly when unhooked."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from nanovllm.attention import (
+    ATTENTION_NAME,
+    STEP_HANDLE,
+    STEP_SLOT_MAPPING,
+    AttentionStep,
+    attention_function,
+    step_in_force,
+)
+from nanovllm.kv_cache import KVCaches, StateShapes
+from nanovllm.layout import BatchLayout
+from nanovllm.patches import AttributePatches, Change, layer_changes, redirected_to
+from nanovllm.probe import PROBE_NAME, Masks, PassProbe, Probe, Probing, plain_probe, probe_model, probing_with
+from nanovllm.sampler import StepReport
+
+# The name has no mask function, so the library builds no mask and never inspects positions.
+AttentionInterface.register(ATTENTION_NAME, attention_function)
+
+_handles = itertools.count()
+# Several engines may share a module, in several threads: while one has it hooked, the others wait.
+_module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def lock_of(model: Any) -> threading.RLock:
+    """The lock that is held while a module is hooked, or read."""
+    return _module_locks.setdefault(model.base_model, threading.RLock())
+
+
+class StateLayers:
+    """Layers that keep states instead of K and V; false if the model has none, as by default."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    @property
+    def shapes(self) -> StateShapes:
+        """Shape and dtype of each state of one sequence, by layer."""
+        return ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers."""
+        return 0
+
+    def fitted(self, config: Any, device_type: str) -> Any:
+        """The options, with a block size that fits the states; raises ValueError for another."""
+        return config
+
+    def probing_changes(self) -> list[Change]:
+        """Changes to layers that compute each row as a sequence, so that a probe sees rows which do not mix."""
+        return []
+
+    def step_changes(self, pools: list[list[Tensor]]) -> list[Change]:
+        """Changes to layers over pools of states: of each layer [num_slots, ...] of each state."""
+        return []
+
+    def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
+        """Args: layout: the rows of the next step, of the group of states."""
+
+
+class Rope:
+    """Rotary embeddings: by default those of the module, which depend on nothing but positions.
+
+    Attributes:
+        changes: to the model's modules, in force in probes and steps.
+        choice: a name that cached keys depend on.
+    """
+
+    changes: Sequence[Change] = ()
+    choice = ""
+
+    def pin(self, max_model_len: int) -> None:
+        """Choose the frequencies for sequences of up to that many tokens, before any step."""
+
+
+class Watch(Protocol):
+    """Detects changes of a module by its owner."""
+
+    def changes(self, *, with_structure: bool) -> tuple[bool, bool]:
+        """(weights changed, structure changed) since the last call; without `with_structure` the latter is False."""
+
+
+class WholePass:
+    """Forward passes of a causal language model, from tokens to logits; paged attention or a probe must be installed.
+
+    Args:
+        vocab_size: number of tokens that can be sampled.
+
+    Attributes:
+        has_base_model: whether hidden states can be computed apart from logits, as `ForwardPasses` does.
+    """
+
+    has_base_model = False
+
+    def __init__(self, model: Any, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+
+    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
+
+        Args:
+            token_ids, positions: [1, num_rows] int64.
+            sample_rows: [num_samples] int64; 0 for all rows.
+
+        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
+        """
+        logits: Tensor = self._model(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            return_dict=True,
+            **kwargs,
+        ).logits[0]
+        num_logits = logits.shape[1]
+        if num_logits == self._vocab_size:
+            return logits
+        if num_logits < self._vocab_size:
+            raise RuntimeError(
+                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
+                "engine was built. Build a new engine."
+            )
+        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
+
+    def of_step(self, report: StepReport | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """Logits of a step, whose report gets whatever else it reads: here nothing; see `logits`."""
+        return self.logits(*inputs, **kwargs)
+
+    def drop_copies(self) -> None:
+        """Drop everything that keeps the model's weights besides the model."""
+
+
+class BindingParts(NamedTuple):
+    """Parts of a binding that a plain model can do without.
+
+    probe_for: makes the first probe of a model.
+    masks_for: makes the masks of each probe, for the config of a text model.
+    check: raises UnsupportedModelError for a model that an engine would compute wrongly.
+    implementations: names of `transformers` implementations besides attention, by attribute of configs.
+    """
+
+    states: StateLayers = StateLayers()
+    rope: Rope = Rope()
+    probe_for: Callable[[Any], Probe] = plain_probe
+    masks_for: Callable[[Any], Masks] = lambda _: Masks()
+    check: Callable[[Probing, Probe], object] = lambda *_: None
+    implementations: Mapping[str, str] = MappingProxyType({})
+
+
+PLAIN = BindingParts()
+
+
+class ModelBinding:
+    """A model and its attention layers; `installed` hooks them to paged attention for one step.
+
+    Args:
+        model: a causal language model of `transformers`, not copied, and unchanged outside of `installed`.
+        is_live: the owner continues to use the module (training): all changes are undone after each step.
+        parts: parts that `building.py` hands over; those of a plain model by default.
+
+    Attributes:
+        layers: attention layers, in the order of the forward pass.
+        layer_modules: the decoder layers that hold these, which faster calls may replace.
+        mixers: layers that keep states.
+        vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
+        passes: forward passes; `ForwardPasses` has those in two parts.
+        patches: changes of the model in force.
+        min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
+        watch: detects changes of a live module; None if it is not live.
+        ranks: `Ranks` of a sharded model.
+        head_shards: `ShardedHead`, if logits cover only this rank's tokens.
+        memory: `HugePages` for packed weights, until the engine is built.
+        unshared: linear layers with plain weights that no other module reads, and that may be freed.
+    """
+
+    def __init__(self, model: Any, *, is_live: bool, parts: BindingParts = PLAIN) -> None:
+        self.model = model
+        self.is_live = is_live
+        self.ranks: Any = None
+        self.memory: Any = None
+        self.head_shards: Any = None
+        self.unshared: set[nn.Linear] = set()
+        self.watch: Watch | None = None
+        self.device: torch.device = next(model.parameters()).device
+        self.min_rows, self.handle = 1, next(_handles)
+        with torch.inference_mode(False):
+            self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
+        self._lock = lock_of(model)
+        self.layer_modules: list[nn.Module] = []
+        self.calls: dict[nn.Module, Callable[..., Any]] = {}
+        self.stacked: Any = None  # `StackedLayers`, the layers in one launch
+        self.fused_layers: list[Any] = []  # `FusedLayer` in the place of each decoder layer
+        self.rotary_changes: list[Change] = []
+        self.patches, self._is_installed = AttributePatches(), False
+        self.mixers = parts.states
+        self.rope = parts.rope
+        self._implementations = parts.implementations
+        self._masks_for = parts.masks_for
+        probe = probe_model(model, self.probing, parts.probe_for)
+        self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
+        parts.check(self.probing, probe)
+        self.vocab_size = min(model.get_input_embeddings().num_embeddings, probe.logits.shape[1])
+        self.passes: Any = WholePass(model, self.vocab_size)
+        self.dtype = self.layers[0].dtype if self.layers else model.dtype
+        self.caches = KVCaches(self.layers, self.device, self.mixers.shapes)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install paged attention, eval mode and compiled layers; undone on exit for a live module."""
+        with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            try:
+                if not self._is_installed:
+                    self.install()
+                yield
+            finally:
+                if self.is_live:
+                    self.uninstall()
+
+    def install(self, attention_name: str = ATTENTION_NAME) -> None:
+        self.patches.undo()  # leftovers of an interrupt
+        changes = [*redirected_to(self.model, attention_name, self._implementations), *self.rope.changes]
+        handle = None if self.passes_keywords else self.handle
+        changes += layer_changes(self.layers, self.caches.of_layers, self.caches.kinds, handle) + self.rotary_changes
+        calls = *self.calls.items(), *zip(self.layer_modules, self.fused_layers, strict=False)
+        changes += [(vars(module), "_compiled_call_impl", call) for module, call in calls]
+        changes += self.mixers.step_changes(self.caches.of_records)
+        self.patches.apply(changes)
+        self._is_installed = True
+
+    def uninstall(self) -> None:
+        """Restore the module to its state before `installed`; may be called again after an interrupt."""
+        with self._lock:
+            self._is_installed = False
+            self.patches.undo()
+
+    @contextmanager
+    def probing(self, probe: PassProbe) -> Iterator[None]:
+        """Replace attention by the probe."""
+        with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
+            self.uninstall()  # a model that is not live stays hooked between steps
+            probe.masks = self._masks_for(self.model.config.get_text_config(decoder=True))
+            try:
+                self.patches.apply(redirected_to(self.model, PROBE_NAME, self._implementations))
+                self.patches.apply([*self.rope.changes, *self.mixers.probing_changes()])
+                yield
+            finally:
+                self.uninstall()
+
+    def forward_step(
+        self,
+        step: AttentionStep,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        sample_rows: Tensor,
+        report: StepReport | None = None,
+    ) -> Tensor:
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch, over the paged caches.
+
+        Args:
+            step: state shared by all attention layers.
+            token_ids, positions: [num_rows] int64.
+            slot_mapping: [num_rows] int64, the cache slot of each row's K and V.
+            sample_rows: [num_samples] int64.
+            report: of the sampler's stage; None if every sequence is plain.
+
+        The logits are empty if the report needs none.
+        """
+        with self._in_step(step, slot_mapping) as extra:
+            logits: Tensor = self.passes.of_step(report, token_ids[None], positions[None], sample_rows, **extra)
+            return logits
+
+    def compute_step(
+        self,
+        compute: Callable[..., Tensor],
+        step: AttentionStep,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        *rows: Tensor,
+    ) -> Tensor:
+        """The result of a function of `passes` over the paged caches; other arguments as in `forward_step`."""
+        with self._in_step(step, slot_mapping) as extra:
+            return compute(token_ids[None], positions[None], *rows, **extra)
+
+    @contextmanager
+    def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Set up one step; yields keyword arguments that the model passes on to attention."""
+        tensors = self._handle_tensor, slot_mapping
+        extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self.passes_keywords else {}
+        if not extra and self.calls:
+            torch._dynamo.maybe_mark_dynamic(slot_mapping, slot_mapping.dim() - 1)
+        with step_in_force(self.handle, step, None if extra else tensors):
+            try:
+                with self.installed():
+                    yield extra
+            except BaseException:
+                self.uninstall()  # again: an interrupt may have cut the first one short
+                raise
+
+    def release_caches(self) -> None:
+        self.uninstall()
+        self.caches.release()
+
+    def close(self) -> None:
+        self.release_caches()
+        self.calls, self.stacked = {}, None
+        self.fused_layers, self.rotary_changes = [], []
+        self.passes.drop_copies()

@@ -1,1 +1,0 @@
-"""The `transformers` module: loaded, probed, hooked and sped up."""

@@ -1,0 +1,1 @@
+"""Models: found, fetched, checked, loaded, quantised; GGUF; refusals by name."""

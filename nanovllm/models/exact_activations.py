@@ -1,0 +1,34 @@
+"""Refuses `exact_activations` where no weights are multiplied as bytes; without torch."""
+
+from __future__ import annotations
+
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
+from nanovllm.models.source import is_gguf
+
+
+def check_exact_activations(config: EngineConfig, source: str | None, device: str | None = None) -> None:
+    """Raise ValueError if the option, set in `config`, changes nothing, as far as is known before the model is loaded.
+
+    Args:
+        source: of the model, as `find` returns it; None for a loaded module.
+        device: of the weights, once it is known; None for the options'.
+    """
+    if config.tensor_parallel_size > 1:
+        refuse("exact_activations", TENSOR_PARALLEL)
+    device = device or config.device
+    if source is None:
+        reason, remedy = "the model is a loaded module", "save it (save_pretrained), pass the folder, set quantization"
+    elif device.startswith("cuda"):
+        reason, remedy = f"the device is {device!r}", "set device='cpu'"
+    elif config.attention_backend not in ("auto", "cpp"):
+        reason, remedy = f"attention_backend is {config.attention_backend!r}", "set attention_backend='cpp'"
+    elif config.enforce_eager:
+        reason, remedy = "enforce_eager is True", "drop enforce_eager"
+    elif config.quantization is None and not is_gguf(source):
+        reason, remedy = f"the weights of {source} are not quantised", "set quantization='int8' or 'int4'"
+    else:
+        return
+    raise ValueError(
+        f"exact_activations is True, but {reason}, so no weights are multiplied as bytes. Leave it out, or {remedy}."
+    )

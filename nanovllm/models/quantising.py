@@ -1,0 +1,82 @@
+"""Quantises a loaded model's linear layers and embedding in place, one after another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.models.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
+
+logger = logging.getLogger("nanovllm")
+
+_PANEL = 32  # outputs that CPU kernels read together; layers of other widths have no kernel
+
+
+def quantise_model(model: Any, option: str) -> None:
+    """Replace linear layers and the embedding by quantised ones; frees each plain weight in turn.
+
+    Rows that are no multiple of the format's block, routed experts and all other modules are not quantised; one log
+    line gives their share.
+
+    Args:
+        option: "int8" or "int4".
+
+    Raises UnsupportedModelError for a model without any such layer.
+    """
+    kind, blocks_of = KIND_OF_OPTION[option], WeakIdKeyDictionary()  # by weight, so that tied modules share blocks
+    num_before = sum(parameter.numel() for parameter in model.parameters())
+    embedding = id(model.get_input_embeddings())  # a reference would keep its weight
+    # Weights of modules that are not quantised: an embedding tied to a head of 32,001 outputs would be stored twice.
+    plain = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+        and not _suits(module, kind, is_lookup=id(module) == embedding)
+    }
+    for parent in [module for module in model.modules() if module._modules]:  # no reference to modules to be freed
+        for name, child in parent._modules.items():
+            suits = child is not None and _suits(child, kind, is_lookup=id(child) == embedding)
+            if suits and id(child.weight) not in plain:
+                parent._modules[name] = _quantised(child, kind, blocks_of)
+    num_left = sum(parameter.numel() for parameter in model.parameters())
+    if num_left == num_before:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear layers that quantization={option!r} could quantise. Leave it out."
+        )
+    logger.info(
+        "quantization=%r: %.1f of %.1f million weights; the others stay as they are",
+        option, (num_before - num_left) / 1e6, num_before / 1e6,
+    )  # fmt: skip
+    if num_left > num_before // 10:
+        left = max(model.named_parameters(), key=lambda named: named[1].numel())[0]
+        logger.warning(
+            "quantization=%r: %d %% of the weights stay as they are, %s first: they are no linear layers of a width "
+            "that can be quantised", option, 100 * num_left // num_before, left,
+        )  # fmt: skip
+
+
+def _suits(module: nn.Module, kind: str, *, is_lookup: bool) -> bool:
+    weight = getattr(module, "weight", None)
+    if not (type(module) is nn.Linear or (is_lookup and type(module) is nn.Embedding and module.max_norm is None)):
+        return False
+    if not isinstance(weight, nn.Parameter) or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    outputs_fit = is_lookup or len(weight) % _PANEL == 0
+    return outputs_fit and weight.shape[1] % max(2, FORMATS[kind].elements) == 0
+
+
+def _quantised(module: Any, kind: str, blocks_of: MutableMapping[Tensor, Tensor]) -> nn.Module:
+    """The quantised module that replaces this one; tied weights share their blocks."""
+    weight = module.weight
+    if weight not in blocks_of:
+        blocks_of[weight] = quantise(weight, kind)
+    blocks = blocks_of[weight]
+    if isinstance(module, nn.Embedding):
+        return QuantisedEmbedding(kind, blocks, dtype=weight.dtype, padding_idx=module.padding_idx)
+    return QuantisedLinear(kind, blocks, module.bias, dtype=weight.dtype)

@@ -1,0 +1,247 @@
+"""Outputs, metrics and counters: plain data that requests and schedulers return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Goals(Protocol):
+    """Latency goals in seconds; None without one."""
+
+    @property
+    def itl_goal(self) -> Any: ...
+
+    @property
+    def ttft_goal(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStats:
+    """Token budget that keeps an `itl_goal`, and how well its steps are predicted.
+
+    itl_goal, ttft_goal: Goals in force, seconds; "auto" follows the costs.
+    num_tokens: budget of the last step.
+    error: median over the last 100 steps of the predictions' errors, relative to the time measured; None before any.
+    num_misses: steps since construction that took twice or half of their prediction.
+    """
+
+    itl_goal: float
+    ttft_goal: float | None
+    num_tokens: int
+    error: float | None
+    num_misses: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Tiers of the prefix cache: host memory, and files read into it. Blocks count once for each cache group.
+
+    num_stored_blocks, num_loaded_blocks: copied to host memory, and back to the KV cache; num_loaded_tokens: the hits.
+    num_read_blocks, num_failed_reads: from files; failed ones were damaged or removed, and count as misses.
+    num_loads, num_recomputes: prefixes loaded from a tier, and computed since that was predicted to be faster.
+    load_seconds, compute_seconds: estimates of the last such decision; None before anything was measured.
+    """
+
+    host_bytes: int = 0
+    num_host_blocks: int = 0
+    num_host_evictions: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_loaded_tokens: int = 0
+    dir_bytes: int = 0
+    num_written_blocks: int = 0
+    num_read_blocks: int = 0
+    num_failed_reads: int = 0
+    num_loads: int = 0
+    num_recomputes: int = 0
+    load_seconds: float | None = None
+    compute_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counters of drafts since construction.
+
+    num_drafts: entries of steps with drafts; each draws one token more than it accepts.
+    num_draft_tokens, num_accepted_tokens: computed, and equal to the model's draws.
+    accepted_by_depth: accepted tokens by their place among the drafts of an entry.
+    by_source: tokens drafted and accepted of each source of drafts.
+    num_failures: calls of a drafter that raised or returned no token ids.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_failures: int = 0
+
+    @property
+    def tokens_per_draft(self) -> float | None:
+        """Tokens that an entry with drafts brings; None without any."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
+
+
+class OutputKind(StrEnum):
+    """Contents and frequency of a request's outputs.
+
+    CUMULATIVE: one output per token, with all text and tokens so far.
+    DELTA: one output per token, with the text and tokens since the previous output.
+    FINAL: one output, when the request ends.
+    """
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL = "final"
+
+
+class ErrorKind(StrEnum):
+    """Origin of an error that ended a request.
+
+    REQUEST: the request's options or its own functions; the same request would fail again.
+    INTERNAL: anything else, such as a failed step, non-finite logits, or a tokenizer that cannot decode.
+    """
+
+    REQUEST = "request"
+    INTERNAL = "internal"
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token under the model, before any sampling option applies.
+
+    rank: 1 for the most probable token; equally probable tokens share the better rank.
+    """
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]  # by token id: the sampled token first, then the most probable ones by rank
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt, or its new part in a delta.
+
+    index: index of the sample, 0 to n - 1.
+    text: detokenized output, without special tokens and stop strings unless the request asks for them.
+    token_ids: generated tokens, an end-of-sequence or stop token included.
+    finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or max_model_len),
+        "timeout", "abort", "error" (see `RequestOutput.error`), or None while it runs.
+    stop_reason: stop string or token id that ended the sample; None otherwise.
+    logprobs: one entry per token of token_ids, if requested.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Latencies and token counts of a request. Times are seconds of `time.monotonic`; None for events yet to happen.
+
+    A token's time is the time at which its step's result reached the host.
+
+    scheduled_time: start of the first step that computed part of the request.
+    num_preemptions: number of times that a sample lost its blocks and had to recompute them.
+    mean_itl, max_itl: inter-token latency (ITL) of a sample in seconds; None with fewer than two tokens.
+    itls: every ITL in order, once the request has ended; only with the engine option `record_itl`.
+
+    With several samples, output tokens and preemptions are sums, prompt tokens are those of the first sample, and times
+    are the first or the last of any sample.
+    """
+
+    arrival_time: float
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    mean_itl: float | None = None
+    max_itl: float | None = None
+    itls: list[float] | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first scheduled step."""
+        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token (TTFT), in seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Output of a request, final or so far.
+
+    prompt: the prompt as text, if it was given as text.
+    prompt_token_ids: prompt tokens after truncate_prompt_tokens.
+    outputs: completions in order of their index; while the request runs, those with tokens.
+    finished: whether all completions have ended.
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    error: message of the first completion with finish_reason "error".
+    prompt_logprobs: None for the first prompt token and those before prompt_logprobs_start, then one entry per prompt
+        token, if requested; partial while the prompt is computed.
+    error_kind: origin of `error`; None without one.
+    embedding: [hidden_size] float32, the last hidden state of a request with `EmbeddingParams`, once it is computed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error_kind: ErrorKind | None = None
+    embedding: NDArray[np.float32] | None = None
+
+    def extend(self, later: RequestOutput) -> None:
+        """Merge a later delta into this one."""
+        mine = {completion.index: completion for completion in self.outputs}
+        for theirs in later.outputs:
+            completion = mine.get(theirs.index)
+            if completion is None:
+                self.outputs.append(theirs)
+                continue
+            completion.text += theirs.text
+            completion.token_ids += theirs.token_ids
+            if completion.logprobs is not None and theirs.logprobs is not None:
+                completion.logprobs += theirs.logprobs
+            completion.finish_reason, completion.stop_reason = theirs.finish_reason, theirs.stop_reason
+        self.finished, self.error, self.error_kind = later.finished, later.error, later.error_kind
+        self.num_cached_tokens, self.metrics = later.num_cached_tokens, later.metrics
+        self.prompt_logprobs = later.prompt_logprobs
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """A scheduler's counters since construction. Prefix-cache figures are tokens, counted once per admitted request."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_failed_steps: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0

@@ -1,1 +1,0 @@
-"""The process and its machine: device, threads, NUMA nodes, garbage collection, signals, import cache."""

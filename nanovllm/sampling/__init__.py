@@ -1,1 +1,0 @@
-"""Logits to tokens: penalties, filters, noise, log-probabilities."""

@@ -1,0 +1,1 @@
+"""Serving: the asynchronous engine, streams, replicas, and HTTP."""
