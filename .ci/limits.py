@@ -35,7 +35,7 @@ from sources import (
     num_parallel_assignments,
     num_tokens,
 )
-from walk import walks
+from walk import default_walks
 
 MAX_FUNCTION_TOKENS = 300
 PYTHON = files(PACKAGE, {".py"})
@@ -69,7 +69,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
         yield f"{function} in {file}: tokens", num_function_tokens, max_tokens
     # Processors differ in the layers that they run fused, runs in the pieces of memory that a thread takes.
     limits = {"construction": (85, 431, 1_395), "one token": (36, 142, 70)}
-    for name, walk in walks():
+    for name, walk in default_walks():
         for what, figure, limit in zip(
             ("files", "functions", "room changes"),
             (len(walk.files), len(walk.functions), walk.num_room_changes),

@@ -2,9 +2,10 @@
 
     python .ci/walk.py [--list]
 
-The default model on the default backend answers one prompt with one new token, for the second time in the process. A
-room is a folder or a top-level module of the package; a room change is a call into another room than the caller's.
-Where a thread begins there is no caller. Lambdas, comprehensions and the bodies of modules and classes are not counted.
+The default model on the default backend answers one prompt with one new token, for the second time in the process; on a
+GPU, tests/gpu/test_walk_on_gpu.py has another model walk the same way. A room is a folder or a top-level module of the
+package; a room change is a call into another room than the caller's. Where a thread begins there is no caller. Lambdas,
+comprehensions and the bodies of modules and classes are not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,25 +99,35 @@ def _room(file: str | None) -> str | None:
     return file and file.split("/", 1)[0]
 
 
-def walks() -> Iterator[tuple[str, Walk]]:
-    """The walk of construction, then that of one token; each before the next is counted."""
-    subprocess.run([sys.executable, "-c", FILL_CACHES], cwd=Path(PACKAGE).parent, check=True)
+def walks(prompts: Sequence[Any], **options: Any) -> Iterator[tuple[str, Walk]]:
+    """The walk of construction, then that of one token; each before the next is counted.
+
+    Args:
+        prompts: two, of which the second is counted.
+        options: of `LLM`.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1)
     walk = Walk()
     walk.install()
     with walk.count():
-        llm = LLM(**OPTIONS)
+        llm = LLM(**options)
     yield "construction", walk
-    llm.generate("The capital of France is", params, use_tqdm=False)
+    llm.generate([prompts[0]], params, use_tqdm=False)
     with walk.count():
-        llm.generate("The capital of Italy is", params, use_tqdm=False)
+        llm.generate([prompts[1]], params, use_tqdm=False)
     walk.remove()
     yield "one token", walk
     llm.close()
 
 
+def default_walks() -> Iterator[tuple[str, Walk]]:
+    """The walks of the default engine."""
+    subprocess.run([sys.executable, "-c", FILL_CACHES], cwd=Path(PACKAGE).parent, check=True)
+    yield from walks(("The capital of France is", "The capital of Italy is"), **OPTIONS)
+
+
 if __name__ == "__main__":
-    for name, walk in walks():
+    for name, walk in default_walks():
         print(f"walk, {name}: {walk}")
         if "--list" in sys.argv[1:]:
             print(*walk.listed(), sep="\n")

@@ -1,7 +1,7 @@
 """`EngineConfig` of the engine alone: the options that its own files read, validated on construction and frozen.
 
 None means "not set": the option takes the device's default and yields to options that were set. Only options that
-were set can contradict each other. `core.config` has the public class, with the options of features.
+were set can contradict each other. `features.engine_config` has the public class, with the options of features.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def option(
 
     Args:
         help: text of flags, `help()` and the reference.
-        check: of `core.validation`, called by its `check_fields`; None: the check of the annotation.
+        check: of `config`, called by its `check_fields`; None: the check of the annotation.
         flag: name of the flag, and in a server's file; None: the field's.
-        refused: mode of `core.features` that the option does not work with -> reason and remedy.
+        refused: mode of `features.refusals` that the option does not work with -> reason and remedy.
         needs: module without which the option is refused, such as "speculation.build".
         more: as for `dataclasses.field`.
     """
@@ -390,3 +390,22 @@ class EngineConfig:
             max_long_partial_prefills=long or 1,
             overlap=defaults.overlap if self.overlap is None else self.overlap,
         )
+
+
+def positions_of(config: Any) -> int | None:
+    """Number of positions of a text model; None if its config has no such field."""
+    return first_field(config, "max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field of a config; None for one that it lacks, or that differs by layer, for which `transformers` raises."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+def first_field(config: Any, *names: str) -> int | None:
+    """The first of the fields that is a positive number; None if none is."""
+    values = (_field(config, name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

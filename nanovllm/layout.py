@@ -111,7 +111,7 @@ class HostStep(NamedTuple):
     """A step to be packed.
 
     plan: by the attention backend.
-    draws: `sampling.draw.DrawInputs` of the device's draw; None if the host's sampler draws.
+    draws: `sampler.DrawInputs` of the device's draw; None if the host's sampler draws.
     num_decodes: rows of decodes, padding included; rows of chunks follow.
     """
 

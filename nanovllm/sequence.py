@@ -19,7 +19,7 @@ class Progress(Protocol):
     """Progress of a request in an earlier engine; its tokens are recomputed."""
 
     def restore(self, sample: Any) -> None:
-        """Restore a new sample, of `requests.output_processor`: all tokens known, none computed."""
+        """Restore a new sample, of `responses`: all tokens known, none computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,4 +173,4 @@ def _certainty(
 
 
 def _as_dict(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}
+    return {field.name: getattr(record, field.name) for field in fields(record)}

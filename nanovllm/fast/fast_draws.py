@@ -77,7 +77,7 @@ def sampler_parts(
 
 
 def floors_by_sort(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
-    """`kernels.filter_floors.filter_floors` in torch, for filters without a kernel."""
+    """`fast.kernels.filter_floors.filter_floors` in torch, for filters without a kernel."""
     offsets, floors = [], []
     for rows, own in pieces(logits, inputs):
         levels, own_offsets = levels_of(rows, own)

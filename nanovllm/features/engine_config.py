@@ -1,4 +1,4 @@
-"""The public `EngineConfig`: the options of the engine alone, of `core.plain_config`, and those of features."""
+"""The public `EngineConfig`: the options of the engine alone, of `config`, and those of features."""
 
 from __future__ import annotations
 

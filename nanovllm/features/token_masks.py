@@ -124,7 +124,7 @@ def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None
 
 
 def keep_bits_by_kernel(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-    """`keep_bits` on a GPU, with a Triton kernel, compiled at its first call; needs `kernels.bit_masks`."""
+    """`keep_bits` on a GPU, with a Triton kernel, compiled at its first call; needs `fast.kernels.bit_masks`."""
     own = np.full(len(logits), -1, np.int32)
     own[rows] = np.arange(len(rows))
     token_masks, mask_in_place = _kernels()

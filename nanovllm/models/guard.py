@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from nanovllm.defaults import positions_of
+from nanovllm.config import positions_of
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.unsupported import unsupported

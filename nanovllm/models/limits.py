@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.defaults import first_field, positions_of
+from nanovllm.config import first_field, positions_of
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models.exact_activations import check_exact_activations

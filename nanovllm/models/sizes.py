@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.defaults import positions_of
+from nanovllm.config import positions_of
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.source import WEIGHT_PATTERNS, is_gguf
 

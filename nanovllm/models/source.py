@@ -131,7 +131,7 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
-# `model.gguf` is imported only for GGUF files.
+# `models.gguf` is imported only for GGUF files.
 def _parts_of(path: Path) -> list[Path]:
     from nanovllm.models.gguf.file import parts_of
 

@@ -261,7 +261,7 @@ def test_replicas_that_die_again_and_again_are_given_up(monkeypatch, is_refused)
     monkeypatch.setattr(replica, "BACKOFF_SECONDS", (0.0,) if is_refused else ())
     if is_refused:
         monkeypatch.setattr(fleet.Fleet, "_check_files", refuse_start)
-    monkeypatch.setattr("nanovllm.serving.llm.open_engine", opening.open_pool)
+    monkeypatch.setattr(LLM, "_build_engine", staticmethod(opening.open_pool))
     with LLM(tiny_folder(), **OPTIONS) as llm:
         prompt, ids = random_prompts(1, seed=28)[0], process_ids(llm)
         stream = llm.stream(prompt, PARAMS[0])
@@ -276,7 +276,7 @@ def test_replicas_that_die_again_and_again_are_given_up(monkeypatch, is_refused)
 
 
 def test_closing_ends_every_process_and_every_call(monkeypatch):
-    monkeypatch.setattr("nanovllm.serving.llm.open_engine", opening.open_pool)
+    monkeypatch.setattr(LLM, "_build_engine", staticmethod(opening.open_pool))
     llm = LLM(tiny_folder(), **OPTIONS)
     assert llm.stats().num_blocks == llm.config.num_kv_blocks - 1  # of replicas that ran no step yet
     stream, ids = llm.stream([1, 2], ENDLESS), process_ids(llm)
@@ -375,7 +375,7 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
 
 def test_an_error_while_messages_are_taken_ends_the_pool(monkeypatch):
     """A second Ctrl-C acts at once: some received reports are lost."""
-    monkeypatch.setattr("nanovllm.serving.llm.open_engine", opening.open_pool)
+    monkeypatch.setattr(LLM, "_build_engine", staticmethod(opening.open_pool))
     with LLM(tiny_folder(), **OPTIONS) as llm:
         monkeypatch.setattr(pool.ReplicaPool, "_handle_report", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.features.composition.input_processor import AllParts
 from nanovllm.features.engine_stats import EngineStats
 from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.responses import Request, TokenTimes, deliver
@@ -30,7 +31,9 @@ class Streams:
     def __init__(self, kind: OutputKind, params: list[SamplingParams]) -> None:
         config = SimpleNamespace(max_model_len=1000, seed=0, record_itl=False)
         limits = SimpleNamespace(eos_token_ids=())
-        processor: Any = SimpleNamespace(config=config, limits=limits, tokenizer=tiny_tokenizer())
+        processor: Any = SimpleNamespace(
+            config=config, limits=limits, tokenizer=tiny_tokenizer(), parts=AllParts(tiny_tokenizer(), config, limits)
+        )
         arrivals = count()
         self.requests: dict[str, Request] = {}
         self.fronts: list[tuple[PoolRequest, PoolRequest]] = []

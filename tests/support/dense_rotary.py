@@ -1,4 +1,4 @@
-"""Norms of q and k, rotary embedding and KV write as `kernels.rotary.rotate_and_store` does them, in float64."""
+"""Norms of q and k, rotary embedding and KV write as `fast.kernels.rotary.rotate_and_store` does them, in float64."""
 
 from __future__ import annotations
 

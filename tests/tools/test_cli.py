@@ -147,7 +147,11 @@ def test_every_option_has_a_flag(command, options, capsys):
         if command == "chat" and options is SamplingParams and field.name in NOT_FOR_CHAT:
             assert f"--{field.name.replace('_', '-')} " not in shown
             continue
-        own = {(EngineConfig, "seed"): ("engine-seed",), (SamplingParams, "structured_output"): KINDS}
+        own = {
+            (EngineConfig, "seed"): ("engine-seed",),
+            (EngineConfig, "policies"): ("policy",),
+            (SamplingParams, "structured_output"): KINDS,
+        }
         for name in own.get((options, field.name), (field.name,)):
             assert f"--{name.replace('_', '-')}" in shown
 

@@ -24,7 +24,7 @@ class MaskBuffer:
     while the copy from the other may run.
 
     Args:
-        token_masks: `kernels.bit_masks.TokenMasks`.
+        token_masks: `fast.kernels.bit_masks.TokenMasks`.
     """
 
     def __init__(self, max_samples: int, device: torch.device, token_masks: Any) -> None:

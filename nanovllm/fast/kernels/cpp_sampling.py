@@ -57,7 +57,7 @@ class RowKernels:
         return tokens
 
     def penalise(self, logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor) -> None:
-        """Same as `kernels.penalties.penalise`."""
+        """Same as `fast.kernels.penalties.penalise`."""
         if logits.stride(1) != 1:
             raise ValueError("penalise needs logits that are adjacent in a row.")
         self._functions.penalise(
@@ -87,7 +87,7 @@ class RowKernels:
         return (top_ids, largest, masses, ranks) if is_sound.all() else None
 
     def keep_bits(self, logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-        """Same as `sampling.structured.keep_bits`."""
+        """Same as `features.grammar.structured.keep_bits`."""
         if not logits.is_contiguous():
             raise ValueError("keep_bits needs contiguous logits.")
         indices, words = np.asarray(rows, np.int64), np.ascontiguousarray(masks)
@@ -97,7 +97,7 @@ class RowKernels:
         )  # fmt: skip
 
     def masses(self, levels: Tensor) -> Tensor:
-        """Same as `sampling.filters.masses`, of levels [size] float32."""
+        """Same as `sampler.masses`, of levels [size] float32."""
         masses = levels.new_empty(len(levels), dtype=torch.float64)
         self._functions.masses(levels.data_ptr(), masses.data_ptr(), len(levels))
         return masses

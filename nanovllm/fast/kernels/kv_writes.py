@@ -57,7 +57,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def _store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `attention.kv_writes.write_states`."""
+    """See `attention.write_states`."""
     _, num_heads, num_rows, head_dim = key.shape
     key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
     width = num_heads * head_dim

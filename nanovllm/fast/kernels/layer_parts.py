@@ -118,7 +118,7 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """See `execution.direct.with_sampled`."""
+    """See `model_runner.with_sampled`."""
     output = torch.empty_like(token_ids)
     with torch.cuda.device(token_ids.device):
         _replace_sampled[(-(-len(token_ids) // _ELEMENTS),)](

@@ -37,7 +37,7 @@ class RotaryAttention(nn.Module):
     """Replaces an attention module; uses the module's weights.
 
     Args:
-        rotate: `kernels.rotary.rotate_and_store` or a function with its arguments.
+        rotate: `fast.kernels.rotary.rotate_and_store` or a function with its arguments.
 
     Raises NotFusedError if the module's parts are of another kind.
     """

@@ -190,7 +190,7 @@ class StepLogprobs:
 
     Args:
         by_kernel: on a GPU, use the kernel of `fast/kernels/` if it exists; it is compiled at its first call.
-        row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
+        row_kernels: on a CPU, `fast.kernels.cpp_sampling.RowKernels`.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def change_logits(
         latest: None if the host knows all tokens.
         errors: receives errors of logits processors; the row of such a request is set to -inf.
         by_kernels: on a GPU, use kernels of `fast/kernels/` if they exist; they are compiled at their first call.
-        row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
+        row_kernels: on a CPU, `fast.kernels.cpp_sampling.RowKernels`.
 
     Returns logits, in float32 if any row was changed.
     """

@@ -44,7 +44,7 @@ class TierStorage:
         """Open host memory and files. The caches are allocated.
 
         Args:
-            digest: fingerprint of the model, or of this rank's shard, by `model.fingerprint`; None without files.
+            digest: fingerprint of the model, or of this rank's shard, by `models.fingerprint`; None without files.
 
         Raises ValueError for bytes that hold no block or recurrent state, or that cannot be pinned.
         """
