@@ -1,8 +1,8 @@
-"""Which folders the engine does without: each is hidden in turn, and a mixed batch is compared with transformers.
+"""Which folders the engine does without: each is hidden in turn with all that imports it, and a mixed batch compared.
 
     python .ci/deletions.py
 
-Lists the folders itself, so that a new one is tried from its first commit.
+Tokens have to be those of transformers. Lists the folders itself, so that a new one is tried from its first commit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
-from sources import PACKAGE
+from sources import PACKAGE, imports, modules
 from transformers import LlamaConfig, LlamaForCausalLM
 
 NUM_LEAST = 20
+SHELVES = {"nanovllm", "nanovllm.features", "nanovllm.fast"}  # they hold folders, which are deleted one by one
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96,
     "max_num_batched_tokens": 32,
@@ -46,6 +47,27 @@ def folders() -> Iterator[str]:
         name = ".".join(path.parent.relative_to(PACKAGE).parts)
         if name and name.count(".") < 2:
             yield f"nanovllm.{name}"
+
+
+def dependents(name: str) -> list[str]:
+    """A folder, and every folder and file outside of the engine that needs it, by way of others too."""
+    units = sorted([*folders(), *modules()], key=len)
+    engine = {f"nanovllm.{path.stem}" for path in PACKAGE.glob("*.py")} | {"nanovllm"}
+    users: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        if module not in engine:
+            for imported in imports(path):
+                users.setdefault(imported, set()).add(
+                    next(u for u in units if f"{module}.".startswith(f"{u}.") and u not in SHELVES)
+                )
+    found, pending = {name}, [name]
+    while pending:
+        below = pending.pop()
+        for imported, by in users.items():
+            if f"{imported}.".startswith(f"{below}."):
+                pending += by - found
+                found |= by
+    return sorted(found)
 
 
 def small_model() -> LlamaForCausalLM:
@@ -88,7 +110,7 @@ def works(model: LlamaForCausalLM, expected: list[list[int]], hidden: Sequence[s
 
 
 def deletions() -> dict[str, str]:
-    """Each folder, and what fails without it; empty if nothing does. The last entry is all of those at once."""
+    """Each folder, and what fails without it and its dependents; empty if nothing does. The last is all at once."""
     imported = [name for name in sys.modules if name.startswith("nanovllm")]
     if imported:
         raise AssertionError(f"{imported} are imported already, so hiding them changes nothing")
@@ -102,9 +124,11 @@ def deletions() -> dict[str, str]:
     names = list(folders())
     if len(names) < NUM_LEAST:
         raise AssertionError(f"only {len(names)} folders are listed, {names}; expected at least {NUM_LEAST}")
-    errors = {name: works(model, expected, [name]) for name in names}
+    errors = {name: works(model, expected, dependents(name)) for name in names}
     spare = [name for name, error in errors.items() if not error]
-    return errors | {f"all {len(spare)} that it does without": works(model, expected, spare)}
+    return errors | {
+        f"all {len(spare)} that it does without": works(model, expected, sorted(set().union(*map(dependents, spare))))
+    }
 
 
 if __name__ == "__main__":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.fast.host.gc_control import collector_paused
-from nanovllm.fast.host.waiting_threads import limit_spins
-
 __version__ = "0.2.0"
-limit_spins()
+try:
+    from nanovllm.fast.host.gc_control import collector_paused
+    from nanovllm.fast.host.waiting_threads import limit_spins
+except ModuleNotFoundError:  # the folder is deleted
+    collector_paused = nullcontext  # type: ignore[assignment]
+else:
+    limit_spins()
 
 # Loaded on first use, so that `nanovllm.scheduler` and the command line's help do not wait for torch.
 _HOMES = {

@@ -1,4 +1,4 @@
-"""A causal language model's own forward in two parts, the hidden states and the head; and what reads them."""
+"""A causal language model's own forward in two parts, the hidden states and the head, and their readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what the engine itself never sees: options of features, files, folders, nested texts, packages."""
+"""Checks of input that the engine itself never sees: options of features, files, folders, nested texts, packages."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _is_installed(name: str) -> bool:
 
 
 def check_parts(options: Any) -> None:
-    """Raise ValueError for an option of a dataclass that is not its default, and whose part is not installed."""
+    """Raise ValueError for an option that is not at its default and has no part installed."""
     for field in dataclasses.fields(options):
         module = f"nanovllm.{field.metadata['needs']}"
         if field.metadata["needs"] and getattr(options, field.name) != field.default and not _is_installed(module):

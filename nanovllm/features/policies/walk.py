@@ -83,7 +83,7 @@ def check_policy(
         first_seed: Seed of the first walk; the others follow.
 
     Raises AssertionError with seed, step and invariant for a policy that breaks one, from the error itself; ValueError
-    or TypeError for what is no policy.
+    or TypeError for anything but a policy.
     """
     kind = kind_of(policy)
     for seed in range(first_seed, first_seed + num_walks):
