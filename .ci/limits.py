@@ -68,7 +68,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
         yield f"{function} in {file}: lines", num_function_lines, max_lines
         yield f"{function} in {file}: tokens", num_function_tokens, max_tokens
     # Processors differ in the layers that they run fused, runs in the pieces of memory that a thread takes.
-    limits = {"construction": (85, 431, 1_395), "one token": (36, 142, 70)}
+    limits = {"construction": (84, 440, 1_660), "one token": (35, 154, 85)}
     for name, walk in default_walks():
         for what, figure, limit in zip(
             ("files", "functions", "room changes"),

@@ -1,4 +1,4 @@
-"""The engine's own choices of attention and memory: FlexAttention or SDPA, and a fixed share of the memory."""
+"""What an engine takes by default: a loaded module or a folder, FlexAttention or SDPA, a fixed share of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of the prefix index, and the interface of their observers."""
+"""Prefixes of sequences: the hash chain of their blocks, entries of the index, and blocks that waiting sequences want."""
 
 from __future__ import annotations
 
