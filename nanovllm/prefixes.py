@@ -1,4 +1,4 @@
-"""Prefixes of sequences: the hash chain of their blocks, entries of the index, and blocks that waiting sequences want."""
+"""Prefixes of sequences: the hash chain of blocks, entries of the index, and blocks that waiting sequences want."""
 
 from __future__ import annotations
 
