@@ -10,7 +10,9 @@ __version__ = "0.2.0"
 try:
     from nanovllm.fast.host.gc_control import collector_paused
     from nanovllm.fast.host.waiting_threads import limit_spins
-except ModuleNotFoundError:  # the folder is deleted
+except ModuleNotFoundError as missing:
+    if not str(missing.name).startswith("nanovllm."):  # a library; else the folder is deleted
+        raise
     collector_paused = nullcontext  # type: ignore[assignment]
 else:
     limit_spins()
