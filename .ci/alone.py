@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from sources import COMPOSITION_ROOT, ENTRIES, PACKAGE, ROOT, closure
 
-# Declarations of features' options, which build.py still reads, and their checks.
-OPTIONS = "nanovllm.features.engine_config"
 INIT = '''"""The engine alone."""
 
 from nanovllm.sampling_params import SamplingParams
@@ -41,7 +39,7 @@ class Reached(NamedTuple):
 def copy_engine(folder: Path) -> None:
     """The engine's files as package `nanovllm` of a folder, and their tests beside it."""
     package = folder / "nanovllm"
-    for path in (*closure((*ENTRIES, OPTIONS), without=(COMPOSITION_ROOT,)), PACKAGE / "build.py"):
+    for path in (*closure(ENTRIES, without=(COMPOSITION_ROOT,)), PACKAGE / "build.py"):
         target = package / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         copy(path, target)

@@ -21,11 +21,11 @@ else:
 _HOMES = {
     "LLM": "nanovllm.serving.llm",
     "AsyncLLM": "nanovllm.serving.async_llm",
-    "SamplingParams": "nanovllm.sampling_params",
+    "SamplingParams": "nanovllm.features.sampling_params",
     "StructuredOutput": "nanovllm.features.structured_output",
     "EngineConfig": "nanovllm.features.engine_config",
     "RequestOutput": "nanovllm.outputs",
-    "EmbeddingParams": "nanovllm.sampling_params",
+    "EmbeddingParams": "nanovllm.features.sampling_params",
     "BeamSearchParams": "nanovllm.features.beams.books",
     "BeamSearchOutput": "nanovllm.features.beams.books",
     "BeamSearchSequence": "nanovllm.features.beams.books",
@@ -83,13 +83,13 @@ if TYPE_CHECKING:
     from nanovllm.features.beams.books import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.features.engine_config import EngineConfig
     from nanovllm.features.engine_stats import EngineStats
+    from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
     from nanovllm.features.scoring.score_outputs import EmbeddingOutput, ScoreOutput
     from nanovllm.features.speculation.drafter import Drafter, DraftRequest
     from nanovllm.features.structured_output import StructuredOutput
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.outputs import CompletionOutput, ErrorKind, Logprob, OutputKind, RequestMetrics, RequestOutput
-    from nanovllm.sampling_params import EmbeddingParams, SamplingParams
     from nanovllm.serving.async_llm import AsyncLLM
     from nanovllm.serving.llm import LLM
 

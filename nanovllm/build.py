@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nanovllm import config as plain_config
 from nanovllm.block_manager import BlockManager
 from nanovllm.defaults import LoadedModel, PlainAttention, load_plain, memory_share
 from nanovllm.device import computing_with
 from nanovllm.engine import Engine, EngineObservers, NoObservers
-from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner, Pools, StepPaths
 from nanovllm.one_pool import one_pool
 from nanovllm.requests import InputProcessor, RequestLimits
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.fast.gpu.rank_runner import RankRunner
+    from nanovllm.features.engine_config import EngineConfig
     from nanovllm.features.goals.step_budget import StepBudget
     from nanovllm.features.kv_events.kv_events import KvEventPublisher
     from nanovllm.features.ranks.ranks import Ranks
@@ -53,19 +55,19 @@ def build_engine(
 ) -> Engine:
     """Load, hook and warm up a model; arguments and errors as for `LLM`. `clock`: in seconds, never goes back."""
     observers = _observers_from(on_step, trace)
-    config = EngineConfig.from_options(**options)
-    if config.policies:
+    config = _config_class().from_options(**options)
+    if _asks(config, "policies"):
         _part("features.policies.opening", "check_policies", option="policies")(config)
     publisher = digest = None
-    if config.kv_events is not None:
+    if _asks(config, "kv_events"):
         publisher = _part("features.kv_events.kv_events", "KvEventPublisher", option="kv_events")(config)
     model_runner: ModelRunner
-    if config.tensor_parallel_size > 1:
+    if _asks(config, "tensor_parallel_size"):
         build_ranks = _part("fast.gpu.rank_runner", "build_ranks", option="tensor_parallel_size")
         loaded, model_runner, digest = build_ranks(model, tokenizer, config, resolve_options)
     else:
         loaded = _load(model, tokenizer, config)
-        if config.prefix_cache_dir is not None:  # before weights are packed
+        if _asks(config, "prefix_cache_dir"):  # before weights are packed
             digest = _part("models.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
         with computing_with(_free_threads(loaded)):
             binding = _build_binding(loaded)
@@ -79,19 +81,30 @@ def build_engine(
         trace.begin(config)
     # The seed: everything that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
-    has_tiers = config.prefix_cache_host_bytes is not None or digest is not None
+    has_tiers = _asks(config, "prefix_cache_host_bytes") or digest is not None
     block_manager = _block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
         publisher.begin(block_manager, observers)
     input_processor = _build_input_processor(loaded, model_runner, budget, clock)
     scheduler = _scheduler(config, block_manager, budget, costs, clock)
-    if config.speculation is not None:
+    if _asks(config, "speculation"):
         add_drafts = _part("features.speculation.build", "add_drafts", option="speculation")
         add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
     engine = Engine(model_runner, scheduler, input_processor, observers)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest, publisher)
     return engine
+
+
+def _config_class() -> type[EngineConfig]:
+    """The options of all parts, or of the engine alone."""
+    declared: Any = _part("features.engine_config", "EngineConfig") or plain_config.EngineConfig
+    return declared
+
+
+def _asks(config: EngineConfig, option: str) -> bool:
+    """Whether an option is not at its default; False without the feature that declares it."""
+    return any(field.name == option and getattr(config, option) != field.default for field in fields(config))
 
 
 def _part(module: str, name: str, *, option: str | None = None) -> Any:
@@ -155,7 +168,7 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
     """The drafter of `config.draft_model`, whose cache holds as many tokens as the engine's; None without one."""
     if config.draft_model is None:
         return None
-    own = EngineConfig(
+    own = type(config)(
         device=config.device, block_size=config.block_size, num_kv_blocks=config.num_kv_blocks,
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, overlap=False,
         enable_prefix_caching=False, enforce_eager=config.enforce_eager, trust_remote_code=config.trust_remote_code,
@@ -178,7 +191,7 @@ def _budget(
     model_runner: ModelRunner, observers: EngineObservers, clock: Callable[[], float]
 ) -> tuple[StepBudget | None, dict[str, float]]:
     """The budget that keeps latency goals, if there are any, and costs of tokens for the shares of clients."""
-    if model_runner.config.itl_goal is None and model_runner.config.step_costs is None:
+    if not (_asks(model_runner.config, "itl_goal") or _asks(model_runner.config, "step_costs")):
         return None, {}
     open_budget = _part("features.goals.building", "open_budget", option="itl_goal or step_costs")
     budget, decode_cost = open_budget(model_runner, observers, clock)
@@ -189,11 +202,11 @@ def _scheduler(
     config: EngineConfig, block_manager: Any, budget: Any, costs: dict[str, float], clock: Callable[[], float]
 ) -> Scheduler:
     """A scheduler whose queue keeps shares of clients, where that part is installed, or with the policies given."""
-    option = "client_weights" if config.client_weights else None
+    option = "client_weights" if _asks(config, "client_weights") else None
     client_queue = _part("features.shares.client_queue", "ClientQueue", option=option)
     queue = None if client_queue is None else client_queue(config, block_manager, **costs)
     scheduler = Scheduler(config, block_manager, budget, queue)
-    if config.policies:
+    if _asks(config, "policies"):
         _part("features.policies.opening", "set_policies")(scheduler, clock)
     return scheduler
 
@@ -207,7 +220,8 @@ def _free_threads(loaded: LoadedModel) -> int | None:
 def _build_input_processor(
     loaded: LoadedModel, model_runner: ModelRunner, budget: StepBudget | None, clock: Callable[[], float]
 ) -> InputProcessor:
-    limits = _limits(loaded, model_runner)
+    params = _part("features.composition.input_processor", "SamplingParams") or SamplingParams
+    limits = _limits(loaded, model_runner, params)
     build = _part("features.composition.input_processor", "build_input_processor") or InputProcessor
     input_processor: InputProcessor = build(loaded.tokenizer, model_runner.config, limits, clock)
     if budget is not None:
@@ -217,7 +231,7 @@ def _build_input_processor(
     return input_processor
 
 
-def _limits(loaded: LoadedModel, model_runner: ModelRunner) -> RequestLimits:
+def _limits(loaded: LoadedModel, model_runner: ModelRunner, params: type[SamplingParams]) -> RequestLimits:
     binding = model_runner.binding
     return RequestLimits(
         vocab_size=loaded.vocab_size,
@@ -226,7 +240,7 @@ def _limits(loaded: LoadedModel, model_runner: ModelRunner) -> RequestLimits:
         has_base_model=binding.passes.has_base_model,
         has_head=loaded.has_head,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
-        sampling_defaults=loaded.sampling_defaults if model_runner.config.generation_config == "auto" else {},
+        sampling_defaults={} if _asks(model_runner.config, "generation_config") else loaded.sampling_defaults(params),
     )
 
 

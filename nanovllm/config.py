@@ -347,6 +347,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, {"str": string})
+        if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
+            raise ValueError(
+                f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
+                "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
+            )
 
     def resolve_limits(self, device_type: str, num_positions: int, *, block_size: int | None = None) -> Self:
         """Resolve all but num_kv_blocks, for a type of device ("cpu", "cuda") and a model's longest sequence.

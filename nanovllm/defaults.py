@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig, positions_of
 from nanovllm.device import cpp_compiler
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.layout import kinds_of
-from nanovllm.sampling_params import MODEL_OPTIONS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sdpa import Scores, SdpaAttention
 
 UNLIMITED_MODEL_LEN = 32_768  # default max_model_len without a limit in the config (Mamba)
@@ -77,19 +77,18 @@ class LoadedModel:
             found |= dict.fromkeys(token_id for token_id in named if not is_default or token_id in added)
         return tuple(found)
 
-    @property
-    def sampling_defaults(self) -> dict[str, int | float]:
+    def sampling_defaults(self, options: type[SamplingParams]) -> dict[str, int | float]:
         """Sampling options of the generation config; raises ModelLoadError for values out of range.
 
         `do_sample: true` without a temperature means temperature 1, as in `transformers`; `false` is ignored.
         """
         config = getattr(self.model, "generation_config", None)
-        values = {name: getattr(config, name, None) for name in MODEL_OPTIONS}
+        values = {name: getattr(config, name, None) for name in options.model_options}
         given = {name: value for name, value in values.items() if value is not None}
         if getattr(config, "do_sample", None) is True:
             given.setdefault("temperature", 1.0)
         try:
-            checked = SamplingParams(**given)
+            checked = options(**given)
         except (TypeError, ValueError) as error:
             raise ModelLoadError(
                 f"the model's generation_config holds sampling options that cannot be used: {error} "

@@ -244,7 +244,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Parameters of requests without any; vary them by `dataclasses.replace(llm.default_sampling_params, ...)`."""
+        """Parameters of requests without any."""
         return self._open_engine().input_processor.default_params
 
     def reset_prefix_cache(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from nanovllm.config import MAX_PRIORITY, EngineConfig, text
 from nanovllm.errors import PromptTooLongError, too_long
 from nanovllm.outputs import OutputKind, RequestMetrics
-from nanovllm.sampling_params import FILTERS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 
 # A character has at most four bytes, hence at most three byte tokens while it is unfinished. Text that still ends in a
@@ -118,11 +118,7 @@ OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, 
     ("timeout", numbers.Real | None, "a number of seconds or None"),
     ("client", str, "a string"),
 )
-# Options of `SamplingParams` that need no further part.
-PLAIN_OPTIONS = {
-    "n", "truncate_prompt_tokens", "temperature", *FILTERS, "max_tokens", "ignore_eos", "stop_token_ids", "stop",
-    "include_stop_str_in_output", "skip_special_tokens", "seed",
-}  # fmt: skip
+PLAIN_OPTIONS = {field.name for field in fields(SamplingParams)}
 OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "cache_salt": "", "timeout": None, "client": ""}
 
 
@@ -168,22 +164,27 @@ class RequestParts:
         """
         return whole(text)
 
+    params: type[SamplingParams] = SamplingParams
     detokenizer: Callable[..., IncrementalDetokenizer] = staticmethod(plain_detokenizer)
+
+    def completed(self, params: SamplingParams) -> SamplingParams:
+        """Parameters with every option that this class serves; raises ValueError for others."""
+        given = ((field.name, getattr(params, field.name), field.default) for field in fields(params))
+        others = [name for name, value, default in given if value not in (default, {}) and name not in PLAIN_OPTIONS]
+        if others or params.embeds:
+            raise ValueError(f"this engine was built without {others[0] if others else 'embeddings'}; leave it out.")
+        return params
 
     def merged_metrics(self, samples: list[RequestMetrics]) -> RequestMetrics:
         """The metrics of a request from those of its samples: here the first one's."""
         return samples[0]
 
-    def ended(self, prompt: Any, token_ids: list[int], params: SamplingParams) -> list[int]:
+    def ended(self, prompt: Any, token_ids: list[int], params: Any) -> list[int]:
         """Token ids of a prompt, truncated, with further tokens that end its answer in `end_token_ids`."""
         return token_ids
 
-    def fields_of(self, params: SamplingParams) -> dict[str, Any]:
-        """Fields of `NewRequest` by parameters; raises ValueError for parameters that it cannot serve."""
-        given = ((field.name, getattr(params, field.name), field.default) for field in fields(params))
-        others = [name for name, value, default in given if value not in (default, {}) and name not in PLAIN_OPTIONS]
-        if others or params.embeds:
-            raise ValueError(f"this engine was built without {others[0] if others else 'embeddings'}; leave it out.")
+    def fields_of(self, params: Any) -> dict[str, Any]:
+        """Fields of `NewRequest` by parameters; raises ValueError for those that the model cannot serve."""
         return {}
 
 
@@ -208,9 +209,9 @@ class InputProcessor:
         self.config = config
         self.limits = limits
         self.clock = clock
-        self.default_params = SamplingParams(**limits.sampling_defaults)  # for requests without parameters
         self.tokenizer = tokenizer
         self.parts: Any = parts or RequestParts()
+        self.default_params: Any = self.parts.params(**limits.sampling_defaults)  # for requests without parameters
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -253,9 +254,10 @@ class InputProcessor:
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout, own_client)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
+                params = self.parts.completed(params)
                 prompt = _plain_prompt(prompt) if isinstance(prompt, Mapping) else prompt
                 token_ids = self._token_ids(prompt, params)
-                check_prompt(token_ids, params, self.limits, self.config.max_model_len)
+                check_prompt(token_ids, self.limits.vocab_size, self.config.max_model_len)
                 if id(params) not in prepared:
                     check_params(params, self.limits, has_tokenizer=self.tokenizer is not None)
                     prepared[id(params)] = self.parts.fields_of(params)
@@ -373,11 +375,8 @@ def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any, cl
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds above 0, or None for no limit.")
 
 
-def check_prompt(
-    prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits, max_model_len: int
-) -> None:
-    """Raise ValueError for an (already truncated) prompt that cannot be served with these parameters."""
-    vocab_size = limits.vocab_size
+def check_prompt(prompt_token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise ValueError for an (already truncated) prompt that cannot be served."""
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")
     low, high = min(prompt_token_ids), max(prompt_token_ids)
@@ -389,11 +388,6 @@ def check_prompt(
     length = len(prompt_token_ids)
     if length >= max_model_len:
         raise too_long(f"{length} tokens", max_model_len)
-    if params.min_tokens > max_model_len - length:
-        raise ValueError(
-            f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len "
-            f"({max_model_len}) leaves room for {max_model_len - length}."
-        )
 
 
 def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer: bool) -> None:

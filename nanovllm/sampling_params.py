@@ -1,4 +1,7 @@
-"""`SamplingParams`, the options of one request, validated on construction and immutable; seeds of its samples."""
+"""`SamplingParams` of the engine alone: options of one request, validated on construction and frozen; sample seeds.
+
+`features.sampling_params` has the public class, with the options of features.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,41 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from nanovllm.config import documented, integer, option, real, strings, token_ids, truth
-from nanovllm.features.option_checks import MIN_GOAL_S, biases, functions
-from nanovllm.features.structured_output import StructuredOutput, structured_output
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
 COLD_TEMPERATURE = 0.02  # below it float32 rounds away noise that is added to logits / temperature
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # all samples of a request are queued at once
 # SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): its i-th output is a mixed counter.
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-# (token ids of prompt and output so far, logits [vocab_size] float32 on the model's device) -> logits of that shape.
-# It may modify the logits in place.
-LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
-
 # Filters of unlikely tokens, in the order in which they act: `sampler.py` has their forms.
 FILTERS = ("top_k", "top_p", "min_p")
-# Options that a model's generation config may set.
-MODEL_OPTIONS = ("temperature", *FILTERS, "repetition_penalty")
 
-_POSITIVE, _NOT_NEGATIVE = partial(integer, low=1), partial(integer, low=0)
-_GOAL = partial(real, low=MIN_GOAL_S, high=math.inf)
-_SHARE, _PENALTY = partial(real, low=0, high=1), partial(real, low=-2, high=2)
+POSITIVE = partial(integer, low=1)
+NOT_NEGATIVE = partial(integer, low=0)
+SHARE = partial(real, low=0, high=1)
+
+
+def set_checked(params: Any, checks: tuple[tuple[str, Any, Callable[[str, Any], Any]], ...]) -> None:
+    """Check and normalise the options of a frozen dataclass within its constructor.
+
+    Args:
+        checks: (name, default, check) of each option; a default needs no check, and most options keep theirs.
+    """
+    for name, default, check in checks:
+        value = getattr(params, name)
+        if value is not default:
+            object.__setattr__(params, name, check(name, value))
+
+
+def checks_of(cls: Any) -> tuple[tuple[str, Any, Callable[[str, Any], Any]], ...]:
+    """(name, default, check) of each option of a class, in the order of its fields."""
+    return tuple((field.name, field.default, field.metadata["check"]) for field in fields(cls))
 
 
 @documented
@@ -47,7 +54,7 @@ class SamplingParams:
     Raises TypeError or ValueError naming the parameter, its value and its limits.
     """
 
-    embeds: ClassVar[bool] = False  # whether the hidden state of the prompt's last token is wanted in place of tokens
+    model_options: ClassVar[tuple[str, ...]] = ("temperature", *FILTERS)  # that a generation config may set
 
     n: int = option(
         1,
@@ -55,45 +62,7 @@ class SamplingParams:
         check=partial(integer, low=1, high=MAX_SAMPLES),
     )
     truncate_prompt_tokens: int | None = option(
-        None, "keep only the last tokens of the prompt, at most this many. None: keep all.", check=_POSITIVE
-    )
-    allowed_token_ids: tuple[int, ...] = option(
-        (), "restrict sampling to these token ids. Default: all.", check=token_ids
-    )
-    structured_output: StructuredOutput | None = option(
-        None,
-        "the form of the whole output, such as a JSON schema: tokens that leave it are never drawn, and "
-        "end-of-sequence only where it is complete.",
-        check=structured_output,
-    )
-    bad_words: tuple[str, ...] = option(
-        (),
-        "strings whose token sequences are never completed, with or without a leading space.",
-        check=partial(strings, remedy="For token ids use logit_bias, with -100."),
-    )
-    logit_bias: dict[int, float] = option(
-        default_factory=dict,
-        help="values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only "
-        "copy.",
-        hash=False,
-        check=biases,
-    )
-    repetition_penalty: float = option(
-        1.0,
-        "divisor of positive and factor of negative logits of tokens in prompt or output; 1e-6 to 1e6, 1 disables it.",
-        check=partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
-    )
-    frequency_penalty: float = option(
-        0.0, "subtracted from a token's logit for each of its occurrences in the output; -2 to 2.", check=_PENALTY
-    )
-    presence_penalty: float = option(
-        0.0, "subtracted from the logit of each token that occurs in the output; -2 to 2.", check=_PENALTY
-    )
-    logits_processors: tuple[LogitsProcessor, ...] = option(
-        (),
-        "functions (token ids so far, logits) -> logits, called in turn on the host. With overlap, a step with such "
-        "a request is drawn once the step before was read, while its forward pass runs.",
-        check=functions,
+        None, "keep only the last tokens of the prompt, at most this many. None: keep all.", check=POSITIVE
     )
     temperature: float = option(
         1.0,
@@ -105,35 +74,13 @@ class SamplingParams:
         1.0,
         "keep the smallest set of most probable tokens whose probability reaches p, the crossing token included "
         "(nucleus sampling, Holtzman et al. 2020); 1 keeps all.",
-        check=_SHARE,
+        check=SHARE,
     )
     min_p: float = option(
-        0.0, "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.", check=_SHARE
-    )
-    logprobs: int | None = option(
-        None,
-        "number of most probable tokens to report with log-probability and rank beside each output token, before any "
-        "option above applies; 0 reports the output token alone. None: no report.",
-        check=_NOT_NEGATIVE,
-    )
-    prompt_logprobs: int | None = option(
-        None,
-        "the same for each prompt token after the first; those tokens are computed, cached or not.",
-        check=_NOT_NEGATIVE,
-    )
-    prompt_logprobs_start: int = option(
-        0,
-        "index of the first prompt token that prompt_logprobs reports; what comes before may be found in the prefix "
-        "cache.",
-        check=_NOT_NEGATIVE,
+        0.0, "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.", check=SHARE
     )
     max_tokens: int | None = option(
-        None, "maximum number of new tokens. None: up to the engine's max_model_len.", check=_POSITIVE
-    )
-    min_tokens: int = option(
-        0,
-        "number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.",
-        check=_NOT_NEGATIVE,
+        None, "maximum number of new tokens. None: up to the engine's max_model_len.", check=POSITIVE
     )
     ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens.", check=truth)
     stop_token_ids: tuple[int, ...] = option(
@@ -146,15 +93,6 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = option(False, "end the text after the stop string instead.", check=truth)
     skip_special_tokens: bool = option(True, "omit special tokens from the text.", check=truth)
-    itl_goal: float | None = option(
-        None,
-        "seconds between two tokens that this request can wait, where the engine keeps an itl_goal; at least that one. "
-        "None: the engine's.",
-        check=_GOAL,
-    )
-    ttft_goal: float | None = option(
-        None, "the same for the first token, at least the engine's ttft_goal. None: the engine's.", check=_GOAL
-    )
     seed: int | None = option(
         None,
         "seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new "
@@ -163,30 +101,17 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, default, check in _OPTIONS:
-            value = getattr(self, name)
-            if value is not default:  # defaults need no check, and most options keep theirs
-                object.__setattr__(self, name, check(name, value))
-        for word in self.bad_words:
-            if not word.strip():
-                raise ValueError(f"bad_words holds {word!r}, which holds only whitespace. Remove it.")
+        set_checked(self, _CHECKS)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raise ValueError for values that only together, or only in part of their range, are none."""
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature}; the smallest above 0 is {MIN_TEMPERATURE}. Use 0 for greedy."
             )
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; it must lie in (0, 1]. For the most probable token use temperature=0.")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}).")
-        if self.prompt_logprobs_start and self.prompt_logprobs is None:
-            raise ValueError(
-                f"prompt_logprobs_start is {self.prompt_logprobs_start} without prompt_logprobs. Set prompt_logprobs, "
-                "0 or more."
-            )
-        if self.structured_output is not None and self.ignore_eos:
-            raise ValueError(
-                "ignore_eos is set beside structured_output, which ends by an end-of-sequence token. Leave one out."
-            )
         if self.n > 1 and self.is_greedy:
             raise ValueError(
                 f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
@@ -197,59 +122,35 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def penalises(self) -> bool:
-        """Whether a penalty makes the logits depend on earlier tokens."""
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+    def embeds(self) -> bool:
+        """Whether the request wants a hidden state of its prompt instead of tokens."""
+        return False
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether any option changes the logits before the temperature."""
-        return self.needs_host_sampler or self.structured_output is not None or self.penalises
+    def min_tokens(self) -> int:
+        """Number of new tokens before a stop string takes effect."""
+        return 0
 
     @property
     def is_plain(self) -> bool:
         """Whether tokens are drawn from the model's own logits, and nothing else is asked of the prompt's rows."""
-        return _STAGES(self) == _NO_STAGES and not self.embeds
+        return True
 
     @property
-    def needs_host_sampler(self) -> bool:
-        """Whether more changes the logits than penalties and a structured output's masks."""
-        return bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
-
-    @property
-    def forbids(self) -> bool:
-        """Whether an option may mask tokens before the temperature, possibly all of them."""
-        return bool(self.allowed_token_ids or self.bad_words or self.needs_host_tokens)
+    def changes_logits(self) -> bool:
+        """Whether an option changes the logits before the temperature."""
+        return False
 
     @property
     def needs_host_tokens(self) -> bool:
         """Whether a token is drawn only once the host has read the one before."""
-        return bool(self.logits_processors) or self.structured_output is not None
+        return False
+
+    def begin(self, sequence: Any) -> None:
+        """Prepare a new `Sequence` for what its options report: nothing here."""
 
 
-CHECKS = {field.name: field.metadata["check"] for field in fields(SamplingParams)}
-# (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
-_OPTIONS = tuple((field.name, field.default, CHECKS[field.name]) for field in fields(SamplingParams))
-# Options that take a step through further stages of sampling than the draw, and their values where they do not.
-_STAGES = attrgetter(
-    "allowed_token_ids", "structured_output", "bad_words", "logit_bias", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "logits_processors", "logprobs", "prompt_logprobs", "min_tokens",
-)  # fmt: skip
-_NO_STAGES = _STAGES(SamplingParams())
-
-
-class EmbeddingParams(SamplingParams):
-    """Options of a request for the hidden state of its last token: `RequestOutput.embedding`; it draws no token.
-
-    Args:
-        truncate_prompt_tokens: as of `SamplingParams`.
-    """
-
-    __slots__ = ()
-    embeds = True
-
-    def __init__(self, *, truncate_prompt_tokens: int | None = None) -> None:
-        SamplingParams.__init__(self, truncate_prompt_tokens=truncate_prompt_tokens, temperature=0.0, max_tokens=1)
+_CHECKS = checks_of(SamplingParams)
 
 
 def mix64(value: int) -> int:

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from nanovllm.outputs import ErrorKind, FinishReason, OutputKind, TokenLogprobs
-from nanovllm.sampling_params import SamplingParams
 
 SCHEDULING_KEY = attrgetter("key")  # Order of scheduling of a Sequence
 
@@ -28,6 +27,7 @@ class NewRequest:
 
     prompt: the prompt as text, if it was given as text.
     prompt_token_ids: the tokens to compute, at least one.
+    params: SamplingParams, of the engine or a subclass with options of features.
     bad_words: the token ids that spell each of the bad words.
     priority: lower runs first.
     cache_salt: requests share cached prefixes only within one salt.
@@ -40,7 +40,7 @@ class NewRequest:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: Any
     prompt: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
@@ -78,7 +78,7 @@ class Sequence:
     index: int = 0  # which of the request's samples
 
     request_id: str = field(init=False)
-    params: SamplingParams = field(init=False)
+    params: Any = field(init=False)
     priority: int = field(init=False)
     cache_salt: str = field(init=False)
     client: str = field(init=False)
@@ -133,10 +133,7 @@ class Sequence:
         self.needs_host_tokens = not self.is_plain and params.needs_host_tokens
         self.changes_logits = not self.is_plain and params.changes_logits
         self.matcher = None if request.matcher is None else request.matcher.copy()
-        if params.logprobs is not None:
-            self.logprobs = []
-        if params.prompt_logprobs is not None and self.index == 0:  # all samples have the same prompt
-            self.prompt_logprobs = [None] * max(1, params.prompt_logprobs_start)
+        params.begin(self)
 
     @property
     def num_in_flight_tokens(self) -> int:

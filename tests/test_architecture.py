@@ -110,7 +110,7 @@ def run(program: str) -> str:
 
 def test_the_engine_imports_its_own_files_alone():
     """And `build.py`, to which its front door hands the options."""
-    assert needs()["engine"] == {"build", "features.structured_output", "features.option_checks"}
+    assert needs()["engine"] == {"build"}
 
 
 def test_no_two_folders_need_each_other():

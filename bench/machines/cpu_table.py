@@ -152,8 +152,8 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
     """Figures of a variant, in this process."""
     import torch
 
+    from nanovllm.features.sampling_params import SamplingParams
     from nanovllm.models.default_model import DEFAULT_MODEL
-    from nanovllm.sampling_params import SamplingParams
     from nanovllm.tools.bench.engines import NanoVLLM
     from nanovllm.tools.bench.replay import figures, replay
     from nanovllm.tools.workloads import specs

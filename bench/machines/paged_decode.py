@@ -30,8 +30,8 @@ from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
 from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE, CACHE_BYTES = 64, 160e6  # what all layers read together, at least: more than the GPU's cache holds

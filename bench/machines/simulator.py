@@ -31,10 +31,10 @@ from nanovllm.fast.host.first_touch import take_memory
 from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.one_pool import resolve_pool
 from nanovllm.outputs import RequestMetrics
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration

@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from nanovllm.fast.fast_draws import fast_sampler
 from nanovllm.features.logprobs.logprobs import StepLogprobs
 from nanovllm.features.request_options import RequestOptions
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 152_000

@@ -16,8 +16,8 @@ from nanovllm.cli.display import Display, PlainDisplay, draws, print_notice, pri
 from nanovllm.cli.sampling_flags import sampling_params
 
 if TYPE_CHECKING:
+    from nanovllm.features.sampling_params import SamplingParams
     from nanovllm.outputs import CompletionOutput, RequestOutput
-    from nanovllm.sampling_params import SamplingParams
     from nanovllm.serving.llm import LLM
 
 MAX_COPIED_BYTES = 74_994  # xterm's limit for OSC 52; most terminals take more

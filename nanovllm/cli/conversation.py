@@ -14,7 +14,7 @@ from typing import Any
 
 from nanovllm.cli.units import whole_number
 from nanovllm.features.option_checks import utf8
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 
 HELP = '''\
 /continue          go on with an answer that a limit or Ctrl-C cut

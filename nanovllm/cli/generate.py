@@ -27,8 +27,8 @@ from nanovllm.config import MAX_PRIORITY, integer, real
 from nanovllm.features.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
+    from nanovllm.features.sampling_params import SamplingParams
     from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.sampling_params import SamplingParams
     from nanovllm.serving.llm import LLM
 
 DESCRIPTION = """

@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.cli.standard_input import read_standard_input
 from nanovllm.config import text
 from nanovllm.features.option_checks import utf8
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 
 PATIENCE_S = 2.0  # seconds of silent standard input before a notice
 NAMES = ("id", "custom_id")  # fields of a request that its answer repeats

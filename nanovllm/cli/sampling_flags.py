@@ -14,8 +14,9 @@ from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.fast.host.gc_control import collector_paused
 from nanovllm.fast.host.numa import place_engine
 from nanovllm.features.option_checks import utf8
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.structured_output import KINDS, StructuredOutput
-from nanovllm.sampling_params import FILTERS, SamplingParams
+from nanovllm.sampling_params import FILTERS
 
 if TYPE_CHECKING:
     from nanovllm.observability.trace_writer import TraceWriter

@@ -13,8 +13,8 @@ from nanovllm.config import documented, integer, matching, one_of, option, real,
 from nanovllm.features import option_checks
 from nanovllm.features.option_checks import MIN_GOAL_S, weights
 from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
-from nanovllm.sampling_params import MODEL_OPTIONS
 
 logger = logging.getLogger("nanovllm")
 
@@ -184,7 +184,8 @@ class _InOrder:
     )
     generation_config: str = option(
         "auto",
-        f'for requests without `SamplingParams`: "auto" takes {", ".join(MODEL_OPTIONS[:-1])} and {MODEL_OPTIONS[-1]} '
+        f'for requests without `SamplingParams`: "auto" takes {", ".join(SamplingParams.model_options[:-1])} and '
+        f"{SamplingParams.model_options[-1]} "
         'of the model\'s own generation_config.json; "none" takes the defaults of `SamplingParams`.',
         check=partial(one_of, choices=("auto", "none")),
     )
@@ -232,11 +233,6 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
 
     def _check_together(self) -> None:
         """Raise ValueError for options that contradict each other on every model and device."""
-        if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
-            raise ValueError(
-                f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
-                "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
-            )
         for names, needed, default, error in _NEEDS:
             for name in names:
                 if getattr(self, name) and getattr(self, needed) == default:

@@ -19,10 +19,10 @@ from ray.data.checkpoint import CheckpointConfig
 from nanovllm.config import integer
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.refusals import RAY, check_options
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.outputs import OutputKind
 from nanovllm.ray.cluster import uses_gpu
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.async_llm import AsyncLLM
 
 # Columns that a stage adds, with explicit types so that all batches have one schema.

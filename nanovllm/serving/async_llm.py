@@ -27,12 +27,12 @@ from nanovllm.features.intake.preparation import (
     text_size,
     texts_of,
 )
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.scoring.scoring import AsyncScoring
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.requests import Prompt
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.llm import open_engine
 from nanovllm.serving.streaming.engine_thread import EngineThread
@@ -86,7 +86,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         self.num_logits = self.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
-        self.default_sampling_params = engine.input_processor.default_params  # of requests without any
+        self.default_sampling_params: SamplingParams = engine.input_processor.default_params  # of requests without any
         self._router = OutputRouter()
         self.on_request_end = self._router.on_end  # called in the engine's thread; others may be appended at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)

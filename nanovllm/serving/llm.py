@@ -21,13 +21,13 @@ from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.features.forks.forking import Forking
 from nanovllm.features.interrupts import InterruptsHeld
 from nanovllm.features.resume.resumption import Resuming
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.scoring.scoring import Scoring
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests import Prompt
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.streaming.engines import EngineInterface
 from nanovllm.serving.streaming.idle_thread import take_memory_when_idle
@@ -137,6 +137,11 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         """
         with self._interrupts(), self._turn() as engine:
             engine.drop_computed()
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Parameters of requests without any; vary them by `dataclasses.replace(llm.default_sampling_params, ...)`."""
+        return self._open_engine().input_processor.default_params
 
     @property
     def config(self) -> EngineConfig:

@@ -9,7 +9,7 @@ from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.features.groups.cache_groups import GroupCounts
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import Loop, make_group_scheduler

@@ -6,7 +6,7 @@ Those of scheduler, block manager and options; the mock model checks every read.
 import pytest
 
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from tests.engine.loops import chunks, generate_alone
 from tests.support.scheduling import Loop, make_scheduler
 

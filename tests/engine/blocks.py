@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
@@ -14,8 +15,17 @@ STEP = 1
 A, B, C, D = ([n] * SIZE for n in range(1, 5))  # one block of tokens each
 
 
+@dataclass(frozen=True, slots=True)
+class MoreParams(SamplingParams):
+    """Parameters with options that features may add."""
+
+    min_tokens: int = 0
+    is_plain: bool = True
+
+
 def make_sequence(
     prompt: Iterable[int],
+    given: SamplingParams | None = None,
     *,
     arrival: int = 0,
     priority: int = 0,
@@ -31,7 +41,7 @@ def make_sequence(
         NewRequest(
             str(arrival),
             prompt,
-            SamplingParams(**params),
+            given or SamplingParams(**params),
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import SCHEDULING_KEY, Sequence
 from tests.engine.blocks import check_blocks, make_sequence

@@ -269,7 +269,9 @@ def test_an_allocation_passes_few_wanted_contents():
 def test_a_sequence_wants_what_it_may_find_alone():
     manager = make_manager(2)
     computed(manager, C + D)
-    whole, logged = make_sequence(A + B + [9]), make_sequence(A + B + [9], prompt_logprobs=1)
+    whole = make_sequence(A + B + [9])
+    logged = make_sequence(A + B + [9])
+    logged.prompt_logprobs = [None]
     manager.want(whole)
     manager.want(logged)  # which computes its whole prompt
     assert sorted(manager.wanted.values()) == [1, 1]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nanovllm.build import build_engine
+from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine, NoObservers
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.features.engine_config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.models import (
     GREEDY,

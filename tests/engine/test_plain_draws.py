@@ -10,7 +10,7 @@ from nanovllm.batch import NON_FINITE
 from nanovllm.sampler import Sampler
 from nanovllm.sampling_params import sample_seeds
 from nanovllm.sequence import Sequence
-from tests.engine.blocks import make_sequence
+from tests.engine.blocks import MoreParams, make_sequence
 
 OPTIONS = [
     {}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 1}, {"top_k": 5}, {"top_k": 10_000}, {"top_p": 0.05},
@@ -115,4 +115,4 @@ def test_samples_of_a_request_and_requests_without_a_seed_have_seeds_of_their_ow
 
 def test_options_that_need_another_stage_are_refused():
     with pytest.raises(ValueError, match=r"request '0' has options besides temperature and filters"):
-        sample(torch.zeros(1, 50), [make_sequence([1], logit_bias={3: 1.0})])
+        sample(torch.zeros(1, 50), [make_sequence([1], MoreParams(is_plain=False))])

@@ -11,15 +11,16 @@ import torch
 from nanovllm import defaults as plain
 from nanovllm.attention import AttentionLayer
 from nanovllm.batch import Copy
+from nanovllm.config import EngineConfig
 from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain
 from nanovllm.device import computing_with
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.features.engine_config import EngineConfig
 from nanovllm.flex import FlexAttention
 from nanovllm.kv_cache import KVCaches
 from nanovllm.layout import LayerTraits
 from nanovllm.model import ModelBinding
 from nanovllm.one_pool import OnePool
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sdpa import SdpaAttention
 from tests.engine.models import END, byte_tokenizer, tiny_model
 
@@ -110,7 +111,7 @@ def test_the_end_tokens_of_a_model_are_those_that_its_configs_and_its_tokenizer_
 def test_a_model_without_a_number_of_positions_is_refused():
     loaded = load_plain(tiny_model(), None, EngineConfig())
     assert (loaded.max_position_embeddings, loaded.vocab_size, loaded.name) == (512, 258, "LlamaForCausalLM")
-    assert (loaded.num_positions(None), loaded.has_head, loaded.sampling_defaults) == (512, True, {})
+    assert (loaded.num_positions(None), loaded.has_head, loaded.sampling_defaults(SamplingParams)) == (512, True, {})
     config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace())
     without = LoadedModel(SimpleNamespace(config=config), None, is_live=True, identity="m")
     with pytest.raises(UnsupportedModelError, match="has no max_position_embeddings"):

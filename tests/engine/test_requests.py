@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.config import EngineConfig
 from nanovllm.errors import PromptTooLongError
-from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.structured_output import StructuredOutput
 from nanovllm.llm import LLM
 from nanovllm.outputs import OutputKind
 from nanovllm.requests import InputProcessor, RequestLimits
 from nanovllm.responses import Sample
 from nanovllm.sampling_params import SamplingParams, sample_seeds
-from tests.engine.blocks import make_sequence
+from tests.engine.blocks import MoreParams, make_sequence
 from tests.engine.models import (
     END,
     GREEDY,
@@ -98,7 +97,6 @@ def test_a_bad_prompt_or_option_is_refused_with_its_value_before_any_work(prompt
 
 @pytest.mark.parametrize(("params", "message"), [
     ({"stop_token_ids": [258]}, "stop_token_ids holds 258, outside the vocabulary of 258"),
-    ({"min_tokens": 100, "max_tokens": 100}, "min_tokens is 100, but behind a prompt of 60 tokens"),
 ], ids=str)  # fmt: skip
 def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message, llm: LLM):
     with pytest.raises(ValueError, match=message):
@@ -109,7 +107,6 @@ def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message
     ({"temperature": -1}, "temperature is -1"), ({"temperature": 1e-9}, "the smallest above 0"),
     ({"top_p": 0.0}, "top_p is 0"), ({"top_k": -2}, "top_k is -2"), ({"min_p": 2}, "min_p is 2"),
     ({"n": 2, "temperature": 0.0}, "n is 2 and temperature 0"), ({"max_tokens": 0}, "max_tokens is 0"),
-    ({"min_tokens": 5, "max_tokens": 4}, "above max_tokens"),
     ({"stop": [""]}, "stop"), ({"seed": 2**64}, "seed is"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"temperature": "hot"}, "must be a number, not 'hot'"), ({"temperature": 10**400}, "temperature is inf"),
     ({"top_k": 1.5}, "top_k must be a whole number"), ({"max_tokens": True}, "max_tokens must be a whole number"),
@@ -134,12 +131,15 @@ def test_texts_need_a_tokenizer(without_tokenizer: LLM):
     assert output.outputs[0].text == ""
 
 
-def test_chats_forms_and_bad_words_are_refused_by_a_processor_without_them():
+class Embedding(SamplingParams):
+    embeds = True
+
+
+def test_options_of_features_are_refused_by_a_processor_without_them():
     processor = InputProcessor(byte_tokenizer(), EngineConfig(max_model_len=64), RequestLimits(258, 258, "Tiny"))
-    for params, message in (
-        (SamplingParams(bad_words=["a"]), "built without bad_words"),
-        (SamplingParams(structured_output=StructuredOutput(regex="a")), "built without structured_output"),
-    ):
+    assert processor.process_one("0", [1], MoreParams(seed=3)).params.seed == 3
+    refused = {"built without min_tokens": MoreParams(min_tokens=2), "without embeddings": Embedding()}
+    for message, params in refused.items():
         with pytest.raises(ValueError, match=message):
             processor.process_one("0", [1], params)
 
@@ -165,7 +165,7 @@ def test_the_first_stop_string_ends_the_text_before_it_or_after_it(llm, monkeypa
 
 
 def test_no_stop_string_ends_a_request_before_its_least_tokens(llm, monkeypatch):
-    sequence = make_sequence([1], stop=["ab"], min_tokens=4)
+    sequence = make_sequence([1], MoreParams(stop=["ab"], min_tokens=4))
     sample = Sample(llm._engine.input_processor.process_one("0", [1]), sequence, llm.tokenizer)
     found = []
     for token_id in llm.tokenizer("abcab")["input_ids"]:
@@ -199,10 +199,9 @@ def test_defaults_of_the_models_generation_config_are_those_of_requests_without_
     model = tiny_model()
     model.generation_config.update(do_sample=True, top_k=5, eos_token_id=[3, 4])
     with open_llm(model) as llm:
-        assert llm.default_sampling_params == SamplingParams(temperature=1.0, top_k=5)
+        params = llm.default_sampling_params
+        assert (params.temperature, params.top_k, params.top_p) == (1.0, 5, 1.0)
         assert {*llm._engine.input_processor.limits.eos_token_ids} >= {3, 4}
-    with open_llm(model, generation_config="none") as llm:
-        assert llm.default_sampling_params == SamplingParams()
     model.generation_config.top_k = -5
     with pytest.raises(Exception, match="generation_config holds sampling options that cannot be used"):
         open_llm(model)

@@ -18,10 +18,10 @@ from nanovllm.features.costs.buckets import MIN_ROWS, Buckets, GraphShape, RowSi
 from nanovllm.features.costs.cost_model import StepWork as StepCosts
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.logprobs.logprobs import PromptRows, StepLogprobs
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.model_runner import with_sampled
 from nanovllm.sampler import DrawInputs
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import packing_of
 from tests.support.scheduling import Loop, make_scheduler

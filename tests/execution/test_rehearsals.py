@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import DeviceError
 from nanovllm.fast.gpu import rehearsal
 from nanovllm.fast.gpu.rehearsal import rehearsal_batch, rehearse_at_start
-from nanovllm.sampling_params import _STAGES
+from nanovllm.features.sampling_params import _STAGES
 from tests.support.layer_kinds import model
 from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model

@@ -31,9 +31,9 @@ from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.costs.buckets import Buckets
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.forward_passes import head_step
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import BatchLayout, build_layout
 from nanovllm.sampler import DrawInputs
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model

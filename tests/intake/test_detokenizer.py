@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm.features.intake.token_texts import _known, detokenizer_of, plain_backend, token_texts
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, OutputKind
 from nanovllm.requests import decode
 from nanovllm.responses import Sample
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 

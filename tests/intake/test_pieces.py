@@ -16,8 +16,8 @@ from nanovllm.features.composition.input_processor import build_input_processor
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.intake import pieces
 from nanovllm.features.intake.pieces import CUT, PIECE_CHARS, Pieces, alternatives
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.requests import InputProcessor, RequestLimits
-from nanovllm.sampling_params import SamplingParams
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from nanovllm.features.option_checks import FrozenDict
-from nanovllm.sampling_params import MAX_SEED, MIN_TEMPERATURE, EmbeddingParams, SamplingParams
+from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
+from nanovllm.sampling_params import MAX_SEED, MIN_TEMPERATURE
 
 NAN, INFINITY = float("nan"), float("inf")
 REALS, INTEGERS = ("temperature", "top_p", "min_p"), ("top_k", "max_tokens", "min_tokens", "seed")

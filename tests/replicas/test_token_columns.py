@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from nanovllm.features.composition.input_processor import AllParts
 from nanovllm.features.engine_stats import EngineStats
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.responses import Request, TokenTimes, deliver
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.messages import Report, SentOutput, decode_from_engine, encode
 from nanovllm.serving.replicas.pool_request import PoolRequest

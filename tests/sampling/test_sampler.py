@@ -20,9 +20,10 @@ from transformers import (
 from nanovllm.batch import NON_FINITE
 from nanovllm.fast.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
 from nanovllm.features.request_options import RequestOptions
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sampler import FILTERS as FILTER_STAGES
 from nanovllm.sampler import gumbel_noise, noise_keys, token_counters
-from nanovllm.sampling_params import SamplingParams, mix64, sample_seeds
+from nanovllm.sampling_params import mix64, sample_seeds
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value, temperature_p_value
 from tests.support.nuclei import nuclei_that_end_exactly

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm.features.infill.infill import MARKERS
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.serving.server.openai.infill import INFILL_MIN_P, InfillRequest
 from nanovllm.serving.server.openai.middle_limits import MiddleLimits
 from tests.support.serving import MODEL, Serving, comes_true, serving

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.server.logs import JsonFormatter
 from nanovllm.serving.server.request_facts import CURRENT, InFlight, RequestFacts

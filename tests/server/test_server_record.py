@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.server import recorder as module
 from nanovllm.serving.server.recorder import Recorder, prefix_hashes

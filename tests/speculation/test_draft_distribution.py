@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from nanovllm.fast.fast_draws import fast_sampler
 from nanovllm.fast.row_kernels import load_row_kernels
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.sampler import Sampler
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.engine.loops import VOCAB_SIZE
 from tests.support.chi_squared import SIGNIFICANCE, p_value

@@ -8,6 +8,7 @@ from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.features.costs.buckets import RowSizes, runs_as_decodes
 from nanovllm.features.costs.cost_model import DeviceCost, StepWork
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation import costs as costs_of_drafts
 from nanovllm.features.speculation.costs import draft_costs
 from nanovllm.features.speculation.drafter import DraftRequest
@@ -15,7 +16,6 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.speculation.lengths import Acceptance, DraftCosts, DraftLengths
 from nanovllm.layout import build_layout
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.sampling_params import SamplingParams
 from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
 from tests.support.mock_drafts import KnownAnswers

@@ -13,9 +13,9 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.fast.attention.cpp import CppAttention
 from nanovllm.fast.attention.scores import scores_of
 from nanovllm.fast.kernels.cpp import load_kernels
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.flex import FlexAttention
 from nanovllm.layout import LayerTraits, Sight, build_layout
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sdpa import SdpaAttention
 from nanovllm.sequence import NewRequest, Sequence
 

@@ -16,8 +16,8 @@ from nanovllm.fast.attention.step_tables import StepTables
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.kernels.paged_decode import PagedDecode
 from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import packing_of
 

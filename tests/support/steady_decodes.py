@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import shared_scheduler

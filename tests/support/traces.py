@@ -13,10 +13,10 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.responses import StepTimes
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 

@@ -15,8 +15,8 @@ from nanovllm.batch import NULL_BLOCK, Copy, ScheduledBatch, ScheduledSequence
 from nanovllm.errors import DeviceError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.logprobs.logprobs import MOST_BY_KERNEL
+from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.model import ModelBinding
-from nanovllm.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 logger = logging.getLogger("nanovllm")

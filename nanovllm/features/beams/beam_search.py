@@ -16,8 +16,8 @@ from nanovllm.config import MAX_PRIORITY
 from nanovllm.features.beams.books import BeamBooks, BeamSearchOutput, BeamSearchParams, Continuation
 from nanovllm.features.interrupts import InterruptsHeld
 from nanovllm.features.refusals import REPLICAS, refuse
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.requests import Prompt
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 if TYPE_CHECKING:

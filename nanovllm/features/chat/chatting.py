@@ -7,8 +7,8 @@ from typing import Any
 
 from nanovllm.features.chat.chat import NOT_FOR_TEMPLATES, Message
 from nanovllm.features.intake.headless import check_head
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 
 Messages = SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
 

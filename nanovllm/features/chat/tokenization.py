@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 from nanovllm.features.chat.chat import Message
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 
 
 class AsyncTokenization:

@@ -1,7 +1,19 @@
 """Composition for `build.py`: an input processor, a binding and a block manager with every capability there is."""
 
 NEEDS = (
-    "fast.host", "features.chat", "features.engine_config", "features.forward_passes", "features.grammar",
-    "features.groups", "features.headless", "features.intake", "features.live_modules", "features.ranks",
-    "features.states", "features.tiers", "features.unsupported", "models",
-)  # fmt: skip
+    "fast.host",
+    "features.chat",
+    "features.engine_config",
+    "features.forward_passes",
+    "features.grammar",
+    "features.groups",
+    "features.headless",
+    "features.intake",
+    "features.live_modules",
+    "features.ranks",
+    "features.sampling_params",
+    "features.states",
+    "features.tiers",
+    "features.unsupported",
+    "models",
+)

@@ -16,9 +16,9 @@ from nanovllm.features.intake.headless import without_head
 from nanovllm.features.intake.pieces import Pieces
 from nanovllm.features.intake.prompts import ChatPrompt
 from nanovllm.features.intake.token_texts import detokenizer_of
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import Goals
 from nanovllm.requests import InputProcessor, RequestLimits, RequestParts, check_token_ids, check_unused
-from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.features.grammar.compiler import GrammarCompiler
@@ -35,6 +35,8 @@ class AllParts(RequestParts):
         goals: Goals in force, which may follow the costs.
     """
 
+    params = SamplingParams
+    completed = staticmethod(SamplingParams.completed)
     detokenizer = staticmethod(detokenizer_of)
     merged_metrics = staticmethod(merged_metrics)
 
@@ -66,6 +68,12 @@ class AllParts(RequestParts):
             raise ValueError(
                 f"prompt_logprobs_start is {start}, but the prompt has {length} tokens; it must be at most "
                 f"{length - 1}."
+            )
+        max_model_len = self._config.max_model_len
+        if 0 < max_model_len - length < params.min_tokens:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len "
+                f"({max_model_len}) leaves room for {max_model_len - length}."
             )
         if isinstance(prompt, ChatPrompt):
             return ChatPrompt(token_ids, prompt.end_token_ids)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.model import ModelBinding
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 Spans = Iterable[tuple[int, int]]  # (start, number of new tokens) of each sequence of a batch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import integer
 from nanovllm.features.refusals import REPLICAS, refuse
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import OutputKind, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 if TYPE_CHECKING:

@@ -1,3 +1,3 @@
 """Work ahead of the queue, such as tokenising and compiling, fairly among clients."""
 
-NEEDS = ()
+NEEDS = ("features.sampling_params",)

@@ -9,8 +9,8 @@ from typing import Any
 
 from nanovllm.features.intake.headless import check_head
 from nanovllm.features.intake.intake import LONG_CHARS, form_turn
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.requests import InputProcessor
-from nanovllm.sampling_params import SamplingParams
 
 # Cost of a message or field in a chat template, as a number of tokenised characters.
 CHARS_PER_VALUE = 16

@@ -12,7 +12,7 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.policies.mock_model import MockModel, generate_alone
 from nanovllm.features.policies.mock_states import check
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.features.refusals import REPLICAS, refuse
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import ErrorKind, FinishReason, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
 from nanovllm.responses import Sample
-from nanovllm.sampling_params import SamplingParams
 
 ENDED = ("stop", "error")  # finish reasons after which no token follows
 

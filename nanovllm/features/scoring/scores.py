@@ -23,10 +23,10 @@ import numpy as np
 from nanovllm.config import text
 from nanovllm.features.chat.chat import Message
 from nanovllm.features.intake.headless import check_head
+from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.features.scoring.score_outputs import EmbeddingOutput, ScoreOutput
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests import InputProcessor, Prompt
-from nanovllm.sampling_params import EmbeddingParams, SamplingParams
 
 METHODS = ("yes_no", "cosine", "auto")
 INSTRUCTION = "Decide whether the document is relevant to the query. Reply with one word only: yes or no."

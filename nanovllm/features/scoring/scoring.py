@@ -9,11 +9,11 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
 
+from nanovllm.features.sampling_params import EmbeddingParams
 from nanovllm.features.scoring.score_outputs import EmbeddingOutput, ScoreOutput
 from nanovllm.features.scoring.scores import ScoringPlan, embedding_output, plan_scores
 from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.requests import Prompt
-from nanovllm.sampling_params import EmbeddingParams
 
 
 class Scoring:

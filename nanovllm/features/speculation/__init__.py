@@ -1,6 +1,12 @@
 """Speculative decoding: drafts of coming tokens, verified by the model in one step; outputs stay the same."""
 
 NEEDS = (
-    "features.costs", "features.engine_config", "features.groups", "features.headless",
-    "features.speculation_options", "features.structured_output", "observability",
-)  # fmt: skip
+    "features.costs",
+    "features.engine_config",
+    "features.groups",
+    "features.headless",
+    "features.sampling_params",
+    "features.speculation_options",
+    "features.structured_output",
+    "observability",
+)

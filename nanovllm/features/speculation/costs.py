@@ -11,9 +11,9 @@ from nanovllm.features.costs.learned_costs import RecursiveFit
 from nanovllm.features.costs.start_costs import LONG_STEP, fastest, read_costs
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CachePools
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation.lengths import DraftCosts
 from nanovllm.model import ModelBinding
-from nanovllm.sampling_params import SamplingParams
 
 
 def draft_costs(

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
 

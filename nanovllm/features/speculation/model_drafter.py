@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation.drafter import DraftRequest
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 

@@ -28,6 +28,7 @@ from nanovllm.features.intake.preparation import compiles_form
 from nanovllm.features.intake.prompts import ChatPrompt
 from nanovllm.features.refusals import REPLICAS, refuse
 from nanovllm.features.resume.resumption import Resumed
+from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.features.scoring.scores import AnswerLogits
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import (
@@ -40,7 +41,6 @@ from nanovllm.outputs import (
     TokenLogprobs,
 )
 from nanovllm.requests import InputProcessor, RequestLimits
-from nanovllm.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.token_columns import TokenColumns
 

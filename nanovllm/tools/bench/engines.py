@@ -47,22 +47,18 @@ class NanoVLLM:
         take_memory(self._engine.model_runner.binding.caches)
 
     def prepare(self, workload: Workload) -> None:
-        from nanovllm.requests import check_prompt
-        from nanovllm.sampling_params import SamplingParams
+        from nanovllm.features.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
             pass  # an idle engine thread captures CUDA graphs, too
         for request in workload.requests:  # min_tokens: prompt and output must fit into max_model_len
-            check_prompt(
-                request.prompt_token_ids,
-                SamplingParams(max_tokens=request.num_output_tokens, min_tokens=request.num_output_tokens),
-                self._engine.input_processor.limits,
-                self._engine.config.max_model_len,
-            )
+            length = request.num_output_tokens
+            params = SamplingParams(max_tokens=length, min_tokens=length)
+            self._engine.input_processor.process_one("0", request.prompt_token_ids, params)
 
     def add(self, number: int, request: TimedRequest) -> None:
-        from nanovllm.sampling_params import SamplingParams
+        from nanovllm.features.sampling_params import SamplingParams
 
         params = SamplingParams(**self._sampling, ignore_eos=True, max_tokens=request.num_output_tokens)
         options = {"priority": request.priority, "cache_salt": request.cache_salt, "client": request.client}
@@ -119,7 +115,8 @@ SHARED_SAMPLING = (
 
 def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if an engine does not support the sampling options."""
-    from nanovllm.sampling_params import FILTERS, SamplingParams
+    from nanovllm.features.sampling_params import SamplingParams
+    from nanovllm.sampling_params import FILTERS
 
     if unknown := sampling.keys() - set(SHARED_SAMPLING):
         raise ValueError(f"--sampling has no option {min(unknown)!r}; there are {', '.join(SHARED_SAMPLING)}.")

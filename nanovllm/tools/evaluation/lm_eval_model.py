@@ -22,9 +22,9 @@ from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.serving.llm import LLM
 
 logger = logging.getLogger("nanovllm")
@@ -33,7 +33,7 @@ NAME = "nanovllm"
 UNREAD_TOKENS = 2  # positions of max_model_len without an input token: an answer's last token and the sampled one
 MAX_NEW_TOKENS = 256  # default of a task; equal to lm-eval's
 # Generation options of tasks, by their names in `SamplingParams`.
-GENERATION = (*MODEL_OPTIONS, "seed")
+GENERATION = (*SamplingParams.model_options, "seed")
 COMMAND_DEVICE = "cuda:0"  # default of lm-eval's command
 BLOCK_SIZE = 16  # small: the partial last block of a context is computed for each answer
 

@@ -35,8 +35,8 @@ from nanovllm.features.costs.cost_model import CostModel, StepWork
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CacheGroup
 from nanovllm.features.refusals import check_one_process
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_fit import StepSample, fit
 

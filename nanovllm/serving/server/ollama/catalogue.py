@@ -17,10 +17,10 @@ from huggingface_hub import try_to_load_from_cache
 from starlette.responses import Response
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.features.sampling_params import EmbeddingParams
 from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.models.sizes import read_sizes
 from nanovllm.models.source import is_gguf
-from nanovllm.sampling_params import EmbeddingParams
 from nanovllm.serving.server.answers.answer_format import template_text
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.ollama import generating

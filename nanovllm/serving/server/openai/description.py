@@ -14,7 +14,8 @@ from fastapi import FastAPI
 
 from nanovllm.config import MAX_PRIORITY
 from nanovllm.features.chat.chat import NOT_FOR_TEMPLATES
-from nanovllm.sampling_params import CHECKS, MIN_TEMPERATURE
+from nanovllm.features.sampling_params import CHECKS
+from nanovllm.sampling_params import MIN_TEMPERATURE
 from nanovllm.serving.server.openai import embeddings
 from nanovllm.serving.server.openai.protocol import PLAIN_OPTIONS
 from nanovllm.serving.server.state import ServerState

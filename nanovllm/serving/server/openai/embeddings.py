@@ -18,9 +18,9 @@ from pydantic import Field, field_validator
 from starlette.responses import Response
 
 from nanovllm.config import MAX_PRIORITY
+from nanovllm.features.sampling_params import EmbeddingParams
 from nanovllm.features.scoring.scores import ScoringPlan, embedding_output
 from nanovllm.outputs import OutputKind, RequestOutput
-from nanovllm.sampling_params import EmbeddingParams
 from nanovllm.serving.server import errors
 from nanovllm.serving.server.body_limits import LimitedRoute
 from nanovllm.serving.server.errors import ANSWERS, ApiError

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import Response
 
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
-from nanovllm.sampling_params import FILTERS, SamplingParams
+from nanovllm.sampling_params import FILTERS
 from nanovllm.serving.server.body_limits import LimitedRoute
 from nanovllm.serving.server.errors import ANSWERS
 from nanovllm.serving.server.openai import neutral

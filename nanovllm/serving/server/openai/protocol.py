@@ -19,7 +19,8 @@ from pydantic import (
 
 from nanovllm.config import integer, real, truth
 from nanovllm.features.chat.chat import NOT_FOR_TEMPLATES
-from nanovllm.sampling_params import CHECKS, MAX_SEED, SamplingParams
+from nanovllm.features.sampling_params import CHECKS, SamplingParams
+from nanovllm.sampling_params import MAX_SEED
 from nanovllm.serving.async_llm import AsyncLLM
 from nanovllm.serving.server.answers.template_options import EFFORTS
 from nanovllm.serving.server.hints import OPENAI

@@ -11,8 +11,8 @@ from fastapi import Request
 
 from nanovllm.features.chat.chat import NOT_FOR_TEMPLATES
 from nanovllm.features.chat.plain_messages import text_of
+from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.server.answers.answer_format import AnswerFormat
 from nanovllm.serving.server.answers.delta import AnswerDelta
 from nanovllm.serving.server.answers.grammar import build_form
