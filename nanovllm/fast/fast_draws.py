@@ -37,7 +37,7 @@ from nanovllm.sampler import (
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp_sampling import RowKernels
 
-_UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
+_UNSURE = -2  # `RowKernels.draw` gives it to a row that torch must draw; -1 is NON_FINITE
 NUCLEUS_WIDTH = 1024  # number of top tokens searched first
 # Number of a row's largest logits that the floor of each filter needs; others need all in order.
 _NUM_ORDERED: dict[str, Callable[[NDArray[Any], int], int]] = {

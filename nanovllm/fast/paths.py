@@ -53,4 +53,4 @@ class FastPaths(StepPaths):
 
 def execute_dummies(runner: ModelRunner, batches: Iterable[Spans]) -> None:
     for spans in batches:
-        runner.launch(dummy_batch(runner.binding, runner.config, spans))  # without its draw, which is ready
+        runner.launch(dummy_batch(runner.binding, runner.config, spans))  # no draw: it needs no preparation

@@ -43,7 +43,7 @@ class FastLayers:
 
         Args:
             kernels: None packs for oneDNN and fuses nothing.
-            max_rows: as in `fuse_layers`.
+            max_rows: most rows of a step that fused layers serve, as in `fuse_layers`.
             run_batches: runners of the batches by which layers, and then whole passes, are compared.
         """
         binding = self._binding
@@ -116,7 +116,7 @@ class FastLayers:
         """Compile the decoder layers, and on a GPU the small modules around them, at their first calls."""
         binding = self._binding
         logger.warning("compiling the layers of %s: some seconds", type(binding.model).__name__)
-        if not binding.is_live:  # quantised weights are an engine's own
+        if not binding.is_live:  # a live module has no quantised weights
             packed_linears.warn_of_dequantising(binding.model)
         mixers, layers = binding.mixers, binding.layer_modules
         if isinstance(mixers, Mixers):

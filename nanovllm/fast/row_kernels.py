@@ -87,8 +87,8 @@ def _changes_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
     entry = np.array([[1, 0, 2, 2, -1, *np.array([2, 0, 0], np.float32).view(np.int32)]], np.int32)
     given = [torch.from_numpy(array) for array in (entry, np.array(tokens, np.int32), np.zeros(1, np.int64))]
     row_kernels.penalise(own, *given)
-    expected[1, tokens[0]] /= 2  # above 0
-    expected[1, tokens[1]] *= 2  # below
+    expected[1, tokens[0]] /= 2  # a penalty of 2 divides a positive logit
+    expected[1, tokens[1]] *= 2  # the penalty multiplies a negative one
     masks = np.zeros((1, -(-_VOCAB_SIZE // 32)), np.int32)
     masks[0, 0] = -1
     row_kernels.keep_bits(own, [2], masks)

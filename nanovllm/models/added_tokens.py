@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-_OPTION = "added_tokens_decoder"  # of `from_pretrained`, and of tokenizer_config.json
+_OPTION = "added_tokens_decoder"  # name in `from_pretrained` and in tokenizer_config.json
 _KEY = '"added_tokens"'
-_LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")  # ignored by the library if the option is given
-_MOST_CHARACTERS = 2**20  # read from the start of the file, where the library writes added tokens
+_LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")  # the library ignores them if the option is given
+_MOST_CHARACTERS = 2**20  # the library writes added tokens at the start of the file; no more is read
 
 
 def added_tokens_option(source: str) -> dict[str, Any]:

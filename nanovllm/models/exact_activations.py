@@ -11,8 +11,8 @@ def check_exact_activations(config: EngineConfig, source: str | None, device: st
     """Raise ValueError if the option, set in `config`, changes nothing, as far as is known before the model is loaded.
 
     Args:
-        source: of the model, as `find` returns it; None for a loaded module.
-        device: of the weights, once it is known; None for the options'.
+        source: model source as `find` returns it; None for a loaded module.
+        device: device of the weights where it is known; None takes the one in `config`.
     """
     if config.tensor_parallel_size > 1:
         refuse("exact_activations", TENSOR_PARALLEL)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels
 
 EXPERTS_NAME = "nanovllm"
-EXPERTS = {"_experts_implementation_internal": EXPERTS_NAME}  # by attribute of configs
+# The attribute of a model's config that selects our experts.
+EXPERTS = {"_experts_implementation_internal": EXPERTS_NAME}
 PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of a packed experts module, not of a live one
 
 

@@ -43,7 +43,8 @@ def model_digest(model: nn.Module) -> str:
         values = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path",)}
         digest.update(repr(sorted(values.items(), key=lambda item: item[0])).encode())
     for name, module in model.named_modules():
-        form = getattr(module, "kind", None)  # of quantised blocks: the same bytes mean other weights in another form
+        # The format of quantised blocks: equal bytes are other weights in another one.
+        form = getattr(module, "kind", None)
         digest.update(repr((name, type(module).__qualname__, form if isinstance(form, str) else None)).encode())
     for path in _code_of(model):
         digest.update(path.read_bytes())

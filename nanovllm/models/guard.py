@@ -26,7 +26,7 @@ from nanovllm.probe import PassProbe, Probe, Probing
 
 Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
 
-NUM_ROWS = 16  # of a pass; so few that it takes as long as reading the weights
+NUM_ROWS = 16  # rows a pass: so few that the pass takes no longer than reading the weights
 
 
 class _Tolerance(NamedTuple):
@@ -177,7 +177,7 @@ def _check_sampled_rows(name: str, own: PassProbe, ours: PassProbe, rows: list[i
     returned = None
     if len(ours.logits) != len(rows):
         returned = str(len(ours.logits))
-    elif len(own.logits) > rows[0]:  # else the model's own forward keeps fewer rows
+    elif len(own.logits) > rows[0]:  # not where the model's own forward keeps fewer rows
         seen = first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
         returned = seen and "the logits of other rows"
     if returned is not None:

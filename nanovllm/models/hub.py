@@ -21,7 +21,7 @@ def is_reachable(
 
     Args:
         file: its presence in the cache means that the model is cached.
-        is_cached: whether it is, where no single file tells.
+        is_cached: True if the cache has the model; None: it has it if it has `file`.
 
     Raises ModelLoadError for an invalid name, a model or revision unknown to the hub, and a model that is not cached
     while the hub is unreachable.

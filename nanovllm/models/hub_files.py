@@ -13,7 +13,7 @@ from pathlib import Path
 from nanovllm.errors import ModelLoadError
 from nanovllm.models import hub
 
-DEFAULT_QUANT = "Q4_K_M"  # of a repository without a choice, as llama.cpp has it
+DEFAULT_QUANT = "Q4_K_M"  # llama.cpp's default, too
 AUTO = "auto"
 # Files of a transformers model; other formats of its weights are not fetched.
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
@@ -67,7 +67,7 @@ def _by_quant(names: Sequence[str]) -> dict[str, list[str]]:
     """First parts of a repository's GGUF files by quantisation, or by stem where the name has none."""
     quants: dict[str, list[str]] = {}
     for name in names:
-        is_projector = Path(name).name.startswith("mmproj")  # of images
+        is_projector = Path(name).name.startswith("mmproj")  # an encoder of images, not the language model
         if name.endswith(".gguf") and not _LATER_PART.search(name) and not is_projector:
             found = _QUANT.findall(name)
             quants.setdefault(found[-1].upper() if found else Path(name).stem, []).append(name)
@@ -109,7 +109,7 @@ def remove(name: str) -> int:
     if quant is None:
         strategy = cache.delete_revisions(*(revision.commit_hash for revision in found.revisions))
         strategy.execute()
-        shutil.rmtree(found.repo_path, ignore_errors=True)  # of a download that was interrupted
+        shutil.rmtree(found.repo_path, ignore_errors=True)  # leftovers of an interrupted download
         return int(found.size_on_disk)
     return sum(_remove_gguf(revision.snapshot_path, repo, quant) for revision in found.revisions)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 PASSES = 8
-MOST_BYTES = 2**30  # of all layers of the process
+MOST_BYTES = 2**30  # limit for all layers of the process together
 _total = 0
 
 
@@ -21,8 +21,8 @@ class KeptWeight:
         """The kept parts, or `parts`, lazy ones, which are kept if there is room.
 
         Args:
-            like: has the dtype and the device of the parts.
-            num_elements: of all parts.
+            like: tensor with the dtype and device of the parts.
+            num_elements: number of elements of all parts together.
         """
         self._num_passes += 1
         if self._parts and self._parts[0].dtype == like.dtype and self._num_passes <= PASSES:

@@ -101,7 +101,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     """Load a model from a folder, file or hub id, on the CPU.
 
     Args:
-        is_sharded: whether this rank keeps only a part of it.
+        is_sharded: True if this rank keeps only its shard.
     """
     options = lookup_options(source, config, source)
     if is_gguf(source):
@@ -200,7 +200,7 @@ def lookup_options(source: str, config: EngineConfig, name: str | None = None) -
     """Options of `from_pretrained`: no access to the hub for a local folder, or while the hub is unreachable.
 
     Args:
-        name: of the model, to which `revision` applies; None for a separate tokenizer.
+        name: model id, to which `revision` applies; None for a separate tokenizer.
     """
     is_local = os.path.exists(source)
     revision, file = (None, "tokenizer_config.json") if name is None else (config.revision, "config.json")

@@ -102,7 +102,7 @@ def _pinned(module: Any, layer_type: str | None, *, is_long: bool, original: int
     if is_long:
         compute = ROPE_INIT_FUNCTIONS["longrope"]
         frequencies, _ = compute(module.config, device, seq_len=original + 1, layer_type=layer_type)
-    with torch.inference_mode(False):  # as for the caches
+    with torch.inference_mode(False):  # an inference tensor would serve only inside a caller's inference mode
         frequencies = frequencies.detach().to(device, copy=True)
     changes: list[Change] = [(module._buffers, f"{prefix}inv_freq", frequencies)]
     return changes + _pinned_scale(module, is_long=is_long)

@@ -25,7 +25,8 @@ class BlockFormat(NamedTuple):
     """Storage format of a row.
 
     Attributes:
-        elements, num_bytes: of a block; 0 elements: a block is a whole row, `num_bytes` plus one byte an element.
+        elements: weights in a block; 0 if a block is a whole row of `num_bytes` plus one byte a weight.
+        num_bytes: bytes of a block.
         dequantise: blocks [num_blocks, bytes] uint8 -> [num_blocks, elements] float32.
     """
 
@@ -150,7 +151,7 @@ FORMATS = {
     "Q5_K": BlockFormat(256, 176, _dequantise_q5_k),
     "Q6_K": BlockFormat(256, 210, _dequantise_q6_k),
 }
-KIND_OF_OPTION = {"int8": "int8", "int4": "Q4_1"}  # of EngineConfig.quantization
+KIND_OF_OPTION = {"int8": "int8", "int4": "Q4_1"}  # keys: values of EngineConfig.quantization
 
 
 def dequantise_blocks(kind: str, blocks: Tensor) -> Tensor:
@@ -274,7 +275,7 @@ class QuantisedLinear(_Quantised):
         kind: a key of FORMATS.
         blocks: [out_features, bytes a row] uint8, in that format.
         bias: [out_features] or None.
-        dtype: of the unquantised layer.
+        dtype: dtype of the unquantised layer.
 
     Raises ValueError for partial blocks or another shape.
     """
@@ -315,7 +316,7 @@ class QuantisedLinear(_Quantised):
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
         starts = range(0, self.out_features, step)
         weights: Iterable[Tensor] = (self.dequantise(slice(at, at + step)).to(states.dtype) for at in starts)
-        if not torch.compiler.is_compiling():  # compiled code would be compiled anew for each number of passes
+        if not torch.compiler.is_compiling():  # torch.compile would recompile for each number of passes
             weights = self._kept.over(weights, states, self.out_features * self.in_features)
         parts = [F.linear(states, weight) for weight in weights]
         products = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -27,7 +27,7 @@ from nanovllm.models.experts import EXPERTS
 from nanovllm.models.guard import FULL, first_difference, plain_tokens
 from nanovllm.patches import AttributePatches, redirected_to
 
-DENSE_NAME = "nanovllm-dense"  # without a mask function of that name, the library builds no mask
+DENSE_NAME = "nanovllm-dense"  # the library builds no mask for a name without a mask function
 NUM_ROWS = 8
 _OWN_NUMBER = re.compile(r"layer_?(idx|id|index|number)|idx|index")
 

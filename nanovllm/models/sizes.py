@@ -25,7 +25,7 @@ class ModelSizes:
     """Sizes of a model in memory.
 
     num_weights: parameters; 0 for a GGUF file.
-    weight_bytes: in `dtype`; of a GGUF file the bytes on disk.
+    weight_bytes: bytes of the weights in `dtype`; for a GGUF file, its bytes on disk.
     kv_layers: (window or chunk in tokens, None for full attention; bytes per token) of each layer with its own K and V.
     """
 
@@ -49,7 +49,7 @@ def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = N
     """The sizes of a folder, a GGUF file, or a hub model in the cache.
 
     Args:
-        dtype, quantization: as of `EngineConfig`; "auto" is the checkpoint's dtype.
+        dtype, quantization: options of `EngineConfig` of these names; "auto" is the checkpoint's dtype.
 
     Raises ModelLoadError for a hub model that is not in the cache, and for damaged files.
     """

@@ -1,4 +1,4 @@
-"""`Decision`: what was chosen for a prefix that a tier holds, and why. No torch."""
+"""`Decision`: the choice to load, to await or to recompute a prefix that a tier holds, with its reason. No torch."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
     Args:
         model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
             blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
-        prepares_when_idle: on a GPU, use each sampling option once and capture usual steps while there are no requests.
+        prepares_when_idle: True captures usual steps on a GPU, and tries each sampling option, while no request runs.
             Only where no other code of the process uses that GPU: waiting for the device (`torch.cuda.synchronize`)
-            fails during a capture, and the capture with it. A live module is left alone.
+            fails during a capture, and the capture with it. No effect on a live module.
         engine_process: run the engine in a process, as a pool of one replica: readers do not share its interpreter.
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
@@ -84,18 +84,19 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         self.limits = engine.input_processor.limits  # the model's, for requests
         self.vocab_size = self.limits.vocab_size  # prompts' token ids lie below it
         self.num_logits = self.limits.num_logits  # tokens that can be sampled
-        self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
+        self.observers = engine.observers  # the engine's thread calls them; append at any time
         self._input_processor = engine.input_processor
-        self.default_sampling_params: SamplingParams = engine.input_processor.default_params  # of requests without any
+        self.default_sampling_params: SamplingParams = engine.input_processor.default_params  # for requests without any
         self._router = OutputRouter()
-        self.on_request_end = self._router.on_end  # called in the engine's thread; others may be appended at any time
+        self.on_request_end = self._router.on_end  # the engine's thread calls them; append at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._look_at_queue = engine.check_queue
-        self._preparing: dict[str, Preparation] = {}  # of requests that are not queued yet
+        self._preparing: dict[str, Preparation] = {}  # requests that are not queued yet, by id
         self._intake = Intake(is_parallel=getattr(self.tokenizer, "is_fast", False))
         self._intake.submit(partial(prepare_ahead, engine.input_processor), compiles=True)
-        weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
+        # An object dropped without `close` stops its thread.
+        weakref.finalize(self, self._engine_thread.stop).atexit = False
 
     def generate(
         self,
@@ -226,7 +227,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
                 if request.request_id in preparation.aborted:
                     self._abort_in(engine, request.request_id)
 
-        def prepare_and_queue() -> Future[None]:  # in the preparation thread, which waits for no busy event loop
+        def prepare_and_queue() -> Future[None]:  # runs in the preparation thread, which no busy event loop delays
             requests = prepare(request_ids=request_ids, output_kind=kind, arrival_time=arrival_time)
             return self._engine_thread.submit(lambda engine: None if stream.is_abandoned else add(requests, engine))
 
@@ -290,7 +291,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         try:
             self._engine_thread.submit(abort)
         except RuntimeError:
-            return  # closed or dead, and the requests with it
+            return  # the engine is closed or dead, and its requests have ended
 
     async def _run(self, call: Callable[[EngineInterface], Result]) -> Result:
         """In the engine's thread, between two steps."""

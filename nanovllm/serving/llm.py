@@ -54,7 +54,7 @@ def open_engine(
             from nanovllm.build import build_engine
 
         return build_engine(model, tokenizer, on_step, options, trace=trace)
-    from nanovllm.serving.replicas.opening import open_pool  # with msgspec
+    from nanovllm.serving.replicas.opening import open_pool  # this needs msgspec, of the extra `serve`
 
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
@@ -67,8 +67,8 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
             causal language model, which is used without a copy and belongs to its owner between calls.
         tokenizer: a tokenizer, a folder, GGUF file or hub id of one; None takes the model's own. A loaded module
             without one takes prompts as token ids only.
-        on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
-            not called again.
+        on_step: function of a `StepRecord`, called after each step in the thread that steps. If it raises, the error is
+            logged and it is not called again.
         trace: writes the events of every request and step to a file; close it after the LLM.
         **options: see `EngineConfig`.
 

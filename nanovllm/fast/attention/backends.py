@@ -33,9 +33,9 @@ class AttentionChoice:
     """The chosen backend and its abilities."""
 
     backend: str  # "flex", "sdpa" or "cpp"
-    compiles: bool  # whether layers may be compiled
-    uses_graphs: bool  # whether steps are laid out for CUDA graphs (on a GPU, "flex")
-    kernels: tuple[Kernels, ...]  # of "cpp", for each kind of layers
+    compiles: bool  # True if layers may be compiled
+    uses_graphs: bool  # True if steps have the layout of CUDA graphs ("flex" on a GPU)
+    kernels: tuple[Kernels, ...]  # C++ kernels of each kind of layers; empty for other backends
 
     @classmethod
     def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> AttentionChoice:
@@ -125,7 +125,7 @@ class AttentionChoice:
         """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`.
 
         Args:
-            pools: of the cache groups; None for a single group.
+            pools: pools of the cache groups; None for a single group.
         """
         if not layers:
             return NoAttention()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 
-_COLUMNS = 64  # added to the array at a time
+_COLUMNS = 64  # the array grows by this many columns
 
 
 class BlockTables:
@@ -21,13 +21,13 @@ class BlockTables:
     no row sees them, and a sequence that gave all blocks back has a new list.
 
     Args:
-        dtype: of the array.
-        num_blocks: of the cache; None checks nothing.
+        dtype: dtype of the array.
+        num_blocks: blocks of the cache, against which block numbers are checked; None for no check.
     """
 
     def __init__(self, block_size: int, dtype: type[np.signedinteger[Any]], num_blocks: int | None) -> None:
         self._block_size, self._num_blocks = block_size, num_blocks
-        self._lists: list[list[int]] = []  # of the last step
+        self._lists: list[list[int]] = []  # the block tables of the last step
         self._lasts = np.zeros(0, np.int64)  # indices of their last blocks
         self._tables: NDArray[Any] = np.zeros((0, 0), dtype)
 

@@ -25,9 +25,9 @@ class CppAttention:
     """The `cpp` backend. One instance serves every layer of an engine.
 
     Args:
-        kinds: of the model's layers.
-        kernels: of each kind, from `load_kernels`, for its dtype and sizes.
-        num_blocks: of the caches.
+        kinds: kinds of the model's layers.
+        kernels: C++ kernels of each kind, from `load_kernels`, for its dtype and sizes.
+        num_blocks: blocks of each cache.
     """
 
     reads_whole_blocks = False
@@ -96,7 +96,7 @@ def _addresses(*arrays: np.ndarray) -> tuple[int, ...]:
 class _Rows:
     """Rows of consecutive entries as the kernels read them: int64, one item per entry."""
 
-    first_rows: np.ndarray  # in the flat batch
+    first_rows: np.ndarray  # index of the first row in the flat batch
     starts: np.ndarray  # position of the first row
     counts: np.ndarray  # rows
     contexts: np.ndarray  # tokens that the last row sees
@@ -152,8 +152,8 @@ class CppPlan:
     block_size: int
     kernels: list[_KindKernels]
     decode_rows: _Rows
-    shared_decodes: _Decodes | None  # for layers with full attention
-    own_decodes: _Decodes | None  # for the others
+    shared_decodes: _Decodes | None  # decodes as layers with full attention read them; None without such layers
+    own_decodes: _Decodes | None  # decodes as the other layers read them
     chunk_rows: _Rows
     chunk_addresses: tuple[int, ...]
 
@@ -163,7 +163,7 @@ class CppPlan:
 
     def rows_of_full_attention(self) -> AttentionRowsStruct:
         """Arguments for a stack of layers with full attention; valid as long as the plan."""
-        assert self.shared_decodes is not None  # of an engine with such layers
+        assert self.shared_decodes is not None  # only an engine with such layers calls this
         num_decodes, decode_width = self.decode_rows.tables.shape
         return AttentionRowsStruct(
             *self.shared_decodes.addresses, num_decodes, len(self.shared_decodes.groups.shared), decode_width,

@@ -29,8 +29,8 @@ class FlexChunks:
     """The chunks of one engine's layers of one kind; its tables keep their addresses for captured CUDA graphs.
 
     Args:
-        max_tiles: bound of a step.
-        max_blocks: bound of a sequence's blocks.
+        max_tiles: most tiles in a step.
+        max_blocks: most blocks of a sequence.
         num_blocks: blocks of the cache.
     """
 
@@ -115,7 +115,7 @@ def fill_tiles_in_sight(
     """`to`: `chunk_tables` of another sight. Counts all rows of a tile, also rows missing from the step."""
     num_partial, partial, num_full, full, indices, own_blocks = to
     num_tiles, positions = len(starts), blocks * block_size
-    border = first_seen_on_device(positions, window, chunk) // block_size  # where the first row begins to see
+    border = first_seen_on_device(positions, window, chunk) // block_size  # first block that the first row sees
     of_last_row = first_seen_on_device(positions + (block_size - 1), window, chunk)
     whole = torch.minimum(blocks, (of_last_row + block_size - 1) // block_size)  # the first that all rows see whole
     own_blocks[:num_tiles] = blocks
@@ -156,7 +156,7 @@ class ChunkCall(nn.Module):
         query = query.transpose(0, 1)[None]  # [1, num_heads, num_tiles * block_size, head_dim], a view
         torch._dynamo.mark_dynamic(query, 2)
         detached = None if sinks is None else sinks.detach()
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # as of `flex_decodes.py`
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `flex_decodes.py` for why
             return self._compiled(self, query, keys, values, tables, scaling, detached)[0].transpose(0, 1)
 
 

@@ -34,8 +34,8 @@ class FlexDecodes:
     """The decodes of one engine; the layers share its tables, which keep their addresses for captured CUDA graphs.
 
     Args:
-        max_decodes: bound of a step.
-        max_blocks: bound of a sequence's blocks.
+        max_decodes: most decodes in a step.
+        max_blocks: most blocks of a sequence.
     """
 
     def __init__(self, options: KernelOptions, *, max_decodes: int, max_blocks: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class FlexDecodes:
                 *(table(max_decodes) for _ in range(2 * num_ends)),
             )
         self._calls: dict[int, DecodeCall] = {}
-        self._call: DecodeCall | None = None  # of this step
+        self._call: DecodeCall | None = None  # the call for this step's number of decodes
         self._fill = torch.compile(own_code(fill_decodes), fullgraph=True, dynamic=True)
 
     def fill(

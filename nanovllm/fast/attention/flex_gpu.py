@@ -38,11 +38,11 @@ class GpuFlexAttention:
     """The `flex` backend on a GPU, with tables and calls for each kind of layers.
 
     Args:
-        options: of the kernels, for each kind and the GPU.
-        groups: the cache group of each kind; empty where one group holds all layers.
-        num_blocks: of each group's cache.
-        max_decodes, max_tiles: bounds of a step.
-        max_blocks: bound of a sequence's blocks.
+        options: kernel options of each kind of layers on this GPU.
+        groups: cache group of each kind; empty where one group holds all layers.
+        num_blocks: blocks of each group's cache.
+        max_decodes, max_tiles: most decodes and tiles in a step.
+        max_blocks: most blocks of a sequence.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GpuFlexAttention:
         """Fill the block masks' tables on the device; they are overwritten by the next step's.
 
         Args:
-            inputs: of the packed step, by name, on the device.
+            inputs: arrays of the packed step by name, on the device.
         """
         steps = [StepTables.from_inputs(inputs, group) for group in self._groups]
         for kind, step in zip(self.kinds, steps, strict=True):
@@ -145,7 +145,7 @@ class KindCalls:
                 options, max_tiles=max_tiles, max_blocks=max_blocks, num_blocks=num_blocks,
                 device=device,
             )  # fmt: skip
-        self.compiles_each_size = kernel is None  # of the decodes
+        self.compiles_each_size = kernel is None  # FlexAttention compiles once a number of decodes
 
     def shared_prefixes(self, layout: BatchLayout) -> SharedPrefixes | None:
         """The decodes of a step that read blocks together; None if none do."""

@@ -74,7 +74,7 @@ class KernelOptions:
     paged_decode: `PagedDecode` of `fast/kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
     build_prompts: builds the `PromptAttention` of `fast/kernels/prompt_attention.py`, where it serves chunks.
     compile_prompts: compiles it, for threads at start.
-    sight, softcap: of the layers.
+    sight, softcap: traits of the layers.
     """
 
     gpu: Gpu

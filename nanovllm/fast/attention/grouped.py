@@ -22,7 +22,7 @@ class GroupedAttention:
     """A backend for each group.
 
     Args:
-        pools: of at least two groups of K and V.
+        pools: pools of at least two groups of K and V.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GroupedAttention:
             members = [layers[index] for index in group.layers]
             own_kinds = kinds_of(layer.traits for layer in members)
             group_kinds |= {kind: (number, local) for local, kind in enumerate(own_kinds)}
-            own = choice  # of the group's own kinds
+            own = choice  # the choice, with the kernels of this group's kinds
             if choice.kernels:
                 own = replace(choice, kernels=tuple(choice.kernels[kinds.index(kind)] for kind in own_kinds))
             self._backends.append(own.build(members, device, replace(config, num_kv_blocks=num_blocks)))
@@ -57,7 +57,7 @@ class GroupedAttention:
 class GroupedPlan:
     """One step's plan of each group.
 
-    group_kinds: of each kind of layers, its group and its index among the group's kinds.
+    group_kinds: (group, index among the group's kinds) of each kind of layers.
     """
 
     plans: list[AttentionPlan]

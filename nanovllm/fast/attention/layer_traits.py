@@ -9,7 +9,7 @@ def first_beyond(traits: LayerTraits, *served: str) -> str | None:
     """Description of the first trait beyond plain attention that is not in `served`; None without one.
 
     Args:
-        served: of "window", "chunk", "softcap", "sinks", "widths".
+        served: names of traits: "window", "chunk", "softcap", "sinks", "widths".
     """
     found = {
         "window": traits.sight.window is not None and f"a sliding window of {traits.sight.window} tokens",

@@ -13,7 +13,7 @@ from nanovllm.sdpa import Scores
 
 
 def scores_of(kinds: Sequence[LayerTraits]) -> list[Scores | None]:
-    """Of each kind of layers, `Scores` for those that PyTorch's attention does not serve."""
+    """`Scores` of each kind of layers; None for a kind that PyTorch's own attention serves."""
     return [
         ChangedScores(traits.softcap) if traits.softcap is not None or traits.has_sinks else None for traits in kinds
     ]

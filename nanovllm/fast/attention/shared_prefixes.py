@@ -32,17 +32,17 @@ WIDE_TOKENS = 4096  # fewest that make a group wide: shorter prefixes take a fra
 # a layer's time in bundles, 64 of 4,096 take 1.24.
 WIDE_READS = 2**20
 PIECES_PER_DECODE = 4  # most wide pieces of a step, for which packed steps have room
-MAX_LEVELS = 8  # of prefixes within prefixes; deeper ones are not looked for
+MAX_LEVELS = 8  # depth of prefixes within prefixes; deeper ones are not looked for
 
 
 class SharingRule(NamedTuple):
     """The rule for when reading together pays.
 
     bundle_members: decodes that one program reads for.
-    max_bundles: of a step.
+    max_bundles: most bundles in a step.
     member_tokens, step_tokens: cost of merging for each member, and once a step, in tokens read.
     wide_members: decodes that one wide program reads for; 0 without wide programs.
-    wide_pieces: of a step, apart from one more for each wide program.
+    wide_pieces: most pieces of wide programs in a step, apart from one more for each program.
     least_wide, wide_tokens, wide_reads: fewest decodes and common tokens of a wide group, and of their product.
     """
 
@@ -65,11 +65,11 @@ class SharingRule(NamedTuple):
 
 
 class Group(NamedTuple):
-    """rows: of the decodes; their tables begin with the same `num_blocks` blocks."""
+    """Decodes with the same first `num_blocks` blocks in their tables; `rows` are their indices among the decodes."""
 
     rows: list[int]
     num_blocks: int
-    gain: float  # tokens less to read
+    gain: float  # tokens saved from reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from nanovllm.fast.attention.shared_prefixes import PIECES_PER_DECODE, SharedPre
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.layout import BatchLayout, HostStep, StepFeature, StepInput
 
-BUNDLE_NUMBERS = 4  # of a bundle of decodes that share blocks: see `StepTables`
-WIDE_NUMBERS = 8  # of a wide piece: see `StepTables`
+BUNDLE_NUMBERS = 4  # numbers that describe a bundle of decodes that share blocks: see `StepTables`
+WIDE_NUMBERS = 8  # numbers that describe a wide piece: see `StepTables`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class TableInputs(StepFeature):
     """The arrays of `StepTables`, filled from a step's `Tiles`; starts of block tables have a row for each cache group.
 
     Args:
-        num_groups: of the cache; 0 for the only one.
-        has_spans: whether a kernel reads chunks by spans.
+        num_groups: number of cache groups; 0 where a single group holds all layers.
+        has_spans: True if a kernel reads chunks by spans.
     """
 
     def __init__(self, block_size: int, num_groups: int = 0, *, has_spans: bool = False) -> None:
@@ -146,7 +146,8 @@ class TableInputs(StepFeature):
             blocks = tables.update(of_group.entries, lengths - 1)
             for row, (entry, length) in enumerate(zip(of_group.entries, lengths.tolist(), strict=True)):
                 if entry.sequence is not None and (kept := entry.sequence.group_tables) is not None:
-                    blocks[row, : kept.first_held[number]] = NULL_BLOCK  # freed since, as no later row sees them
+                    # No later row sees these blocks, so they are freed.
+                    blocks[row, : kept.first_held[number]] = NULL_BLOCK
                 rows.append(blocks[row, :length])
         if rows:
             np.concatenate(rows, out=to)
@@ -173,4 +174,4 @@ def _fill_prefixes(to: Any, prefixes: SharedPrefixes, starts: NDArray[np.int64],
     to.members[: len(prefixes.members)] = prefixes.members
     bundles = to.shared_bundles[: len(prefixes.bundles)]
     bundles[:, :3] = prefixes.bundles
-    bundles[:, 3] = starts[prefixes.members[prefixes.bundles[:, 0]]]  # of the first member's block table
+    bundles[:, 3] = starts[prefixes.members[prefixes.bundles[:, 0]]]  # start of the first member's block table

@@ -21,7 +21,7 @@ class Tiles:
     chunks: [num_tiles] which chunk.
     blocks: [num_tiles] which of its sequence's blocks.
     rows: [num_tiles * block_size] row among the chunks' rows, -1 where the chunk has none.
-    prefixes: of the decodes, None if no blocks are read together.
+    prefixes: prefixes that decodes share, None if no blocks are read together.
     spans: [num_spans, 4] up to `SPAN_ROWS` consecutive rows each: chunk, first row among the chunks' rows, position of
         that row, number of rows. There are no more than tiles.
     """

@@ -47,7 +47,7 @@ class RankPendingTokens(PendingTokens):
 
     def result(self) -> list[int]:
         token_ids = PendingTokens.result(self)
-        self.workers.check()  # of a rank that is gone the step has nothing
+        self.workers.check()  # a dead rank raises here: without its shard the tokens are wrong
         return token_ids
 
 
@@ -62,7 +62,7 @@ class RankRunner(ModelRunner):
 
     sampler: RankSampler
     workers: WorkerProcesses | None = None
-    tiers: RankTiers | None = None  # of a rank besides the first
+    tiers: RankTiers | None = None  # None on the first rank
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RankRunner(ModelRunner):
         if workers is not None:
             self.workers = workers
             self._launch = self._launch_together
-            weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
+            weakref.finalize(self, workers.close).atexit = False  # an engine dropped without `close` ends its workers
 
     def _build_sampler(self, **parts: Any) -> RankSampler:
         return RankSampler(self.binding, compiles=self.choice.uses_graphs, **parts)
@@ -150,7 +150,7 @@ class RankRunner(ModelRunner):
         if self.workers is None:
             super().close()
             return
-        abort = threading.Timer(CLOSE_SECONDS, self.workers.abort)  # of a step in which a rank is stuck
+        abort = threading.Timer(CLOSE_SECONDS, self.workers.abort)  # ends a step in which a rank hangs
         abort.daemon = True
         with suppress(RuntimeError):  # Python starts no thread while it ends
             abort.start()

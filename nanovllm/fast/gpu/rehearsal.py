@@ -39,7 +39,7 @@ DEVICES = {"cuda"}
 
 
 class _Rehearsal(NamedTuple):
-    """num_samples: drawn from the last rows, as a step with drafts does."""
+    """A step to run before requests need it; it draws `num_samples` tokens, 2 as a step with drafts does."""
 
     params: SamplingParams
     num_samples: int = 1

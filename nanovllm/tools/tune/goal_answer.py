@@ -24,7 +24,10 @@ class RivalAtRate:
 
 @dataclass(frozen=True, slots=True)
 class GoalAnswer:
-    """suffices: whether the goal keeps a rate within 1 % of the best fixed budget's, or above."""
+    """The answer to whether an `itl_goal` suffices, as a flag and a sentence.
+
+    suffices: True if the rate with the goal is at least 99 % of the best fixed budget's.
+    """
 
     suffices: bool
     sentence: str
