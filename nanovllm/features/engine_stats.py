@@ -12,8 +12,8 @@ from nanovllm.outputs import BudgetStats, SpeculationStats, TierStats
 class CacheGroupStats:
     """Block pool of the layers that see the same positions, or of recurrent states; see `EngineStats`.
 
-    window, chunk: of their attention in tokens; None for no such limit.
-    record_bytes: of a sequence's recurrent states, one block each; None for K and V.
+    window, chunk: limits of the layers' attention, in tokens; None for no such limit.
+    record_bytes: bytes of a sequence's recurrent states, which take one block; None for K and V.
     """
 
     window: int | None
@@ -47,17 +47,17 @@ class EngineStats:
     once per admitted request; evictions are cached blocks that were reused for other content.
 
     recent_hit_rate: hits / queries over the last 1,000 steps; None without queries.
-    recent_budget_use: scheduled tokens / max_num_batched_tokens over the last 1,000 steps; None without steps.
+    recent_budget_use: tokens scheduled / max_num_batched_tokens over the last 1,000 steps; None without steps.
     hook_error: error of an observer (`on_step`, the trace) that was dropped because it raised.
     cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
     kv_touched_bytes: memory that the KV cache takes: on a CPU its blocks that were used or touched while idle.
-    kv_findable_bytes: of blocks that hold a findable prefix, in use or free.
-    num_clients: with running or waiting requests; of several replicas, in that with the most.
+    kv_findable_bytes: bytes of blocks that hold a findable prefix, in use or free.
+    num_clients: clients with running or waiting requests; with replicas, those of the replica with the most.
     client_gap: largest difference between the service of two clients that wait in one priority level, now, over their
         weights; in prompt tokens computed, with 3 for each generated token. Of several replicas, the largest.
-    budget: with an `itl_goal`; of replicas the means and the sum of misses.
-    tiers: with `prefix_cache_host_bytes` or `prefix_cache_dir`; of replicas the sums.
-    speculation: with drafts.
+    budget: figures of the `itl_goal`, None without one; with replicas, their means and the sum of misses.
+    tiers: figures of host memory and files, None without such tiers; with replicas, the sums.
+    speculation: figures of drafts, None without drafts.
     """
 
     num_running: int
@@ -115,7 +115,7 @@ class ReplicaStatus:
     """State of a replica.
 
     state: "starting", "up", "restarting" after its process died, or "failed" after it died again and again.
-    process_id: of its engine; None before the first.
+    process_id: process id of its engine; None before the first one.
     silence: seconds in which it had work and reported no step.
     """
 

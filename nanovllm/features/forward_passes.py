@@ -40,7 +40,7 @@ class ForwardPasses:
         self._model = model
         self._patches = patches
         self.logits: Callable[..., Tensor] = WholePass(model, vocab_size).logits
-        self.has_base_model = False  # until it is known
+        self.has_base_model = False  # False until a pass has shown one
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
         self.direct: Any = None  # `DirectPass` or `Trial`, for steps

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from nanovllm.config import integer, items, one_of, real, string, text
 
 MIN_WEIGHT = 1e-3
-MIN_GOAL_S = 1e-3  # of latencies: no step is shorter
+MIN_GOAL_S = 1e-3  # no step is shorter
 
 # Kinds of policies, and the option that each takes the place of.
 REPLACED = {"queue": "client_weights", "budget": "itl_goal"}
@@ -36,7 +36,7 @@ class FrozenDict(dict[Key, Value]):
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> tuple[Any, ...]:  # by default an unpickler sets the items one by one
+    def __reduce__(self) -> tuple[Any, ...]:  # the default unpickling would set items one by one, which is refused
         return type(self), (dict(self),)
 
 
@@ -166,7 +166,7 @@ def packages(feature: str, names: Iterable[str], extra: str) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

@@ -110,7 +110,7 @@ def _emptied_rows(logits: Tensor, rows: list[int], *, are_kept: bool) -> Callabl
     Args:
         logits: [num_rows, vocab_size], as returned by the model.
         rows: rows that options may mask.
-        are_kept: whether the logits are not overwritten before the draw. Then a CPU reads them only for rows without a
+        are_kept: True if the logits are not overwritten before the draw. Then a CPU reads them only for rows without a
             token, which is rare; a GPU would have to synchronise.
     """
     if not rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.config import integer, option, string
 
-MAX_DRAFTS = 32  # per sequence and step
+MAX_DRAFTS = 32  # limit for a sequence in a step
 SUFFIX, DRAFT = "suffix", "draft"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from nanovllm.config import items, string, text, truth
 
-MAX_FORM_BYTES = 256 * 1024  # of a schema, a regex, a grammar or all choices, in UTF-8
-MAX_SCHEMA_DEPTH = 100  # nested objects and arrays in a schema
+MAX_FORM_BYTES = 256 * 1024  # limit of a schema, a regex, a grammar or all choices, in UTF-8
+MAX_SCHEMA_DEPTH = 100  # levels of objects and arrays in a schema
 MAX_CHOICES = 10_000
 
 

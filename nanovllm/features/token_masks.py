@@ -57,11 +57,12 @@ def begin_masks(
     Args:
         threads: `MaskThreads`; None fills all masks at once. All of masks must be contiguous.
     """
-    address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view per row takes longer than its mask
+    # Addresses, since a view per row takes longer than its mask.
+    address, num_bytes = masks.ctypes.data, masks.strides[0]
     rows: list[tuple[int, Any, SequenceABC[int], int, int]] = []
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         matcher = sequence.matcher
-        if matcher is None or sequence.is_finished:  # finished after the launch: its draw is not read
+        if matcher is None or sequence.is_finished:  # nobody reads the draw of one that ended after the launch
             masks[row] = -1
         else:
             rows.append((row, matcher, sequence.token_ids, sequence.num_prompt_tokens, position))

@@ -33,7 +33,7 @@ class BeamSearching:
         """Find the most probable continuations of prompts, those of `transformers` with num_beams.
 
         Args:
-            prompts: as in `generate`.
+            prompts: prompts in the forms that `generate` takes.
 
         Returns one `BeamSearchOutput` per prompt, in order. Other calls wait for it. Raises as `generate`, and
         ValueError with data_parallel_size > 1, for recurrent states, and for beams that the KV cache cannot hold.

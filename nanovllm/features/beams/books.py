@@ -52,9 +52,11 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A result: prompt and output together, as in vLLM.
 
-    tokens: token ids; text: all of them as text, without special tokens; None without a tokenizer.
-    logprobs: of each output token, with the other candidates of its beam. cum_logprob: their sum.
-    score: cum_logprob over the number of output tokens to the power of length_penalty.
+    tokens: token ids of prompt and output.
+    text: text of these tokens, without special tokens; None without a tokenizer.
+    logprobs: log-probability of each output token, with the other candidates of its beam.
+    cum_logprob: sum of the output tokens' log-probabilities.
+    score: cum_logprob / num_output_tokens ** length_penalty.
     finish_reason: "stop" at an end-of-sequence token, which is stop_reason, or "length".
     """
 

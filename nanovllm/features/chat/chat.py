@@ -49,10 +49,10 @@ class ChatTemplate:
     """A tokenizer's chat template; thread-safe.
 
     Args:
-        tokenizer: if None or without a template, every call raises ValueError.
-        config: has allow_control_tokens_in_messages and chat_template_content_format.
+        tokenizer: tokenizer with a template; with None, or without a template, every call raises ValueError.
+        config: configuration with allow_control_tokens_in_messages and chat_template_content_format.
         eos_token_ids: tokens that end every answer.
-        num_logits: number of tokens that can be sampled; None: any.
+        num_logits: number of tokens that can be sampled; None for any.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ChatTemplate:
         if self._tokenizer is None or not (given or getattr(self._tokenizer, "chat_template", None)):
             raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         if hasattr(self._tokenizer, "get_chat_template"):
-            return str(self._tokenizer.get_chat_template(given, tools))  # of several templates, the one for tools
+            return str(self._tokenizer.get_chat_template(given, tools))  # the template for tools, if there are several
         return str(given or self._tokenizer.chat_template)
 
     def _shaper(self, source: str) -> TemplateMessages:
@@ -191,7 +191,7 @@ def _named(render: Callable[..., str], shaped: Conversation) -> str:
     """The error for a conversation that the template refuses in every form, with the first message that it refuses."""
     messages, tools = shaped
     words = _refusal(render, messages, tools)
-    taken, refused = 0, len(messages)  # so many of the first messages
+    taken, refused = 0, len(messages)  # lengths of beginnings that the template takes and refuses
     while refused - taken > 1:
         middle = (taken + refused) // 2
         if _refusal(render, messages[:middle], tools) == words:

@@ -126,7 +126,8 @@ class ChatEncoder:
     @cached_property
     def _added(self) -> list[AddedToken]:
         """The control tokens."""
-        from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast  # imported by the tokenizer already
+        # Costs nothing: the tokenizer imported it.
+        from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
         if not isinstance(self._tokenizer, (PreTrainedTokenizer, PreTrainedTokenizerFast)):
             return []

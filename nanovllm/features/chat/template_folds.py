@@ -111,7 +111,7 @@ def split_calls(messages: list[PlainMessage], tools: Tools) -> Conversation:
 
 
 def split_text(messages: list[PlainMessage], tools: Tools) -> Conversation:
-    """Text beside calls is a message of its own, before them."""
+    """Puts the text of a message with calls into a separate message before it."""
     made: list[PlainMessage] = []
     for message in messages:
         if "tool_calls" in message and text_of(message["content"]):
@@ -140,7 +140,7 @@ def fold_system(messages: list[PlainMessage], tools: Tools) -> Conversation:
             made[-1] = made[-1] | {"content": joined(made[-1]["content"], text)}
         elif is_first:
             made.append(message)
-        elif made[-1]["role"] == "user":  # as the turn stands, since roles must alternate in some templates
+        elif made[-1]["role"] == "user":  # no second user message: roles must alternate in some templates
             made[-1] = made[-1] | {"content": joined(made[-1]["content"], text, "\n")}
         else:
             waiting = joined(waiting, text, "\n")

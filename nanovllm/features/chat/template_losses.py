@@ -61,7 +61,7 @@ def first_lost(probes: Probes, rendered: str) -> int | None:
 
 
 def complete_form(render: Render, shaped: Conversation, probes: Probes) -> tuple[Conversation | None, int | None]:
-    """The first form of a conversation whose texts are all in the prompt, else the first that the template takes.
+    """The first form of a conversation that loses no text in the prompt, else the first that the template takes.
 
     Returns:
         (form, number of the first message with a lost text): None without a form that the template takes; None

@@ -21,7 +21,7 @@ OTHER_NAME, OTHER_VALUE = "qothernameq", "qothervalueq"
 CALL_ID, OTHER_ID = "qcall0001", "qcall0002"  # nine letters and digits: no known template refuses them
 _LIST_AS_TEXT = re.compile(rf"""text['"]\s*:\s*['"]{MARK}""")  # a list as Python or JSON prints it
 _OBJECT_AS_PYTHON = re.compile(rf"'key'\s*:\s*'{VALUE}'")
-_NAMED_ARGUMENT = re.compile(r"""\barguments(?:\.|\[['"])(\w+)""")  # which a template shows without the others
+_NAMED_ARGUMENT = re.compile(r"""\barguments(?:\.|\[['"])(\w+)""")  # an argument that a template shows alone
 
 
 def new_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class TemplateTrials:
         return not self._names_calls or self._shows_calls("") is self._shows_calls(None) is False
 
     def wants_no_text(self) -> bool:
-        """Whether calls are left out in silence beside any text, even an empty one."""
+        """Whether the template drops the calls of a message that has text, even an empty one."""
         return self._shows_calls("") is False and not self.drops_calls()
 
     def drops_text_beside_calls(self) -> bool:
@@ -131,7 +131,7 @@ class TemplateTrials:
         return found
 
     def _shows_calls(self, content: str | None) -> bool | None:
-        """Whether calls beside such content are shown; None if the template refuses them."""
+        """Whether the calls of a message with such content are shown; None if the template refuses it."""
         return self._kept(f"calls {content}", lambda: self._shows(self._exchange(content=content), VALUE))
 
     def _shows_content(self, role: str, kind: ContentKind) -> bool | None:
@@ -173,7 +173,7 @@ class TemplateTrials:
         Args:
             arguments: Arguments of the call; an object by default.
             others: 1 adds a second call to the message, 2 in another message.
-            content: Content beside the call; by default none, as the template wants it.
+            content: Content of the message with the call; by default none, in the form that the template wants.
         """
         if content is ...:
             content = None if self.wants_no_text() else self._text("assistant", "")["content"]

@@ -95,7 +95,7 @@ def _state_layers(model: nn.Module) -> StateLayers:
 def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
     """The ModuleList item that contains each attention module: the unit of compilation."""
     layer_of: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # nested lists come later, so the innermost wins
+    for module in model.modules():  # the walk reaches nested lists later, so the innermost wins
         if isinstance(module, nn.ModuleList):
             layer_of |= {part: layer for layer in module for part in modules_of(layer)}
     return [layer_of[module] for module in attention if module in layer_of]

@@ -54,7 +54,7 @@ class AllParts(RequestParts):
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """The compiler of structured outputs, made on first use."""
-        from nanovllm.features.grammar.compiler import GrammarCompiler  # with llguidance
+        from nanovllm.features.grammar.compiler import GrammarCompiler  # imports llguidance
 
         ends = (*self._limits.eos_token_ids, *self.chat.end_token_ids)
         return GrammarCompiler(self._tokenizer, self._limits.num_logits, ends)

@@ -17,9 +17,9 @@ class EmbeddedRows:
     """Sampled rows of a step with requested embeddings, and their hidden states after the forward pass.
 
     Args:
-        places: of these rows in the order of `ScheduledBatch.sampling`.
-        sequences: one each.
-        is_all: whether no other row is sampled, so that no logits are needed.
+        places: indices of these rows in `ScheduledBatch.sampling`.
+        sequences: the sequence of each row.
+        is_all: True if no other row is sampled, so that the step needs no logits.
     """
 
     def __init__(self, places: list[int], sequences: list[Sequence], *, is_all: bool) -> None:

@@ -1,4 +1,4 @@
-"""`LLM.fork`: a request goes on from any token of another, whose KV it shares."""
+"""`LLM.fork`: a request continues from any token of another and shares its KV."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Forking:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> Iterator[RequestOutput]:
-        """Go on from a token of a request, with other parameters; yields the output so far after each token.
+        """Continue a request from one of its tokens, with other parameters; yields the output so far after each token.
 
-        The KV before it is shared: of a running request all of it, of one that has ended its full blocks, while the
-        prefix cache has them.
+        The fork shares the KV before that token: all of it if the request runs; if it has ended, the full blocks that
+        are still in the prefix cache.
 
         Args:
-            request_id: of a running request, or any output of one; of several samples the first.
+            request_id: id of a running request, or any output of a request; with n > 1 the first sample is forked.
             at: number of its tokens, prompt and output, that the fork's prompt takes; None takes all.
             params, **options: as in `stream`; give the cache_salt of a request that has ended, if it had one.
 

@@ -23,7 +23,7 @@ class AutoGoal:
     forgotten as soon as steps are faster, and a machine that becomes busy costs streams at most twice their gaps.
 
     Args:
-        config: Resolved configuration, with the goals as asked for.
+        config: Configuration with limits resolved and the goals that the user gave.
         budget: StepBudget that meets the goal found at start.
     """
 

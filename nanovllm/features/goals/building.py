@@ -19,7 +19,8 @@ from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
 
-PATIENCE_S = 1.0  # for which a step of one block that exceeds the goal is measured again, since the machine may be busy
+# A step of one block that exceeds the goal is measured again for so long: the machine may be busy.
+PATIENCE_S = 1.0
 
 
 def open_budget(
@@ -54,9 +55,9 @@ def learned_budget(
     """The budget that keeps an engine's `itl_goal`, its costs as an observer, and the config with the goal settled.
 
     Args:
-        config: resolved, with an `itl_goal`.
-        execute: runs a batch to its end.
-        clock: the engine's, in seconds.
+        config: Configuration with limits resolved and an `itl_goal`.
+        execute: Function that runs a batch to its end.
+        clock: Clock of the engine, in seconds.
 
     Raises ValueError for a goal that a step of one block exceeds by far, and for a file that is no calibration.
     """

@@ -66,8 +66,8 @@ class StepBudget:
     itl_goal, ttft_goal: Goals in force, seconds; with itl_goal="auto" they follow the costs.
 
     Args:
-        config: Resolved configuration, with an `itl_goal` in seconds.
-        clock: the engine's, in seconds.
+        config: Configuration with limits resolved and an `itl_goal` in seconds.
+        clock: Clock of the engine, in seconds.
     """
 
     def __init__(self, config: EngineConfig, costs: StepCosts, clock: Callable[[], float]) -> None:

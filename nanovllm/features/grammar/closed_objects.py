@@ -51,7 +51,7 @@ def _schemas_within(schema: Any) -> Iterator[Schema]:
 class _Names:
     """Properties and patterns that a composition names, and whether it may be closed."""
 
-    properties: dict[str, None] = field(default_factory=dict)  # ordered names
+    properties: dict[str, None] = field(default_factory=dict)  # names in order; the values are unused
     patterns: dict[str, None] = field(default_factory=dict)
     is_free: bool = False
 
@@ -185,7 +185,7 @@ class _Closing:
         for name in _LISTS:
             for part in _listed(schema, name):
                 names = self._names(part, above)
-                names.is_free = names.is_free and name not in _BRANCHES  # which each say it for themselves
+                names.is_free = names.is_free and name not in _BRANCHES  # each branch of these says it for itself
                 found.add(names)
         reference = schema.get("$ref")
         if isinstance(reference, str) and len(above) > MAX_CHAIN:

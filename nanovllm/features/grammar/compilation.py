@@ -42,7 +42,7 @@ def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Ma
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         grammar = grammar_text(form) if is_forced else _unforced(grammar_text(form))
         state = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    except Exception as error:  # documented only for invalid JSON, but not limited to it
+    except Exception as error:  # llguidance documents errors for invalid JSON only, but raises others
         raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
     if state.is_error():
         raise refusal(name, state.get_error())

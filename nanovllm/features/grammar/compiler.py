@@ -16,7 +16,7 @@ from nanovllm.features.grammar.vocabulary import makes_markers, open_vocabulary,
 from nanovllm.features.intake.intake import form_turn
 from nanovllm.features.structured_output import StructuredOutput
 
-MAX_CACHED_BYTES = 2**30  # of one tokenizer's compiled grammars
+MAX_CACHED_BYTES = 2**30  # limit for one tokenizer's compiled grammars
 # Allowance per grammar for lexer states that its samples add, measured at up to 0.5 kB each.
 STATES_BYTES = 10 * 2**20
 
@@ -25,24 +25,24 @@ class GrammarCompiler:
     """Makes matchers for one engine's requests; thread-safe.
 
     Args:
-        tokenizer: of the `tokenizers` library; llguidance reads it in `prepare` or for the first grammar: one second
-            for a vocabulary of 49,152.
+        tokenizer: tokenizer of the `tokenizers` library; llguidance reads it in `prepare` or for the first grammar,
+            in one second for a vocabulary of 49,152.
         num_logits: number of tokens that can be sampled.
-        eos_token_ids: allowed where the output is complete.
+        eos_token_ids: tokens allowed where the output is complete.
     """
 
     def __init__(self, tokenizer: Any, num_logits: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._num_logits = num_logits
         self._eos_token_ids = list(eos_token_ids)
-        self._reading = threading.Lock()  # of the vocabulary
+        self._reading = threading.Lock()  # one thread reads the vocabulary
         self._cache = GrammarCache()
 
     def prepare(self, *, is_tried: bool = False) -> None:
         """Read the vocabulary ahead of the first form, here and in the process for trials.
 
         Args:
-            is_tried: as in `matcher`.
+            is_tried: True if forms arrive already tried by another process: this one then starts no trials.
 
         Raises ValueError if this model cannot have structured outputs.
         """
@@ -159,7 +159,7 @@ class GrammarCache:
     def put(self, form: StructuredOutput, found: Matcher | str, num_bytes: int) -> None:
         num_bytes += sum(len(str(value)) for value in form.to_dict().values())
         with self._lock:
-            if form in self._entries:  # compiled by two threads
+            if form in self._entries:  # two threads compiled it
                 self._remove(form)
             self._entries[form] = found, num_bytes
             self._num_bytes += num_bytes
@@ -186,7 +186,7 @@ def schema_problem(name: str, schema: Any) -> ValueError | None:
     """The error of a schema with any vocabulary, or None.
 
     Args:
-        name: of the field, for the message.
+        name: name of the field, for the message.
     """
     from llguidance import LLMatcher
 
@@ -198,7 +198,7 @@ def check_form(form: StructuredOutput) -> None:
     name = f"structured_output.{form.kind}"
     try:
         problem = _problem(name, grammar_text(form))
-    except Exception as error:  # as in `_compile`
+    except Exception as error:  # any error may come, as in `compilation.py`
         raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
     if problem is not None:
         raise problem

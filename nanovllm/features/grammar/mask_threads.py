@@ -16,7 +16,8 @@ MAX_THREADS = 8
 ROWS_A_LEXER = 8  # a form with more samples is compiled again
 # Replayed in a step by samples that change their lexer, 3 µs each; samples with longer outputs keep theirs.
 MOVED_TOKENS = 128
-ROW_SECONDS = 60e-6  # for a usual mask; a step that takes longer, and one mask's allowance, is slow
+# Time of a usual mask. A step is slow if its masks take longer than that each, and one mask's allowance.
+ROW_SECONDS = 60e-6
 SPREAD_STEPS = 8  # rows are spread anew after so many steps, and when their number changes
 # Steps after a slow one that fill masks one by one, because only then is the time of each form known.
 MEASURED_STEPS = 16
@@ -38,7 +39,7 @@ class MaskThreads:
     def __init__(self, num_threads: int | None = None) -> None:
         num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._num_threads = min(num_processors // 2, MAX_THREADS) if num_threads is None else num_threads
-        self._executors: dict[int, Any] = {}  # by number of threads
+        self._executors: dict[int, Any] = {}  # number of threads -> executor
         self._caller: MaskCaller | None = None
         self._num_measured = 0  # steps to come without threads
         self._num_rows = self._num_lexers = self._num_steps = 0  # rows and lexers in use when rows were last spread

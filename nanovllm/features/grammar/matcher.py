@@ -58,8 +58,8 @@ class Lexers:
     llguidance locks a lexer for the whole of a mask, and copies of a state share it. So masks run in parallel only
     across lexers.
 
-    budget: of the masks of all samples.
-    compile_state: compiles the form again; None if it cannot grow.
+    budget: time budget for the masks of all samples.
+    compile_state: function that compiles the form again; None if no lexer can be added.
     """
 
     def __init__(self, state: Any, num_words: int) -> None:
@@ -77,7 +77,7 @@ class Lexers:
         try:
             while self.compile_state is not None and len(self.states) < count:
                 self.states.append(self.compile_state())
-        except ValueError:  # as large as it may be: masks go on with the lexers that are there
+        except ValueError:  # the form is at its limit: masks go on with the lexers that exist
             self.compile_state = None
         finally:
             self._growing.release()
@@ -88,9 +88,9 @@ class Matcher:
 
     Args:
         state: llguidance's `LLMatcher`, after the first `num_tokens` tokens.
-        name: of its field of `SamplingParams`, for errors.
+        name: name of its field of `SamplingParams`, for errors.
         num_words: 32-bit words of a mask.
-        lexers: shared with its copies.
+        lexers: lexers that it shares with its copies.
 
     lexer: index of the state's lexer.
     lexer_id: a number that no other lexer has.

@@ -14,8 +14,8 @@ import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
-CPU_SECONDS = 0.5  # of one trial
-MEMORY_MB = 256  # of one trial, in addition to the parent's
+CPU_SECONDS = 0.5  # limit of one trial
+MEMORY_MB = 256  # limit of one trial, on top of the parent's memory
 NICENESS = 10  # the engine's steps have priority
 
 
@@ -24,7 +24,7 @@ def main(descriptor: int, niceness: int = NICENESS) -> None:
     from nanovllm.features.grammar.compilation import load_library
 
     os.nice(niceness)
-    load_library()  # once, not in each child
+    load_library()  # here, so that no child loads it again
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     vocabularies: dict[int, Any] = {}
     with socket.socket(fileno=descriptor) as control:

@@ -92,7 +92,7 @@ class Trials:
 
     def _try(self, name: str, message: Any, task: Task[Any] | None) -> tuple[str | None, int] | None:
         """The answer to a trial; None if it was stopped."""
-        for _ in range(2):  # once more if the process itself was killed
+        for _ in range(2):  # a second time if the process itself was killed
             try:
                 with self._send(message()) as connection:
                     stoppable = nullcontext() if task is None else task.stopped_by(partial(_hang_up, connection))
@@ -115,7 +115,7 @@ class Trials:
 
     def _number_of(self, vocabulary: TrialVocabulary) -> int:
         """The number of a vocabulary in the process; sends the vocabulary the first time."""
-        with self._lock:  # until it is sent, since later trials refer to it
+        with self._lock:  # later trials refer to the vocabulary, so it is sent first
             self._start()
             number = self._sent.get(vocabulary)
             if number is None:

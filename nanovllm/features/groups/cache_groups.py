@@ -74,9 +74,9 @@ class GroupTables:
     """State of a sequence in cache groups; `Sequence.block_table` is the table of the first group.
 
     further: block tables of the other groups; the null block replaces each block that left the window.
-    first_held: in each group, the first block that was not freed yet.
+    first_held: index of the first block that is not freed, one a group.
     junctions: lengths in blocks of known prefixes that were only partly in the cache.
-    awaits_state: whether the step being scheduled writes a state for a longer hit in the next step.
+    awaits_state: True if the step being scheduled writes a state that gives a longer hit in the next step.
     """
 
     further: list[list[int]]
@@ -92,10 +92,10 @@ class CacheGroups(BlockManager):
     sequence always finishes: each pool has room for one longest sequence, and a preemption frees blocks in all pools.
 
     Args:
-        kinds: one a group, full attention first if there is any.
-        num_blocks: of each group, the null block included.
+        kinds: kind of each group, full attention first if there is any.
+        num_blocks: blocks of each group, the null block included.
         max_chunk_tokens: most tokens of one prompt that steps in flight compute; for the decision to admit it.
-        enable_prefix_caching, hash_seed: as of `BlockManager`.
+        enable_prefix_caching, hash_seed: arguments of `BlockManager`.
 
     Raises ValueError for a pool that cannot hold one sequence of `max_model_len`.
     """
@@ -130,7 +130,7 @@ class CacheGroups(BlockManager):
         self._states = [group for group in self.groups if isinstance(group, StateBlocks)]
         self.cuts_chunks = bool(self._states)
         self.at_steps += [group.begin_step for group in self._states]
-        self.state_observer: BlockObserver | None = None  # of recurrent states after blocks
+        self.state_observer: BlockObserver | None = None  # hears of states that become findable or are evicted
         self.by_id: dict[int | str, PrefixEntry] = {}
         self.num_longer: dict[int | str, int] = {}  # prefix id -> entries that are one block longer
         for pool in pools:

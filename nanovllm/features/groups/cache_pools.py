@@ -21,8 +21,8 @@ RECORDS_PER_SEQUENCE = 2.1
 class CacheGroup(NamedTuple):
     """Layers of one kind, with common block tables and one pool of blocks.
 
-    layers: their indices in the model.
-    block_bytes: of one block over all of them.
+    layers: indices of its layers in the model.
+    block_bytes: bytes of one block over all its layers.
     """
 
     layers: tuple[int, ...] = ()
@@ -93,8 +93,8 @@ def cache_groups_of(
     comes first: its blocks stand for those of tokens in the prefix index.
 
     Args:
-        block_bytes: of one block in each layer; those of a layer that reads another's do not count.
-        record_bytes: of the states of one sequence over all layers; 0 where there are none.
+        block_bytes: bytes of one block in each layer; ignored for a layer that reads another's K and V.
+        record_bytes: bytes of a sequence's recurrent states over all layers; 0 without such states.
     """
 
     kinds = [StateKind(*layer.sight).within(max_model_len) for layer in layers]
@@ -129,7 +129,7 @@ def resolve_pools(
     window in the others, the same for running sequences and for cached ones. `window_pool_share` overrides it.
 
     Args:
-        memory_bytes, max_model_len_is_set: as of `resolve_pool`.
+        memory_bytes, max_model_len_is_set: arguments of `resolve_pool`.
 
     Raises ValueError if a pool cannot hold one sequence of max_model_len.
     """

@@ -21,7 +21,7 @@ class GroupBlocks:
     Raises ValueError for a pool that cannot hold one sequence of `max_model_len`.
     """
 
-    keeps_records = False  # but K and V of positions
+    keeps_records = False  # its blocks are K and V of positions
     kept: Collection[int] = ()  # blocks outside of all tables
 
     def __init__(

@@ -16,7 +16,7 @@ def with_groups(layout: BatchLayout, are_records: Sequence[bool], block_size: in
     """Adds the rows of each cache group after the first to a layout; call it right after the step was scheduled.
 
     Args:
-        are_records: of each group, whether it keeps a record a sequence, and not K and V.
+        are_records: True for each group that keeps one record a sequence instead of K and V.
     """
     starts = np.fromiter((entry.start for entry in layout.entries), np.int64, len(layout.entries))
     counts = np.diff(layout.row_starts)

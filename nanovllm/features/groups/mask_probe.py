@@ -28,7 +28,8 @@ class MaskProbe(Masks):
     """
 
     sizes: tuple[int, ...] = ()
-    _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)  # by address of its tensor
+    # Keys are addresses of the tensors.
+    _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)
     _sights: dict[int, Sight] = field(default_factory=dict)
 
     @classmethod

@@ -57,8 +57,8 @@ class StateBlocks(GroupBlocks):
         super().__init__(kind, pool, block_size, max_model_len=max_model_len, max_chunk_tokens=0)
         self.fresh: set[int] = set()
         self.kept: set[int] = set()
-        self._superseded: dict[int, PrefixEntry] = {}  # freed checkpoints to be evicted before others, oldest first
-        self._taken: set[int] = set()  # in the step that is being scheduled
+        self._superseded: dict[int, PrefixEntry] = {}  # free checkpoints that go first, the oldest first
+        self._taken: set[int] = set()  # blocks that the step being scheduled has taken
 
     def first_needed(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1) // self.block_size  # the one that the next step reads

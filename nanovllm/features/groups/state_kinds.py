@@ -11,8 +11,8 @@ from nanovllm.layout import LayerTraits, Sight
 class StateKind(NamedTuple):
     """K and V of the positions that later rows see, in blocks; or one record of fixed size (a recurrent state).
 
-    window, chunk: of the layers' `Sight`.
-    record_bytes: of the record; None for K and V. A record is a window of one: a row needs the latest alone.
+    window, chunk: limits of the layers' `Sight`, in tokens.
+    record_bytes: bytes of the record; None for K and V. A record is a window of 1: a row needs the latest alone.
     """
 
     window: int | None = None

@@ -91,9 +91,9 @@ class Infill:
         """Token ids of a prompt for the middle of each prefix; raises ValueError for half of a surrogate pair.
 
         Args:
-            prefixes: as text or token ids.
+            prefixes: texts or token ids before the middle.
             files: (name, text) of other files, for the model to read.
-            begun: beginning of the middle.
+            begun: text with which the middle begins.
         """
         markers = self._markers
         head = self._begin() + self._files(files)

@@ -67,7 +67,7 @@ def prepare_ahead(processor: InputProcessor, *, is_tried: bool = False) -> None:
     """Prepare for the first structured output and the first message that spells a control token.
 
     Args:
-        is_tried: as in `GrammarCompiler.matcher`.
+        is_tried: argument of `GrammarCompiler.prepare`.
     """
     if processor.tokenizer is None:
         return

@@ -34,7 +34,7 @@ def token_texts(tokenizer: Any, backend: Any, *, skip_special_tokens: bool) -> T
     """Texts that all requests of a tokenizer share; None if its decoder is of another kind.
 
     Args:
-        backend: from `plain_backend`.
+        backend: the tokenizer's backend, from `plain_backend`.
     """
     found = _known.get(tokenizer)
     if found is None or found[0] is not backend:

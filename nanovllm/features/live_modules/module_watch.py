@@ -33,7 +33,7 @@ class ModuleWatch:
     """Detects writes to and replacements of parameters and buffers, by version and storage, and structural changes.
 
     Args:
-        lock: held while the module is read, since another engine's step patches it.
+        lock: lock of the module: reading it waits for a step of another engine, which patches it.
     """
 
     def __init__(self, model: nn.Module, lock: AbstractContextManager[Any]) -> None:
@@ -50,7 +50,7 @@ class ModuleWatch:
                 unchanged.
         """
         with self._lock:
-            modules = modules_of(self._model)  # walked each time: submodules may be replaced, adapters injected
+            modules = modules_of(self._model)  # no cache: the owner may replace submodules or inject adapters
             tensors = tensors_of(modules)
             weights_changed = len(tensors) != len(self._weights) or not all(
                 state.tensor() is tensor

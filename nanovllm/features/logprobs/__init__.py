@@ -1,3 +1,3 @@
-"""Log-probabilities of drawn and of prompt tokens, with the most probable ones beside them."""
+"""Log-probabilities of drawn and of prompt tokens, with the most probable alternatives."""
 
 NEEDS = ("fast.fast_draws", "fast.kernels", "features.embeddings")

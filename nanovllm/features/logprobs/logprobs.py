@@ -189,8 +189,8 @@ class StepLogprobs:
     """Results of a step besides its tokens: logprobs, embeddings, errors of requests' logits processors.
 
     Args:
-        by_kernel: on a GPU, use the kernel of `fast/kernels/` if it exists; it is compiled at its first call.
-        row_kernels: on a CPU, `fast.kernels.cpp_sampling.RowKernels`.
+        by_kernel: True takes the kernel of `fast/kernels/` on a GPU, where it exists; its first call compiles it.
+        row_kernels: kernels for a CPU (`fast.kernels.cpp_sampling.RowKernels`); None takes torch.
     """
 
     def __init__(

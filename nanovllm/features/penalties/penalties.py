@@ -21,8 +21,8 @@ from nanovllm.sequence import Sequence
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp_sampling import RowKernels
 
-PENALTY_FIELDS = 8  # of the kernel's description of a row
-PENALTY_INPUTS = (  # of the kernel `penalise`
+PENALTY_FIELDS = 8  # numbers that describe a row to the kernel
+PENALTY_INPUTS = (  # arguments of the kernel `penalise`
     StepInput("entries", np.int32, ("samples", PENALTY_FIELDS)),
     StepInput("tokens", np.int32, None),
 )
@@ -62,11 +62,11 @@ def change_logits(
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; overwritten if it is float32.
-        sequences, positions: as in `Sampler.sample`.
-        latest: None if the host knows all tokens.
-        errors: receives errors of logits processors; the row of such a request is set to -inf.
-        by_kernels: on a GPU, use kernels of `fast/kernels/` if they exist; they are compiled at their first call.
-        row_kernels: on a CPU, `fast.kernels.cpp_sampling.RowKernels`.
+        sequences, positions: sequence and position of each row, as in `Sampler.sample`.
+        latest: tokens that are still on the device; None if the host knows all tokens.
+        errors: dict that receives errors of logits processors; the row of such a request is set to -inf.
+        by_kernels: True takes kernels of `fast/kernels/` on a GPU, where they exist; their first call compiles them.
+        row_kernels: kernels for a CPU (`fast.kernels.cpp_sampling.RowKernels`); None takes torch.
 
     Returns logits, in float32 if any row was changed.
     """
@@ -111,7 +111,7 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
         is_allowed.view(-1).index_fill_(0, allowed, 1)
         kernel(logits, indices, is_allowed)
         return
-    mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # added, so that NaN stays NaN
+    mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # a sum keeps NaN, which a fill would hide
     mask.view(-1).index_fill_(0, allowed, 0.0)
     logits[indices] += mask
 
@@ -144,7 +144,7 @@ def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
             elif latest is not None:
                 unsure.append((place, -1 - int(latest.token_ids[row]), beginning[-1]))
     flat = logits.view(-1)
-    if sure:  # added, so that NaN stays NaN
+    if sure:  # a sum keeps NaN, which a fill would hide
         places = to_device(sure, device)
         flat.scatter_add_(0, places, flat.new_full(places.shape, -torch.inf))
     if unsure and latest is not None and latest.previous is not None:

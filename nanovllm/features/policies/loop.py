@@ -51,7 +51,7 @@ def make_sequence(
 class Launched:
     batch: ScheduledBatch
     sampled: list[int]
-    tables: tuple[tuple[int, ...], ...]  # as they were at launch
+    tables: tuple[tuple[int, ...], ...]  # block tables at launch
 
 
 class Loop:
@@ -65,8 +65,8 @@ class Loop:
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
         self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
-        self.num_steps_without_progress = 0  # since a sequence advanced or ended
-        self._lost_blocks: set[Sequence] = set()  # preempted for the blocks of others, in the last step
+        self.num_steps_without_progress = 0  # a step in which a sequence advances or ends resets it
+        self._lost_blocks: set[Sequence] = set()  # sequences that the last step preempted for blocks of others
         self._preempt_for = scheduler._preempt_for
         scheduler._preempt_for = self._note_preempted  # type: ignore[method-assign]
 
@@ -173,7 +173,7 @@ class Loop:
         self.num_steps_without_progress = 0
         lost = self.manager.lost_blocks(batches)
         for sequence in [s for s in self.scheduler.running if not lost.isdisjoint(s.held_blocks())]:
-            self.scheduler.preempt(sequence)  # as the engine does
+            self.scheduler.preempt(sequence)  # the engine does the same
         self.check()
         return affected
 

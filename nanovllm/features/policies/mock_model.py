@@ -75,7 +75,8 @@ class MockModel(MockBlocks):
             for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
             if kind.record_bytes is None
         }
-        self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
+        # (step id, request id) -> its block table in each group.
+        self._tables: dict[tuple[int, str], list[list[int]]] = {}
         self.num_forked = 0  # entries that draw from the row of another sample
         self.num_shared_in_step = 0  # Entries that read a slot written by another entry of the same step
         self._on_device: dict[str, _OnDevice] = {}
@@ -102,7 +103,7 @@ class MockModel(MockBlocks):
         for entry in batch.entries:
             request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
             end = entry.start + entry.num_new_tokens
-            if entry.num_new_tokens:  # else it draws from the row of the entry before
+            if entry.num_new_tokens:  # an entry without rows draws from the row of the entry before
                 poisoned = self._reads_poison(batch, entry, written_by)
                 poisoned |= request_id in non_finite or request_id in poisoned_states
             if poisoned:

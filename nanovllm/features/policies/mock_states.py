@@ -36,7 +36,7 @@ class Poison:
 
     group: int
     block: int
-    is_known: bool = False  # reported to the scheduler
+    is_known: bool = False  # the scheduler knows of it
     holders: set[str] = field(default_factory=set)  # requests that held the block at that time
 
     def may_be_read_by(self, sequence: Sequence) -> bool:
@@ -50,7 +50,7 @@ class MockStates:
     def __init__(self, number: int, pool: BlockPool, block_size: int) -> None:
         self.number, self._pool, self._block_size = number, pool, block_size
         self.slots: list[int | Poison | None] = [UNWRITTEN] * pool.num_blocks
-        self._reads: dict[str, int] = {}  # of the step being executed: request id -> slot
+        self._reads: dict[str, int] = {}  # request id -> slot that the running step reads
         self._written: dict[int, dict[str, int]] = {}  # step id -> request id -> slot
         self._prefixes: dict[int | str, int] = {}  # prefix id -> hash of the prefix
 
@@ -119,7 +119,7 @@ class MockBlocks:
     """Blocks of K and V, and records, by cache group."""
 
     block_size: int
-    slots: dict[int, list[int | Poison | None]]  # of each group of K and V
+    slots: dict[int, list[int | Poison | None]]  # group of K and V -> its slots
     states: list[MockStates]
 
     def block(self, group: int, block: int) -> list[int | Poison | None]:

@@ -24,7 +24,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.scheduler import Budget, Queue, Scheduler
 
-GROUP = "nanovllm.features"  # of entry points
+GROUP = "nanovllm.features"  # group of entry points
 PROTOCOLS = {"queue": Queue, "budget": Budget}
 NAMES = {
     kind: [name for name, member in vars(cls).items() if isfunction(member) or isinstance(member, property)]

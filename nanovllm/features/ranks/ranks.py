@@ -26,12 +26,13 @@ from nanovllm.device import find_kernel
 # work of a single rank: compiling, loading weights.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _GPU_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a failed collective kills the process, which is the user's
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's default kills the user's process after a failed collective
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # nothing here needs it
 }
 _handles = itertools.count()
-_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # by the operators' handle argument
+# Keys: `handle`, an argument of the operators.
+_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
 
 
 class Ranks:
@@ -41,7 +42,7 @@ class Ranks:
 
     Args:
         rank, size: this rank's number, from 0, and the number of ranks.
-        store: for the rendezvous, and for answers of ranks to rank 0.
+        store: store for the rendezvous, and for answers of ranks to rank 0.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:

@@ -188,7 +188,7 @@ def _possible_sizes(model: Any, shards: list[Shard]) -> list[int]:
 def _divides(shard: Shard, size: int, config: Any) -> bool:
     parameter = _own_parameter(shard)
     if isinstance(shard.module, nn.Linear):
-        if shard.style == "colwise_gather_output":  # padded
+        if shard.style == "colwise_gather_output":  # padding makes it divisible
             return True
         if shard.style != "colwise":
             return shard.module.in_features % size == 0

@@ -66,7 +66,7 @@ class Start:
     num_threads: int | None
 
     def __post_init__(self) -> None:
-        """Leave out what only rank 0 has: a drafter, and policies."""
+        """Remove the options of rank 0 alone: a drafter, and policies."""
         source = self.config.speculation
         speculation = source if isinstance(source, str | None) else SUFFIX
         object.__setattr__(self, "config", replace(self.config, policies=None, speculation=speculation))

@@ -28,9 +28,9 @@ class ResumedSample:
 class Resumed:
     """Progress and metrics of a request when its engine died, for the engine that continues it.
 
-    samples: one each, in order of their index.
-    prompt_logprobs: complete if any sample has a token.
-    error: of a sample with finish_reason "error".
+    samples: samples of the request, in order of their index.
+    prompt_logprobs: log-probabilities of prompt tokens, complete if any sample has a token.
+    error: message of a sample with finish_reason "error".
     """
 
     samples: list[ResumedSample]
@@ -112,8 +112,8 @@ class Resuming:
         """Continue an output that a limit cut, as if it had not been; yields the whole output so far.
 
         Args:
-            output: of this model; its full blocks come from the prefix cache.
-            sampling_params, **options: as in `stream`; max_tokens counts new tokens.
+            output: output of this model; its full blocks come from the prefix cache.
+            sampling_params, **options: arguments of `stream`; max_tokens counts new tokens.
 
         Raises ValueError for an output that ended at a stop or fills max_model_len, and with data_parallel_size > 1.
         """

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class EmbeddingOutput:
     """The embedding of a prompt.
 
-    prompt: as text, if it was given as text.
+    prompt: text of the prompt, if it was given as text.
     prompt_token_ids: prompt tokens after truncate_prompt_tokens.
     embedding: [hidden_size] float32; None for a request that ended before it was computed.
     finish_reason: "stop" with an embedding; else "timeout", "abort" or "error" (see `error`).
     num_cached_tokens: prompt tokens found in the prefix cache.
-    error, error_kind: as of `RequestOutput`.
+    error, error_kind: fields of `RequestOutput`.
     """
 
     request_id: str

@@ -78,7 +78,7 @@ class AnswerLogits:
         if self.logits is None:
             return None
         difference = self.logits[0] - self.logits[1]
-        if difference >= 0:  # so that exp does not overflow
+        if difference >= 0:  # the exponent is never positive: exp does not overflow
             return 1.0 / (1.0 + math.exp(-difference))
         return math.exp(difference) / (1.0 + math.exp(difference))
 
@@ -104,7 +104,7 @@ class ScoringPlan:
         elif failed is None:
             vectors = [embedding_output(output, normalize=True).embedding for output in (query, document)]
             score = float(np.dot(vectors[0], vectors[1])) if vectors[0] is not None and vectors[1] is not None else None
-        source = failed or document  # of the error
+        source = failed or document  # the output with the error
         return ScoreOutput(
             request_id=document.request_id,
             score=score,

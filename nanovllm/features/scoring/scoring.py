@@ -31,11 +31,11 @@ class Scoring:
         """Embed prompts by the hidden state of their last token, after the model's final norm.
 
         Args:
-            prompts: as in `generate`. Text is tokenised with the tokenizer's special tokens, such as the end token that
-                embedding models are trained with; at most max_model_len - 1 tokens.
-            normalize: divide each embedding by its L2 norm.
-            truncate_prompt_tokens: keep only the last tokens of a prompt, at most this many.
-            use_tqdm, **options: as in `generate`.
+            prompts: prompts in the forms that `generate` takes. Text gets the tokenizer's special tokens, such as the
+                end token that embedding models are trained with; at most max_model_len - 1 tokens.
+            normalize: True divides each embedding by its L2 norm.
+            truncate_prompt_tokens: most tokens of a prompt; only its last ones are kept.
+            use_tqdm, **options: arguments of `generate`.
 
         Returns one `EmbeddingOutput` per prompt, in order. Raises as `generate`, and ValueError for a model without a
         separate head.
@@ -67,8 +67,8 @@ class Scoring:
             instruction: the question to the model; None asks for relevance in general.
             template: a Jinja chat template with the roles system (the instruction), query and document, for rerankers
                 trained on another format; None uses the tokenizer's chat template.
-            truncate_prompt_tokens: as in `embed`.
-            use_tqdm, **options: as in `generate`; one value for all.
+            truncate_prompt_tokens: most tokens of a prompt, as in `embed`.
+            use_tqdm, **options: arguments of `generate`; one value for all.
 
         Returns one `ScoreOutput` per document, in order.
         """

@@ -1,3 +1,3 @@
-"""Shares of clients: a queue that serves them in turn by what their work costs."""
+"""Shares of clients: a queue that serves clients in turn, by the cost of their work."""
 
 NEEDS = ("features.engine_config",)

@@ -59,11 +59,11 @@ class Account:
 class ClientQueue:
     """`Queue` of a scheduler: sequences by their keys, and in the order of shares; running ones count as unfinished.
 
-    bound: Cost that may separate two waiting clients: of the longest prompt, or of the tokens that may run at once.
-    is_shared: Whether a client has others to keep up with; else its generated tokens need not be counted.
+    bound: Cost that may separate two waiting clients: the longest prompt's, or all tokens' that may run at once.
+    is_shared: True if there are several clients; generated tokens of a single one are not counted.
 
     Args:
-        config: Resolved configuration; a client without a weight in `client_weights` has 1.
+        config: Configuration with limits resolved; a client without a weight in `client_weights` has 1.
         blocks: Block manager of the scheduler.
         prefill_cost, decode_cost: Costs of a computed and of a generated token, in any unit of time.
     """

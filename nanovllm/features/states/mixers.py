@@ -8,7 +8,7 @@ and once for all chunks, over a cache that holds the states of their slots::
     calls       [3, 1, H]   [1, 6, H]
 
 Functions that know where each chunk begins take the place of the module's (`state_chunks`); a module without such
-functions runs once for each chunk, whose states are views of its slot. States of decodes are gathered from the read
+functions runs once for each chunk, and its states are views of the slot. States of decodes are gathered from the read
 slots and scattered to the write slots, unless kernels read and write them there (`state_kernels`).
 """
 
@@ -48,9 +48,9 @@ logger = logging.getLogger("nanovllm")
 class StatePart(NamedTuple):
     """Rows of a step that one call of a mixer computes.
 
-    rows: of the flat batch; a sequence each if `is_batch`, else the chunk of one sequence.
-    reads, writes: slots, [num_sequences] int64, or a chunk's one; reads is None for a sequence that begins.
-    may_begin: whether the state read from the null block is 0, in a graph that serves steps of any sequences.
+    rows: rows of the flat batch: one a sequence if `is_batch`, else the chunk of one sequence.
+    reads, writes: slots, [num_sequences] int64, or the one slot of a chunk; reads is None for a sequence that begins.
+    may_begin: True if sequences may begin, with 0 as the null block's state: a graph serves steps of any sequences.
     """
 
     rows: slice | Tensor
@@ -123,12 +123,12 @@ class Mixers(StateLayers):
     """The mixers of a model; false if its forward pass has none.
 
     Args:
-        recurrent: from `recurrent_modules`.
+        recurrent: modules with states, from `recurrent_modules`.
 
     Attributes:
         found: modules with states; the forward pass may leave out some of them.
         layers: those of the forward pass, in its order, once a probe has run.
-        kernels: for decodes of layers that have a `kernel_forward`; see `state_kernels`.
+        kernels: kernels for decodes of layers that have a `kernel_forward`; see `state_kernels`.
     """
 
     def __init__(self, model: Any, recurrent: Sequence[nn.Module]) -> None:
@@ -139,7 +139,7 @@ class Mixers(StateLayers):
         self.found = [layer for module in recurrent if (layer := StateLayer.from_module(module)) is not None]
         self.layers: list[StateLayer] = []
         self._parts: list[StatePart] = []
-        self._chunks: StepChunks | None = None  # of the step
+        self._chunks: StepChunks | None = None  # the chunks of this step
         self.kernels: StateKernels | TritonStateKernels | None = None
 
     def __bool__(self) -> bool:
@@ -235,7 +235,7 @@ class Mixers(StateLayers):
     # ------------------------------------------------------------------------------------------------------ steps
 
     def begin_step(self, layout: BatchLayout, device: torch.device, num_padding: int = 0) -> None:
-        """Args: as of `parts_of`."""
+        """Sets the parts of a step; the arguments are those of `parts_of`."""
         if self.layers:
             self.set_parts(parts_of(layout, device, num_padding))
 
@@ -299,7 +299,7 @@ class Mixers(StateLayers):
         """Run one part with the states of its slots, and write the new ones; returns the output of all rows.
 
         Args:
-            in_place: states whose whole pool `forward` gets.
+            in_place: states that `forward` gets as a whole pool.
         """
         begins, states = part.reads is None, CacheStates(self._num_states, are_slots=not part.is_batch)
         for name, slots in zip(layer.states, pool, strict=True) if not begins else ():
@@ -308,7 +308,7 @@ class Mixers(StateLayers):
             elif part.is_batch:
                 state = part.states(slots)
             else:
-                state = slots[part.writes]  # computed in place
+                state = slots[part.writes]  # a view: the module computes in place
                 if part.reads != part.writes:
                     state.copy_(slots[part.reads])
             states.hold(name, state)

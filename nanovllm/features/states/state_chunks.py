@@ -25,7 +25,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from nanovllm.device import to_device
 
 CALL_SIZES = 8  # short chunks in a call of a step of few rows
-_IN_POOL = torch.empty(0)  # in the place of states that are in their slots already; Kimi's layers convert it
+_IN_POOL = torch.empty(0)  # stands for states that are in their slots already; Kimi's layers convert it
 
 
 class Chunk(NamedTuple):
@@ -140,19 +140,19 @@ class ChunkFunctions:
     """A layer's functions for prefills, over the chunks of a step and the pool of its states.
 
     Args:
-        functions: of the layer's module, by name.
-        size: rows that it computes at a time.
-        kernels: `StateKernels`, in the place of the library's own functions; None for none.
+        functions: functions of the layer's module, by name.
+        size: rows that the layer computes at a time.
+        kernels: `StateKernels` that replace the library's own functions; None for none.
 
     Attributes:
-        kernels: as given.
-        by_name: functions that take the place of those, each with the kind of state that it updates.
+        kernels: the argument.
+        by_name: functions that replace those of the module, each with the kind of state that it updates.
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]], size: int, kernels: Any) -> None:
         self._own, self._size, self.kernels = functions, size, kernels
         self._pool: dict[tuple[str, int], Tensor] = {}
-        self._number = 0  # of the convolution's state
+        self._number = 0  # index of the convolution's state
         self.chunks: StepChunks
         ours: dict[str, tuple[str, Callable[..., Any]]] = {
             "causal_conv1d_fn": ("conv_states", self._convolution),
@@ -240,7 +240,7 @@ class ChunkFunctions:
 
         Args:
             values: [1, num_rows, ...]; `run` gets [num_members, length, ...] of each.
-            cleared: those that are 0 in padding.
+            cleared: indices of the values that are 0 in padding.
         """
         pool, results = self._pool["recurrent_states", 0], []
         groups, places_of_rows = self.chunks.groups(self._size)

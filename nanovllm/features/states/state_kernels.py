@@ -49,7 +49,7 @@ def add_kernels(mixers: Mixers) -> None:
 def use_kernels(mixers: Mixers, kernels: StateKernels | TritonStateKernels) -> None:
     """Set `kernel_forward` of each layer for which they agree; one layer of each class and size is tried."""
     mixers.kernels = kernels
-    refused: dict[Any, str | None] = {}  # by class and states
+    refused: dict[Any, str | None] = {}  # (class, states) -> reason, None if they agree
     for layer in mixers.layers:
         kind = type(layer.module), *layer.states.items()
         forward, layer.in_place = layer.with_functions(kernels.by_name)
@@ -82,7 +82,7 @@ def use_chunks(mixers: Mixers) -> None:
 
 
 def _computes_chunks(mixers: Mixers, layer: StateLayer) -> bool:
-    """Whether chunks, some of which begin a sequence, give the same in one call and in several."""
+    """Whether chunks give the same in one call and in several; some of them begin a sequence."""
     generator, device = torch.Generator("cpu").manual_seed(0), mixers.device
     lengths, reads, writes = (layer.chunk + 5, 3, layer.chunk, 1), (None, 1, 2, None), (3, 1, 4, 5)
     bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))

@@ -23,7 +23,7 @@ LAYER_TYPES = {
     "hybrid": True, "hybrid_sliding": True,
     "linear_attention": False, "conv": False, "mamba": False, "moe": False, "mlp": False,
 }  # fmt: skip
-_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}  # of a cache
+_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}  # methods of a cache
 
 # A forward's argument with the cache, by release of `transformers`.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
@@ -48,19 +48,19 @@ class StateLayer:
     chunk: rows that its prefill computes at a time; results round alike if chunks of prompts start on multiples.
     states: shape of one sequence's state, and dtype; empty before the probe.
     example: arguments of a call by name, from the probe.
-    goes_on: whether its prefill takes states into account; else a prompt's later chunks are computed row by row.
+    goes_on: True if its prefill reads states; without that a prompt's later chunks are computed row by row.
     """
 
     module: nn.Module
     chunk: int
-    arguments: list[str]  # of its forward
+    arguments: list[str]  # names of its forward's arguments
     cache_argument: str
     states: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     example: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = True
     kernel_forward: Callable[..., Any] | None = None  # its forward for decodes, with kernels for its functions
     in_place: frozenset[StateName] = frozenset()  # states that these kernels update in their slots
-    chunks: ChunkFunctions | None = None  # that compute several chunks in one call
+    chunks: ChunkFunctions | None = None  # functions that compute several chunks in one call
     chunk_forward: Callable[..., Any] | None = None  # its forward with these
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Tiers of the prefix cache: host memory and files behind the blocks of the device."""
+"""Tiers of the prefix cache: host memory and files below the blocks of the device."""
 
 NEEDS = (
     "features.costs", "features.engine_config", "features.groups", "features.ranks", "features.states",

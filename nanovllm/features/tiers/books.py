@@ -16,7 +16,7 @@ from nanovllm import prefixes as block_hashes
 from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.prefixes import PrefixEntry
 
-FIRST_SHARE = 0.2  # of stored content that is found, before any was
+FIRST_SHARE = 0.2  # initial `found_share`
 MIN_MEMORY = 256  # blocks by which that share is averaged, or all of the tier's
 
 
@@ -25,10 +25,10 @@ class StoredBlock:
 
     Attributes:
         parent: the block before; None for a root, which stands for a model and a cache salt.
-        key: the int32 tokens as bytes; of a root its hash.
+        key: the int32 tokens as bytes; a root's hash.
         entry: its entry in the prefix index, while it is findable in the KV cache.
-        slots: by cache group, the slot of host memory that holds its content.
-        places: by cache group, its place in a file; of a group without content one of no bytes.
+        slots: cache group -> slot of host memory that holds its content.
+        places: cache group -> its place in a file; a place of 0 bytes for a group without content.
         num_hits: sequences that found it after it was computed.
         num_reads: reads of files in progress.
     """
@@ -77,8 +77,8 @@ class TierBooks:
     """The tree of tokens, and the slots of host memory: at most `max_bytes`, least recently used content first to go.
 
     Args:
-        block_bytes: of one block in each cache group; 0 where a block has no content but its tokens.
-        shares: of `max_bytes` for each cache group, so that none starves another; 1 for each if not given.
+        block_bytes: bytes of one block in each cache group; 0 where a block has no content but its tokens.
+        shares: part of `max_bytes` that each cache group may take, so that none starves another; None: 1 for each.
     """
 
     def __init__(self, block_bytes: Sequence[int], max_bytes: int, shares: Sequence[float] | None = None) -> None:
@@ -86,14 +86,14 @@ class TierBooks:
         self._shares = [1.0] * len(self.block_bytes) if shares is None else shares
         self.roots: dict[bytes, StoredBlock] = {}
         self.num_bytes = self.num_evictions = 0  # bytes of slots that exist, used or free
-        self.found_share = FIRST_SHARE  # of recent blocks that were stored before any hit
-        self.generation = 0  # of the tree: a read that began before `clear` has no place in it
+        self.found_share = FIRST_SHARE  # part of recently stored blocks that was found later
+        self.generation = 0  # number of `clear` calls: a read that began before one is void
         self.on_change: Callable[[StoredBlock, int, bool], None] | None = None  # (block, group, is stored)
         self._num_slots = [0] * len(self.block_bytes)
         self._free: list[list[int]] = [[] for _ in self.block_bytes]
         self._used: list[OrderedDict[StoredBlock, None]] = [OrderedDict() for _ in self.block_bytes]
         self._pins: Counter[tuple[int, int]] = Counter()  # pins of each (group, slot)
-        self._forgotten: set[tuple[int, int]] = set()  # pinned slots of no block, free once they are unpinned
+        self._forgotten: set[tuple[int, int]] = set()  # slots without a block that wait for their last unpin
 
     @property
     def num_stored(self) -> int:

@@ -8,7 +8,7 @@ from nanovllm.observability.decisions import Decision
 
 # Weight of the newest measurement in a rate.
 NEWEST = 0.2
-MIN_BYTES = 2**20  # of a measurement: smaller ones say little of the rate
+MIN_BYTES = 2**20  # fewest bytes of a measurement: less says little of the rate
 
 
 class LoadCosts:

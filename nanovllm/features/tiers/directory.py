@@ -30,8 +30,8 @@ from nanovllm.features.tiers.segments import (
 logger = logging.getLogger("nanovllm")
 
 LOCK = "lock"
-RANK_FOLDERS = "rank-*-of-*"  # of several ranks, in the folder of `prefix_cache_dir`
-REFRESH_SECONDS = 1.0  # between looks for new files of another process, and for a lock that it gave back
+RANK_FOLDERS = "rank-*-of-*"  # folders of several ranks, in `prefix_cache_dir`
+REFRESH_SECONDS = 1.0  # interval of looking for files of another process, and for a lock that it gave back
 
 _open: weakref.WeakSet[CacheDirectory] = weakref.WeakSet()
 
@@ -49,8 +49,8 @@ class CacheDirectory:
     """The files of one engine.
 
     Args:
-        header: everything that KV depends on besides tokens and salts; segments with another one are not read.
-        max_bytes: of all segments, whatever model they are of.
+        header: facts that KV depends on besides tokens and salts; segments with another one are not read.
+        max_bytes: limit of all segments together, those of other models included.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], max_bytes: int, books: TierBooks) -> None:
@@ -59,7 +59,7 @@ class CacheDirectory:
         self.max_bytes, self.segment_bytes = max_bytes, min(SEGMENT_BYTES, max_bytes // 4)
         self._segments: dict[int, list[tuple[StoredBlock, int]]] = {}  # blocks of each
         self._indexed: dict[int, int] = {}  # offset up to which each index is read
-        self._waiting: dict[bytes, list[Record]] = {}  # by hash of the block before, which is not known yet
+        self._waiting: dict[bytes, list[Record]] = {}  # hash of an unknown block -> records that follow it
         self._by_hash: dict[bytes, StoredBlock] = {}
         self._used: set[int] = set()  # segments with an up-to-date time of last use
         self._writer: SegmentWriter | None = None
@@ -69,7 +69,7 @@ class CacheDirectory:
         self._next_refresh = self._next_try = 0.0
         self._has_lock = self._is_closed = False
         self.num_bytes = self.num_written = 0
-        self.error: str | None = None  # why nothing is written
+        self.error: str | None = None  # reason for writing nothing
         try:
             self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             if (mode := self.folder.stat().st_mode & 0o777) & ~FOLDER_MODE:  # it was there, and keeps its mode
@@ -148,7 +148,7 @@ class CacheDirectory:
     def _read_index(self, number: int) -> None:
         segment, index = segment_paths(self.folder, number)
         known = self._indexed.get(number, 0)
-        if known < 0 or index.stat().st_size == known:  # of another model
+        if known < 0 or index.stat().st_size == known:  # negative: the index is another model's
             return
         data = index.read_bytes()
         header, begin = read_header(data)

@@ -26,7 +26,7 @@ from torch import Tensor
 from nanovllm.batch import NULL_BLOCK, Copy
 from nanovllm.kv_cache import KVCaches
 
-SLAB_BYTES = 64 * 2**20  # allocated at once, on demand; more for large blocks, since pinned sizes are powers of two
+SLAB_BYTES = 64 * 2**20  # allocation unit; more for large blocks, since pinned sizes are powers of two
 ALIGNMENT = 16  # bytes: slots begin at multiples, for elements of any dtype
 
 
@@ -34,8 +34,8 @@ class HostMemory:
     """Slots of host memory of one rank, by cache group.
 
     Args:
-        caches: allocated.
-        block_bytes: of one block in each cache group, on this rank; 0 for a group without content.
+        caches: caches, already allocated.
+        block_bytes: bytes of one block in each cache group, on this rank; 0 for a group without content.
     """
 
     def __init__(self, caches: KVCaches, block_bytes: Sequence[int], block_size: int, device: torch.device) -> None:
@@ -50,9 +50,9 @@ class HostMemory:
             (SLAB_BYTES << (8 * size // SLAB_BYTES).bit_length()) // size if size else 0 for size in self._row_bytes
         ]
         self._slabs: list[list[Tensor]] = [[] for _ in block_bytes]
-        self._lock = threading.Lock()  # of the slabs: a thread that reads files takes slots of new ones
+        self._lock = threading.Lock()  # guards `_slabs`, which a thread that reads files may extend
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._loaded: torch.cuda.Event | None = None  # after the load launched last
+        self._loaded: torch.cuda.Event | None = None  # end of the latest load
         self._stores: deque[tuple[torch.cuda.Event, set[tuple[int, int]]]] = deque()  # perhaps unfinished: their slots
         # Loads that are not measured yet; ranks other than the first never do.
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=64)
@@ -150,7 +150,7 @@ class HostMemory:
         except torch.OutOfMemoryError:  # one by one, before the step
             gathered = map(self._gather, stores)
             current.wait_stream(self._side)
-        self._side.wait_stream(current)  # for loads from these slots too
+        self._side.wait_stream(current)  # later loads read these slots, too
         with torch.cuda.stream(stream):
             for copy, content in zip(stores, gathered, strict=True):
                 self.slot(copy.group, ~copy.destination).copy_(content, non_blocking=True)

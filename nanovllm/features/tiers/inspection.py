@@ -64,7 +64,7 @@ def _segments_in(path: Path, rank: str, *, verifies: bool) -> Iterator[SegmentRe
 def clear(folder: str) -> int:
     """Remove all segments; returns how many. Raises ValueError while an engine writes to the folder."""
     paths = [path for path, _ in _folders(folder)]
-    with ExitStack() as locks:  # until all is removed: an engine that reads takes a lock that is free
+    with ExitStack() as locks:  # locks stay until all is removed: a reading engine takes a free one
         for path in paths:
             if (path / LOCK).exists():
                 file = os.open(path / LOCK, os.O_RDWR)

@@ -17,8 +17,8 @@ from nanovllm.features.tiers.directory import CacheDirectory
 from nanovllm.features.tiers.segments import Place, checksum
 from nanovllm.sequence import Sequence
 
-MAX_WAIT_SECONDS = 2.0  # without an estimate of the time to compute
-TURN_SECONDS = 0.05  # that a step waits for: requests are aborted between steps
+MAX_WAIT_SECONDS = 2.0  # limit where the time to compute is unknown
+TURN_SECONDS = 0.05  # longest wait of a step: requests are aborted between steps
 
 
 class ReadItem(NamedTuple):
@@ -36,7 +36,7 @@ class Job:
 
     items: list[ReadItem]
     generation: int
-    number: int = 0  # of the other ranks' answers
+    number: int = 0  # key of the other ranks' answers
     results: list[bool] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
@@ -199,7 +199,7 @@ class FileReads:
                 for item in job.items:
                     right.append(self._read(item, files))
                 job.results = right if self._others is None else self._others.all_right(job.number, right)
-            except Exception:  # of a device or rank that failed: the engine's next step says so
+            except Exception:  # a device or rank failed: the engine's next step says so
                 job.results = [] if self._others is not None else right
             finally:
                 for file in files.values():
@@ -226,5 +226,5 @@ def read_place(directory: CacheDirectory, place: Place, target: memoryview, file
         if len(target) != place.length or os.preadv(files[place.segment], [target], place.offset) != place.length:
             return False
         return checksum(target) == place.checksum
-    except OSError:  # removed meanwhile
+    except OSError:  # another process removed the file
         return False

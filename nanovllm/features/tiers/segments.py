@@ -41,8 +41,8 @@ class Place(NamedTuple):
 class Record(NamedTuple):
     """A block in a segment.
 
-    block_hash, parent: of its chain of tokens; of a first block the parent names model and salt.
-    tokens: int32, as bytes.
+    block_hash, parent: hashes of the tokens up to its end and up to its start; a first block's parent: model and salt.
+    tokens: token ids, int32, as bytes.
     """
 
     block_hash: bytes
@@ -111,7 +111,7 @@ class SegmentWriter:
     def __init__(self, folder: Path, number: int, header: dict[str, Any]) -> None:
         self.number = number
         self._files = [_create(path) for path in segment_paths(folder, number)]
-        self.num_bytes = 0  # of the segment
+        self.num_bytes = 0  # size of the segment
         for file in self._files:
             _write(file, encode_header(header))
         self.num_bytes = os.fstat(self._files[0]).st_size

@@ -12,7 +12,7 @@ from nanovllm.features.tiers.books import StoredBlock, TierBooks
 from nanovllm.prefixes import PrefixEntry, root_hash
 from nanovllm.sequence import Sequence
 
-MAX_EXAMINED = 256  # queued blocks examined in one step
+MAX_EXAMINED = 256  # limit of queued blocks that one step examines
 # Content without a hit is stored in all steps if so large a share of it is found later, else in fewer, but some.
 WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no whole number of steps apart, for repeats
 
@@ -39,8 +39,8 @@ class StoringBlocks(BlockManager):
     that batch read them.
 
     Attributes:
-        books: of the tiers.
-        queues: of each cache group block -> entry of idle blocks that no tier has, the newest last.
+        books: books of the tiers.
+        queues: block -> entry of each cache group's idle blocks that no tier has, the newest last.
     """
 
     books: TierBooks
@@ -51,10 +51,11 @@ class StoringBlocks(BlockManager):
 
     def _begin_storing(self) -> None:
         self.queues: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]
-        self._credit, self._is_cut = 1.0, False  # of steps that store content without a hit; whether the last had more
-        self._passed: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]  # by others, as queues: for idle time
-        self._nodes: dict[int, StoredBlock] = {}  # by prefix id
-        self._loads: dict[tuple[int, int], Load] = {}  # by (group, block)
+        # At 1 credit a step stores content without a hit; `_is_cut`: the last such step left some, so the next goes on.
+        self._credit, self._is_cut = 1.0, False
+        self._passed: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]  # blocks left to idle time, like `queues`
+        self._nodes: dict[int, StoredBlock] = {}  # prefix id -> node
+        self._loads: dict[tuple[int, int], Load] = {}  # (group, block) -> load
         self._storing: dict[tuple[int, int], StoredBlock] = {}  # (group, slot) of copies that no batch has taken yet
         self._stored_in: dict[int, dict[tuple[int, int], StoredBlock]] = {}  # step id -> copies that its batch took
 
@@ -197,7 +198,7 @@ class StoringBlocks(BlockManager):
         for group, size in enumerate(self.books.block_bytes):
             if not self.queues[group]:
                 self.queues[group], self._passed[group] = self._passed[group], {}
-            goes_on = self._is_cut  # of a step's turn, which one block of many is not
+            goes_on = self._is_cut  # a single block here must not begin a step's turn
             stores = self.stores(group, size) if self.queues[group] else []
             self._is_cut = goes_on
             if stores:

@@ -33,7 +33,7 @@ from nanovllm.sequence import Sequence
 
 HOST = "host"
 STEP_BYTES = 2**28  # most bytes that a step stores, and without a latency goal most that it loads
-EVICTED_BYTES = 2**31  # that a step stores on a side stream where it may evict them
+EVICTED_BYTES = 2**31  # most bytes of blocks about to be evicted that a step stores on a side stream
 
 
 class TieredBlocks(StoringBlocks):
@@ -54,24 +54,24 @@ class TieredBlocks(StoringBlocks):
         """Attach the tiers to a manager that has no entries yet.
 
         Args:
-            root_seed: everything that KV depends on besides tokens and salt.
-            reads: of files; None for host memory alone.
-            stores_all: not only content that `is_worth` it.
-            stores_while_busy: whether steps store blocks before these are about to be evicted; on a side stream.
-            max_load_bytes: of one step.
-            max_step_blocks: that one step allocates.
+            root_seed: text of all that KV depends on besides tokens and salt.
+            reads: reads of files; None for host memory alone.
+            stores_all: True stores content that is not `is_worth` it, too.
+            stores_while_busy: True lets steps store, on a side stream, blocks that are not about to be evicted.
+            max_load_bytes: function that returns the most bytes of one step's loads.
+            max_step_blocks: most blocks that one step allocates.
         """
         self.books, self.costs, self.reads, self.root_seed = books, costs, reads, root_seed
         self.stores_while_busy, self.max_load_bytes = stores_while_busy, max_load_bytes
         self.stores_all, self.max_step_blocks = stores_all, max_step_blocks
-        self.numbers = range(len(self.pools))  # of the cache groups
+        self.numbers = range(len(self.pools))  # indices of the cache groups
         self.kinds: AnySequence[StateKind] = [g.kind for g in self.groups] if isinstance(self, CacheGroups) else [FULL]
         self.num_loaded_blocks = self.num_loaded_tokens = 0
         self._begin_storing()
-        self._step_bytes = 0  # loaded by the step that is being scheduled
+        self._step_bytes = 0  # bytes that the step being scheduled loads
         self._held_back: set[Sequence] = set()  # their loads go on in the next step
-        self._declined: set[Sequence] = set()  # computed, since that is faster, until they are queued again
-        self._has_waited = False  # for files, in this step
+        self._declined: set[Sequence] = set()  # sequences that compute faster than they load
+        self._has_waited = False  # True once this step has waited for files
         self.at_steps.append(self.begin_step)
         for group, pool in enumerate(self.pools):
             if self.books.block_bytes[group]:
@@ -124,7 +124,7 @@ class TieredBlocks(StoringBlocks):
         ]
         needed = Counter(group for _, group in lacking)
         if self.kinds != [FULL] and any(count > self.books.max_slots(group) for group, count in needed.items()):
-            return  # without all windows, chunks and states the rest is no hit
+            return  # a hit needs all windows, chunks and states
         num_bytes = sum(self.books.block_bytes[group] for _, group in lacking)
         decision = self.costs.decide(
             self.reads.medium, num_bytes, known * self.block_size, (length - known) * self.block_size
@@ -212,7 +212,7 @@ class TieredBlocks(StoringBlocks):
             for pool, blocks, new in zip(self.pools, held, lacking, strict=True)
         ):
             return False
-        others_run = len(self.free_blocks) < self.num_blocks - 1  # and wait for this step
+        others_run = len(self.free_blocks) < self.num_blocks - 1  # others wait for this step
         if others_run and self._step_bytes and self._step_bytes + num_bytes > self.max_load_bytes():
             self._held_back.add(sequence)
             return False
@@ -304,7 +304,7 @@ class TieredBlocks(StoringBlocks):
                 continue
             self._unpin_load(*key)
             pool = self.pools[copy.group]
-            if pool.entry_of[copy.destination] is load.entry:  # else it was evicted again
+            if pool.entry_of[copy.destination] is load.entry:  # no longer true once it was evicted again
                 kept.append(copy)
                 self._uncommitted.setdefault(step_id, []).append((pool, copy.destination))
         for key in list(self._loads):  # another copy has the block
