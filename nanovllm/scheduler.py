@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceABC
-from typing import Protocol
+from typing import Any, Protocol
 
 from sortedcontainers import SortedKeyList
 
@@ -21,7 +21,7 @@ from nanovllm.admission import WaitingQueue as WaitingQueue
 from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence, StepResults, end_without_token
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.outputs import BudgetStats, FinishReason, SchedulerStats
+from nanovllm.outputs import FinishReason, SchedulerStats
 from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
 
@@ -54,7 +54,7 @@ class Budget(Protocol):
     def has_time(self, sequence: Sequence) -> bool:
         """Whether the step has time for the sequence's mask, which then counts."""
 
-    def stats(self) -> BudgetStats | None: ...
+    def stats(self) -> Any: ...
 
 
 class WholeBudget:

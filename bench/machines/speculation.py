@@ -41,13 +41,13 @@ from random_models import SHAPES, random_model  # beside this file, as is the fo
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.admission import NoProposer, Proposer
+from nanovllm.features.engine_stats import SpeculationStats
 from nanovllm.features.speculation.build import SUFFIX_BYTES
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
 from nanovllm.features.speculation.suffix import SuffixDrafter
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.outputs import SpeculationStats
 from nanovllm.tools.workloads import specs
 
 WAYS = ("without", "drafts", "nothing", "suffix", "always 3", "always 7")

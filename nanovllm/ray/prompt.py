@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nanovllm.prefixes import PromptHashes
+from nanovllm.features.prompt_hashes import PromptHashes
 
 
 class Prompt:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.prefixes import num_leading_hits
+from nanovllm.features.prompt_hashes import num_leading_hits
 from nanovllm.ray.prompt import Prompt
 from nanovllm.serving.replicas.routing import POLICIES
 

@@ -19,8 +19,8 @@ from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.kv_events import kv_events
 from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
 from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.prefixes import PromptHashes
 from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from tests.engine.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.async_llms import collect

@@ -11,11 +11,11 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
 from nanovllm.features.costs.learned_costs import relative_decode_cost
+from nanovllm.features.engine_stats import BudgetStats
 from nanovllm.features.goals import building
 from nanovllm.features.goals.building import learned_budget
 from nanovllm.features.shares.client_queue import DECODE_COST
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
-from nanovllm.outputs import BudgetStats
 from nanovllm.serving.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload

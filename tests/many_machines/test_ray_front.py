@@ -15,10 +15,10 @@ from ray.exceptions import ActorDiedError
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ModelLoadError
+from nanovllm.features.prompt_hashes import num_leading_hits
 from nanovllm.features.speculation import costs
 from nanovllm.features.speculation.speculation import SpeculationCounts
 from nanovllm.outputs import RequestMetrics
-from nanovllm.prefixes import num_leading_hits
 from nanovllm.ray.front import Front
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.replica import RayReporter, Replica, decode_request

@@ -6,7 +6,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.prefixes import PromptHashes
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import EXPECTED_SECONDS, HeldBlocks, KnownReplica, fingerprints, with_model
 from nanovllm.serving.replicas.routing import prefix_aware

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
-from nanovllm.prefixes import PromptHashes
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.serving.replicas.routing import (
     BALANCE,
     LOAD_COST,

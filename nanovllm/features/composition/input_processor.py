@@ -12,12 +12,12 @@ from nanovllm.features.chat.chat import ChatTemplate
 from nanovllm.features.chat.turn_end import log_ends
 from nanovllm.features.composition.merging import merged_metrics
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_stats import Goals
 from nanovllm.features.intake.headless import without_head
 from nanovllm.features.intake.pieces import Pieces
 from nanovllm.features.intake.prompts import ChatPrompt
 from nanovllm.features.intake.token_texts import detokenizer_of
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.outputs import Goals
 from nanovllm.requests import InputProcessor, RequestLimits, RequestParts, check_token_ids, check_unused
 
 if TYPE_CHECKING:

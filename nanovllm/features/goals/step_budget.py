@@ -17,7 +17,7 @@ from typing import Protocol
 
 from nanovllm.batch import ScheduledSequence
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.outputs import BudgetStats
+from nanovllm.features.engine_stats import BudgetStats
 from nanovllm.scheduler import Queue
 from nanovllm.sequence import Sequence
 

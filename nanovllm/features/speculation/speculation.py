@@ -23,13 +23,13 @@ from nanovllm.admission import NoProposer, OpenStep, Outcome
 from nanovllm.batch import NO_DRAFTS, NON_FINITE, NoDrafts, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_stats import SpeculationStats
 from nanovllm.features.speculation.drafter import Drafter, DraftRequest
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.speculation.kept_states import KeptStates
 from nanovllm.features.speculation.lengths import Acceptance, DraftLengths
 from nanovllm.features.speculation.suffix import SuffixDrafter
 from nanovllm.observability.step_records import Observer
-from nanovllm.outputs import SpeculationStats
 from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")

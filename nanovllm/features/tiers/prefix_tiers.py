@@ -17,6 +17,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.errors import DeviceError
 from nanovllm.features.costs.learned_costs import LearnedCosts
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_stats import TierStats
 from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.tiers.books import StoredBlock
 from nanovllm.features.tiers.costs import LoadCosts
@@ -25,7 +26,6 @@ from nanovllm.features.tiers.tier_storage import TierStorage
 from nanovllm.features.tiers.tiered_blocks import HOST, STEP_BYTES, TieredBlocks
 from nanovllm.model import ModelBinding
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.outputs import TierStats
 
 if TYPE_CHECKING:
     from nanovllm.features.ranks.workers import WorkerProcesses

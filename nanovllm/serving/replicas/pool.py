@@ -29,10 +29,10 @@ from nanovllm.config import text
 from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.features.refusals import refuse
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import FinishReason, RequestOutput
-from nanovllm.prefixes import PromptHashes
 from nanovllm.requests import InputProcessor
 from nanovllm.sampling_params import sample_seeds
 from nanovllm.sequence import NewRequest

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.engine_stats import CacheGroupStats, EngineStats
-from nanovllm.outputs import BudgetStats, Goals, SpeculationStats, TierStats
+from nanovllm.features.engine_stats import BudgetStats, CacheGroupStats, EngineStats, Goals, SpeculationStats, TierStats
 from nanovllm.serving.replicas.replica_queue import ReplicaQueue
 
 # Statistics that only grow; sums include dead processes.

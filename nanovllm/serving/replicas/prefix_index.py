@@ -12,7 +12,8 @@ from itertools import groupby, islice
 from struct import Struct
 
 from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvent, Findable, Forgotten
-from nanovllm.prefixes import HASH_BYTES, num_leading_hits
+from nanovllm.features.prompt_hashes import num_leading_hits
+from nanovllm.prefixes import HASH_BYTES
 
 MAX_EXPECTED = 256  # most blocks expected per prompt after its hits; bounds the hashing
 

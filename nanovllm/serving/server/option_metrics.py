@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nanovllm.features.engine_stats import EngineStats
-from nanovllm.outputs import BudgetStats, TierStats
+from nanovllm.features.engine_stats import BudgetStats, EngineStats, TierStats
 
 
 def option_gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:

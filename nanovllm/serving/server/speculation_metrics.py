@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from nanovllm.outputs import SpeculationStats
+from nanovllm.features.engine_stats import SpeculationStats
 
 
 def speculation_figures(prefix: str, model_name: str, stats: SpeculationStats | None) -> Iterator[Metric]:

@@ -11,8 +11,8 @@ from nanovllm.features.costs.cost_model import CostModel
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import Observer, StepHook, StepRecord
-from nanovllm.prefixes import PromptHashes
 from nanovllm.sequence import Sequence
 from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica

@@ -26,10 +26,10 @@ from nanovllm.features.goals.auto_goal import follow_costs
 from nanovllm.features.goals.step_budget import StepBudget
 from nanovllm.features.groups.cache_pools import CacheGroup, CachePools
 from nanovllm.features.policies.opening import set_policies
+from nanovllm.features.prompt_hashes import num_leading_hits
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.outputs import RequestMetrics
-from nanovllm.prefixes import num_leading_hits
 from nanovllm.responses import StepTimes
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence

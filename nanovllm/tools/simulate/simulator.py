@@ -21,12 +21,12 @@ from nanovllm.features.engine_stats import EngineStats
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.policies.opening import check_policies
+from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.features.refusals import check_one_process
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import RequestMetrics
-from nanovllm.prefixes import PromptHashes
 from nanovllm.sequence import NewRequest
 from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.serving.replicas.routing import Route, round_robin

@@ -18,10 +18,10 @@ import numpy as np
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.engine import Engine
-from nanovllm.features.engine_stats import EngineStats
+from nanovllm.features.engine_stats import BudgetStats, EngineStats, TierStats
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.observability.trace_writer import details_of
-from nanovllm.outputs import BudgetStats, SchedulerStats, TierStats
+from nanovllm.outputs import SchedulerStats
 from nanovllm.sequence import Sequence as Sample
 
 if TYPE_CHECKING:
