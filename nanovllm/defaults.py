@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm.attention import AttentionBackend, AttentionLayer
+from nanovllm.attention import AttentionBackend, AttentionLayer, Scores, SdpaAttention
 from nanovllm.config import EngineConfig, positions_of
 from nanovllm.device import cpp_compiler
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.layout import kinds_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sdpa import Scores, SdpaAttention
 
 UNLIMITED_MODEL_LEN = 32_768  # default max_model_len without a limit in the config (Mamba)
 

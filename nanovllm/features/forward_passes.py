@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.logprobs.logprobs import StepLogprobs
-from nanovllm.model import ModelBinding, WholePass
-from nanovllm.patches import AttributePatches, modules_of
+from nanovllm.model import AttributePatches, ModelBinding, WholePass, modules_of
 from nanovllm.probe import PassProbe
 
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Container, Iterable, Sequence
 from typing import overload
 
-from nanovllm.prefixes import digest, root_hash
+from nanovllm.block_manager import digest, root_hash
 
 
 class PromptHashes(Sequence[bytes]):

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from nanovllm.attention import steps_in_force
 from nanovllm.device import find_kernel
-from nanovllm.patches import modules_of
+from nanovllm.model import modules_of
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels

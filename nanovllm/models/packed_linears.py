@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from nanovllm.device import find_kernel
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.host.huge_pages import HugePages
+from nanovllm.model import modules_of
 from nanovllm.models.guard import Hiding
 from nanovllm.models.quantised import QuantisedLinear
-from nanovllm.patches import modules_of
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels

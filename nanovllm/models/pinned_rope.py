@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.features.unsupported import unsupported
-from nanovllm.model import Rope, lock_of
-from nanovllm.patches import Change
+from nanovllm.model import Change, Rope, lock_of
 
 logger = logging.getLogger("nanovllm")
 

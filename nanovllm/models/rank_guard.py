@@ -23,9 +23,9 @@ from transformers import AttentionInterface
 from nanovllm.features.ranks.ranks import Ranks
 from nanovllm.features.ranks.sharding import PART_OF_LAYER, plan_shards
 from nanovllm.features.unsupported import unsupported
+from nanovllm.model import AttributePatches, redirected_to
 from nanovllm.models.experts import EXPERTS
 from nanovllm.models.guard import FULL, first_difference, plain_tokens
-from nanovllm.patches import AttributePatches, redirected_to
 
 DENSE_NAME = "nanovllm-dense"  # the library builds no mask for a name without a mask function
 NUM_ROWS = 8

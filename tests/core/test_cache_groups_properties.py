@@ -8,10 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, PrefixEntry
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.walk import AGEING, walk_at_random
-from nanovllm.prefixes import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import nanovllm
-from nanovllm import EngineConfig, sdpa
+from nanovllm import EngineConfig, attention
+from nanovllm.block_manager import HASH_BYTES
 from nanovllm.cli import tune
 from nanovllm.config import DEVICE_DEFAULTS
 from nanovllm.fast.gpu import forward_graphs, memory
@@ -25,7 +26,6 @@ from nanovllm.features.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX
 from nanovllm.models.gguf.config import READ_TYPES
 from nanovllm.observability import trace_writer
 from nanovllm.observability.step_records import RECENT_STEPS
-from nanovllm.prefixes import HASH_BYTES
 from nanovllm.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
 from nanovllm.serving.replicas import engine_process, fleet, pool, pool_request, routing
 from nanovllm.serving.replicas import replica as one_replica
@@ -252,7 +252,7 @@ QUOTED = {
         f"a spread above {percent(report.DISTURBED)} is a warning",
         f"the first requests (at least {shares.FEWEST})",
         f"a utilisation above {utilisation.MOST_PREDICTABLE} is a warning",
-        f"computes scores in float32, {sdpa.PIECE_ROWS} rows at a time",
+        f"computes scores in float32, {attention.PIECE_ROWS} rows at a time",
         f"(classes: {', '.join(f'`{each.name}`' for each in processor_classes.X86)};",
         f"a shape of which {forward_graphs.STEPS_TO_CAPTURE} steps had none",
         f"up to {WORDS[max(layer_stack.NUM_ROWS)]} decodes run all layers of Llama's kind",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import defaults as plain
-from nanovllm.attention import AttentionLayer
+from nanovllm.attention import AttentionLayer, SdpaAttention
 from nanovllm.batch import Copy
 from nanovllm.config import EngineConfig
 from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain
@@ -21,7 +21,6 @@ from nanovllm.layout import LayerTraits
 from nanovllm.model import ModelBinding
 from nanovllm.one_pool import OnePool
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sdpa import SdpaAttention
 from tests.engine.models import END, byte_tokenizer, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

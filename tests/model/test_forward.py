@@ -11,8 +11,7 @@ from torch import Tensor
 from nanovllm.fast.gpu.capturable import splits_head
 from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.forward_passes import ForwardPasses
-from nanovllm.model import ModelBinding
-from nanovllm.patches import AttributePatches
+from nanovllm.model import AttributePatches, ModelBinding
 from nanovllm.probe import PassProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched

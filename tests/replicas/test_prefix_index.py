@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from nanovllm.block_manager import digest, root_hash
 from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents, Findable
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.prefixes import digest, root_hash
 from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
 from nanovllm.serving.replicas.routing import prefix_aware
 from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, make_sequence, release

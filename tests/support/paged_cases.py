@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention import AttentionStep, attend_in_step, paged_attention, step_in_force, write_states
+from nanovllm.attention import (
+    AttentionStep,
+    SdpaAttention,
+    attend_in_step,
+    paged_attention,
+    step_in_force,
+    write_states,
+)
 from nanovllm.batch import ScheduledSequence
 from nanovllm.fast.attention.cpp import CppAttention
 from nanovllm.fast.attention.scores import scores_of
@@ -16,7 +23,6 @@ from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.flex import FlexAttention
 from nanovllm.layout import LayerTraits, Sight, build_layout
-from nanovllm.sdpa import SdpaAttention
 from nanovllm.sequence import NewRequest, Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from nanovllm.batch import NULL_BLOCK, Copy, ScheduledBatch
+from nanovllm.block_manager import root_hash
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import MockModel
@@ -21,7 +22,6 @@ from nanovllm.features.tiers.prefix_tiers import PrefixTiers
 from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.features.tiers.segments import Place
 from nanovllm.features.tiers.tiered_blocks import TieredBlocks, TieredGroups
-from nanovllm.prefixes import root_hash
 from nanovllm.scheduler import Scheduler
 from tests.engine.loops import empty_prefix, extend_prefix, make_config
 from tests.support.scheduling import Loop, shared_scheduler

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.attention import Scores
 from nanovllm.layout import LayerTraits
-from nanovllm.sdpa import Scores
 
 
 def scores_of(kinds: Sequence[LayerTraits]) -> list[Scores | None]:

@@ -15,9 +15,8 @@ from nanovllm.fast.attention.no_attention import NoAttention
 from nanovllm.features.costs.buckets import MIN_ROWS
 from nanovllm.features.live_modules.module_watch import tensors_of
 from nanovllm.features.states.mixers import Mixers
-from nanovllm.model import ModelBinding
+from nanovllm.model import ModelBinding, modules_of
 from nanovllm.models import experts
-from nanovllm.patches import modules_of
 from nanovllm.probe import PassProbe
 
 logger = logging.getLogger("nanovllm")

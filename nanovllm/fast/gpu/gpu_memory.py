@@ -23,9 +23,8 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.group_layouts import with_groups
 from nanovllm.features.live_modules.module_watch import tensors_of
 from nanovllm.layout import BatchLayout, build_layout
-from nanovllm.model import ModelBinding
+from nanovllm.model import ModelBinding, modules_of
 from nanovllm.model_runner import DirectExecutor
-from nanovllm.patches import modules_of
 from nanovllm.sampler import FILTERED_AT_ONCE, Sampler
 
 _OTHER_BYTES = 256 * 2**20  # memory besides a model's weights: workspaces of libraries, inputs of kernels

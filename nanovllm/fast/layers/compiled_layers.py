@@ -16,7 +16,7 @@ from nanovllm.device import own_code
 from nanovllm.fast.layers.few_experts import calls_of_few
 from nanovllm.fast.layers.joined_sums import join_last_sum
 from nanovllm.fast.layers.small_top_ks import choose_by_kernel
-from nanovllm.patches import modules_of
+from nanovllm.model import modules_of
 
 # On a GPU layers are compiled for few rows, where small kernels share launches, and for many: there that is slower.
 FEW_ROWS = 512

@@ -24,7 +24,7 @@ from nanovllm.fast.layers.distances import check_change, difference_of_rows, rew
 from nanovllm.fast.layers.kernel_layers import KernelLayer, KernelLayers
 from nanovllm.fast.layers.layer_equations import LayerEquations
 from nanovllm.fast.layers.merged_linears import is_plain_linear
-from nanovllm.patches import Change
+from nanovllm.model import Change
 
 logger = logging.getLogger("nanovllm")
 

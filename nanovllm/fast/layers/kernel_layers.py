@@ -25,7 +25,7 @@ from nanovllm.fast.layers.distances import check_change, difference_of_rows
 from nanovllm.fast.layers.layer_equations import LayerEquations
 from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, SkinnyLinear
 from nanovllm.fast.layers.rotary_attention import RotaryAttention
-from nanovllm.patches import Change
+from nanovllm.model import Change
 
 _KERNELS = "norm", "add_and_norm", "gated", "turns"
 _COMPARED_ROWS = 64  # rows of norms and angles in a comparison

@@ -4,6 +4,7 @@ NEEDS = (
     "fast.host",
     "features.chat",
     "features.engine_config",
+    "features.engine_stats",
     "features.forward_passes",
     "features.grammar",
     "features.groups",

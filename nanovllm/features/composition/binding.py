@@ -16,11 +16,10 @@ from nanovllm.features.headless import is_headless
 from nanovllm.features.live_modules.module_watch import ModuleWatch
 from nanovllm.features.states.state_layers import LAYER_TYPES, recurrent_modules
 from nanovllm.features.unsupported import attending_layers, unsupported
-from nanovllm.model import BindingParts, ModelBinding, StateLayers, lock_of
+from nanovllm.model import BindingParts, ModelBinding, StateLayers, lock_of, modules_of
 from nanovllm.models.experts import EXPERTS
 from nanovllm.models.guard import RowProbe, check_rows, refuse_cached_windows, refuse_quantised_weights
 from nanovllm.models.pinned_rope import PinnedRope
-from nanovllm.patches import modules_of
 from nanovllm.probe import Probe, Probing
 
 if TYPE_CHECKING:

@@ -28,12 +28,11 @@ from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 
 from nanovllm.batch import NULL_BLOCK, ScheduledSequence
-from nanovllm.block_manager import BlockManager, BlockPool
+from nanovllm.block_manager import BlockManager, BlockObserver, BlockPool, PrefixEntry
 from nanovllm.features.engine_stats import CacheGroupStats
 from nanovllm.features.groups.group_blocks import GroupBlocks
 from nanovllm.features.groups.state_blocks import StateBlocks, StatePool
 from nanovllm.features.groups.state_kinds import StateKind
-from nanovllm.prefixes import BlockObserver, PrefixEntry
 from nanovllm.sequence import Sequence
 
 

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.batch import NULL_BLOCK
-from nanovllm.block_manager import BlockPool
+from nanovllm.block_manager import BlockPool, PrefixEntry
 from nanovllm.features.groups.state_kinds import StateKind
-from nanovllm.prefixes import PrefixEntry
 
 
 class GroupBlocks:

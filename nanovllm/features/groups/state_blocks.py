@@ -19,10 +19,9 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from nanovllm.batch import NULL_BLOCK
-from nanovllm.block_manager import BlockPool
+from nanovllm.block_manager import BlockPool, PrefixEntry
 from nanovllm.features.groups.group_blocks import GroupBlocks
 from nanovllm.features.groups.state_kinds import StateKind
-from nanovllm.prefixes import PrefixEntry
 
 
 class StatePool(BlockPool):

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanovllm.batch import ScheduledBatch
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, PrefixEntry
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.prefixes import PrefixEntry
 from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")

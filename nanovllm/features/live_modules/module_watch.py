@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanovllm.attention import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES
-from nanovllm.patches import modules_of
+from nanovllm.model import modules_of
 
 # Attributes that training toggles, and those set by a step itself.
 _NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES}

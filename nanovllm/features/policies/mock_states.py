@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from nanovllm.batch import NULL_BLOCK, ScheduledBatch, ScheduledSequence
-from nanovllm.block_manager import BlockManager, BlockPool
-from nanovllm.prefixes import PrefixEntry
+from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry
 from nanovllm.sequence import Sequence
 
 UNWRITTEN = None  # a slot that no successful step has written

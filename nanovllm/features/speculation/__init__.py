@@ -3,6 +3,7 @@
 NEEDS = (
     "features.costs",
     "features.engine_config",
+    "features.engine_stats",
     "features.groups",
     "features.headless",
     "features.sampling_params",

@@ -35,8 +35,7 @@ from nanovllm.features.states.state_layers import CacheStates, StateLayer, State
 from nanovllm.features.unsupported import unsupported
 from nanovllm.kv_cache import StateShapes
 from nanovllm.layout import BatchLayout
-from nanovllm.model import StateLayers
-from nanovllm.patches import Change
+from nanovllm.model import Change, StateLayers
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp_states import StateKernels

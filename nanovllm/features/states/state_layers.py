@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from nanovllm.patches import modules_of
+from nanovllm.model import modules_of
 
 if TYPE_CHECKING:
     from nanovllm.features.states.state_chunks import ChunkFunctions

@@ -12,9 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from nanovllm import prefixes as block_hashes
+from nanovllm import block_manager as block_hashes
+from nanovllm.block_manager import PrefixEntry
 from nanovllm.features.groups.state_kinds import StateKind
-from nanovllm.prefixes import PrefixEntry
 
 FIRST_SHARE = 0.2  # initial `found_share`
 MIN_MEMORY = 256  # blocks by which that share is averaged, or all of the tier's

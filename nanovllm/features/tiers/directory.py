@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanovllm import prefixes as block_hashes
+from nanovllm import block_manager as block_hashes
 from nanovllm.features.tiers.books import StoredBlock, TierBooks
 from nanovllm.features.tiers.segments import (
     FILE_MODE,

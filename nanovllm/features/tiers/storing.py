@@ -7,9 +7,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from nanovllm.batch import NULL_BLOCK, Copy, ScheduledSequence
-from nanovllm.block_manager import BlockManager, BlockPool
+from nanovllm.block_manager import BlockManager, BlockPool, PrefixEntry, root_hash
 from nanovllm.features.tiers.books import StoredBlock, TierBooks
-from nanovllm.prefixes import PrefixEntry, root_hash
 from nanovllm.sequence import Sequence
 
 MAX_EXAMINED = 256  # limit of queued blocks that one step examines

@@ -21,6 +21,7 @@ from collections.abc import Sequence as AnySequence
 from functools import partial
 
 from nanovllm.batch import NULL_BLOCK, Copy
+from nanovllm.block_manager import PrefixEntry
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.groups.state_blocks import StateBlocks
 from nanovllm.features.groups.state_kinds import FULL, StateKind
@@ -28,7 +29,6 @@ from nanovllm.features.tiers.books import StoredBlock, TierBooks, longest_run
 from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.reading import FileReads
 from nanovllm.features.tiers.storing import MAX_EXAMINED, Load, StoringBlocks
-from nanovllm.prefixes import PrefixEntry
 from nanovllm.sequence import Sequence
 
 HOST = "host"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from struct import Struct
 
+from nanovllm.block_manager import HASH_BYTES
 from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvent, Findable, Forgotten
 from nanovllm.features.prompt_hashes import num_leading_hits
-from nanovllm.prefixes import HASH_BYTES
 
 MAX_EXPECTED = 256  # most blocks expected per prompt after its hits; bounds the hashing
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nanovllm import model_runner
+from nanovllm.attention import SdpaPlan
 from nanovllm.engine import Engine
 from nanovllm.fast.attention.cpp import CppPlan
 from nanovllm.fast.gpu.cuda_graphs import GraphExecutor
@@ -25,7 +26,6 @@ from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.sampler import Sampler
 from nanovllm.scheduler import Scheduler
-from nanovllm.sdpa import SdpaPlan
 
 # Timed methods and the part that each counts for; nested calls of one part count once.
 TIMED: tuple[tuple[Any, str, str], ...] = (
