@@ -10,12 +10,12 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
 import types
 
-import psutil
 import pytest
 
 pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
@@ -186,11 +186,16 @@ def free_memory_is_given_back():
     for name, value in vars(sys.modules.get("fastapi.dependencies.models", types)).items():
         if name.endswith("_cached"):
             value.cache_clear()
-    if psutil.Process().memory_info().rss > COLLECT_ABOVE_BYTES:
+    if _resident_bytes() > COLLECT_ABOVE_BYTES:
         gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from nanovllm.cli.workload_flags import (
     positive,
     several_workloads,
 )
+from nanovllm.features.extras import check_extra
 from nanovllm.features.refusals import check_one_process
 from nanovllm.models.source import is_gguf
 from nanovllm.tools.bench import processes, report
@@ -76,6 +77,7 @@ def add_bench_command(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     given = engine_options(options)
     check_one_process("nanovllm bench", given)
+    check_extra("nanovllm bench", "cli", "psutil")
     if options.tokenizer:
         given["tokenizer"] = options.tokenizer
     engines = [EngineSpec.parse(text, given) for text in options.engines]

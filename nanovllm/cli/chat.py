@@ -28,6 +28,7 @@ from nanovllm.cli.sampling_flags import (
 )
 from nanovllm.cli.standard_input import standard_input_lines
 from nanovllm.fast.host.paths import cache_root
+from nanovllm.features.extras import check_extra
 from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
@@ -67,10 +68,13 @@ def add_chat_command(commands: Any) -> None:
 def _chat(options: argparse.Namespace) -> int:
     take_model_argument(options)
     conversation = Conversation(options.system, sampling_options(options), show=print_notice)
+    is_at_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    if is_at_terminal:
+        check_extra("nanovllm chat at a terminal", "cli", "prompt_toolkit", "rich", "markdown_it")
     if options.resume:
         _resume(conversation, options)
     check_start(options, engine_options(options))
-    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+    if is_at_terminal:
         return _talk_at_terminal(conversation, options)
     return _talk_in_pipe(conversation, options)
 

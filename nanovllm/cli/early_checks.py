@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.extras import check_extra
 from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.models.limits import check_stored_limits
 from nanovllm.models.source import check_skipped_tokenizer, find, find_tokenizer, needs_tokenizer
@@ -21,6 +22,8 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
     RuntimeError for missing packages.
     """
     config = EngineConfig.from_options(**engine_options)
+    if config.data_parallel_size > 1:
+        check_extra("data_parallel_size", "serve", "msgspec")
     check_skipped_tokenizer(options.tokenizer, config)
     if options.tokenizer is not None and options.tokenizer != DEFAULT_MODEL:
         find_tokenizer(options.tokenizer)

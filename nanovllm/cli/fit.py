@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, model_source, take_model_argument
 from nanovllm.config import DEVICE_DEFAULTS
 from nanovllm.features.costs.cost_model import StepWork
@@ -106,7 +104,9 @@ def _memory(config: EngineConfig) -> tuple[str, int]:
             return "cuda", min(free, int(config.gpu_memory_utilization * total) - (total - free))
         if config.device != "auto":
             raise ValueError(f"device is {config.device!r}, and this machine has no such GPU. Leave it at 'auto'.")
-    return "cpu", psutil.virtual_memory().available
+    from nanovllm.fast.host.first_touch import available_memory  # imports torch
+
+    return "cpu", available_memory()
 
 
 def _cache_bytes(config: EngineConfig, sizes: ModelSizes, device: str, available: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.cli.flags import add_verbose_flag
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.features.extras import MissingLibraryError
 from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.models.gguf.config import read_config, refuse_types
 from nanovllm.models.gguf.file import GGUFFile, is_first_part, parts_of
@@ -97,7 +98,7 @@ def _listed_gguf(path: Path) -> ListedModel:
         file = GGUFFile(path)
         refuse_types(file)
         config = read_config(file)
-    except (ModelLoadError, UnsupportedModelError) as error:
+    except (ModelLoadError, UnsupportedModelError, MissingLibraryError) as error:
         reason = str(error).removeprefix(str(path)).lstrip(" :")
         return ListedModel(str(path), size, None, None, f"GGUF, which is not read: {reason}", str(path.parent))
     size = sum(part.stat().st_size for part in parts_of(path))

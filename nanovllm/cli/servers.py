@@ -18,13 +18,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.flags import add_verbose_flag
+from nanovllm.features.extras import check_extra
 from nanovllm.serving.server.listening import format_address
 from nanovllm.serving.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import psutil
 
 HEADINGS = ("PID", "MODEL", "ADDRESS", "RUNS FOR", "MEMORY")
 WAIT_S = 60.0  # open answers may take a server's drain_timeout, 30 s
@@ -54,6 +56,8 @@ class RunningServer:
 
     def process(self) -> psutil.Process | None:
         """The process; None if it has ended."""
+        import psutil
+
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.started) <= START_SLACK_S
@@ -90,6 +94,8 @@ def add_stop_command(commands: Any) -> None:
 @contextmanager
 def registered(model: str, settings: ServerSettings, listeners: Sequence[socket.socket]) -> Iterator[None]:
     """Keep this process's file while a server runs; without a private folder it runs unlisted."""
+    import psutil
+
     process = psutil.Process()
     port = listeners[0].getsockname()[1] if listeners else settings.port
     address = f"http://{format_address(settings.host, port)}"
@@ -133,6 +139,7 @@ def running_servers() -> list[RunningServer]:
 
 
 def _ps(options: argparse.Namespace) -> int:
+    check_extra("nanovllm ps", "cli", "psutil")
     rows = [HEADINGS]
     for server in running_servers():
         process = server.process()
@@ -154,6 +161,8 @@ def _ps(options: argparse.Namespace) -> int:
 
 def _resident_bytes(process: psutil.Process) -> int:
     """Memory of a server and its replicas."""
+    import psutil
+
     total = 0
     for each in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
@@ -162,6 +171,7 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
+    check_extra("nanovllm stop", "cli", "psutil")
     servers = _chosen(options)
     for server in servers:
         os.kill(server.pid, signal.SIGTERM)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.features.option_checks import packages
+from nanovllm.features.extras import check_extra
 
 
 def add_timeline_command(commands: Any) -> None:
@@ -38,7 +38,7 @@ def _timeline(options: argparse.Namespace) -> int:
             "--plot draws one trace, and two are given: give one, or -o run.html for a page with both side by side."
         )
     if options.plot is not None:
-        packages("--plot", ("matplotlib",), "plot")
+        check_extra("--plot", "plot", "matplotlib")
     check_output("--output", options.output)
     check_output("--plot", options.plot)
     paths = [path for path in (options.trace, options.other) if path is not None]

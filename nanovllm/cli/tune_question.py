@@ -19,6 +19,7 @@ from nanovllm.cli.workload_flags import (
     with_own_arrivals,
 )
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.extras import check_extra
 from nanovllm.features.refusals import check_one_process
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
@@ -75,6 +76,7 @@ def build_question(options: argparse.Namespace) -> Question:
     check_arrival_flags(options)
     fixed, goals = engine_options(options), goals_from_flags(options)
     check_one_process("nanovllm tune", fixed)
+    check_extra("nanovllm tune", "cli", "psutil")
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
         raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")

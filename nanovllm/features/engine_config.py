@@ -11,6 +11,7 @@ from typing import Any
 from nanovllm import config as plain_config
 from nanovllm.config import documented, integer, matching, one_of, option, real, share
 from nanovllm.features import option_checks
+from nanovllm.features.extras import check_parts
 from nanovllm.features.option_checks import MIN_GOAL_S, weights
 from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.features.sampling_params import SamplingParams
@@ -224,7 +225,7 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
         for mode in (REPLICAS, TENSOR_PARALLEL):
             if getattr(self, mode) != 1:
                 check_options(self, mode)
-        option_checks.check_parts(self)
+        check_parts(self)
         self._check_together()
         option_checks.check_policies(self)
         option_checks.check_kv_events(self)

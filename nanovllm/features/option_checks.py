@@ -1,12 +1,10 @@
-"""Checks of input that the engine itself never sees: options of features, files, folders, nested texts, packages."""
+"""Checks of input that the engine itself never sees: options of features, files, folders, nested texts."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -154,31 +152,6 @@ def cache_folder(name: str, value: Any) -> Any:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{name} is {str(path)!r}, which cannot be made: {str(parent)!r} is not writable. {remedy}")
     return str(path)
-
-
-def packages(feature: str, names: Iterable[str], extra: str) -> None:
-    """Raise RuntimeError if a package that a feature needs is missing; nothing but parents of packages is imported."""
-    missing = [name for name in names if not _is_installed(name)]
-    if missing:
-        raise RuntimeError(f"{feature} needs {', '.join(missing)}: pip install 'nanovllm[{extra}]'.")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-
-
-def check_parts(options: Any) -> None:
-    """Raise ValueError for an option that is not at its default and has no part installed."""
-    for field in dataclasses.fields(options):
-        module = f"nanovllm.{field.metadata['needs']}"
-        if field.metadata["needs"] and getattr(options, field.name) != field.default and not _is_installed(module):
-            raise ValueError(
-                f"{field.name} is set, and {module}, which it needs, is not installed. Leave the option out, or "
-                "install the whole package."
-            )
 
 
 def check_policies(config: Any) -> None:

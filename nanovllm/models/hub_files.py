@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.features.extras import check_extra
 from nanovllm.models import hub
 
 DEFAULT_QUANT = "Q4_K_M"  # llama.cpp's default, too
@@ -37,6 +38,7 @@ def gguf_path(repo: str, quant: str, revision: str | None = None) -> Path:
 
     Raises ModelLoadError as `hub.is_reachable`, and for a quantisation that the repository has not.
     """
+    check_extra(f"the model {repo}:{quant}", "gguf", "gguf")
     names = _names_now(repo, revision)
     name = choose_gguf(repo, quant, names)
     folder, _, base = name.rpartition("/")

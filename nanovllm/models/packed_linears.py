@@ -15,13 +15,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.device import find_kernel
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.fast.host.first_touch import available_memory
 from nanovllm.fast.host.huge_pages import HugePages
 from nanovllm.model import modules_of
 from nanovllm.models.guard import Hiding
@@ -143,7 +143,7 @@ def memory_for_packing(model: nn.Module) -> HugePages | None:
 
     linears = [module for module in modules_of(model) if isinstance(module, AnyLinear)]
     num_bytes = packed_bytes(linears)
-    if psutil.virtual_memory().available <= 2 * num_bytes:
+    if available_memory() <= 2 * num_bytes:
         return None
     sure = [linear for linear in linears if can_pack([linear], dtype)]
     return HugePages(num_bytes, num_taken=packed_bytes(sure, growth=1))

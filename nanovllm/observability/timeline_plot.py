@@ -14,11 +14,9 @@ CACHED = "#4da37a"
 
 
 def save_png(run: Run, title: str, path: str | os.PathLike[str]) -> None:
-    """Draw lanes, tokens against the budget, and used blocks; raises RuntimeError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib; install it with `pip install 'nanovllm[plot]'`.") from error
+    """Draw lanes, tokens against the budget, and used blocks."""
+    from matplotlib.figure import Figure
+
     height = min(14.0, max(2.0, 0.16 * len(run.lanes)))
     figure = Figure(figsize=(14, height + 5), layout="constrained", dpi=120)
     lanes, tokens, blocks = figure.subplots(3, 1, sharex=True, height_ratios=[height, 2.5, 1.5])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from nanovllm.features.extras import check_extra
 
 # Modules of public names, loaded on first use, so that ray is imported only if needed.
 _HOMES = {
@@ -27,6 +28,5 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if find_spec("ray") is None:
-        raise RuntimeError(f"nanovllm.ray.{name} needs ray, which is not installed: pip install 'nanovllm[ray]'.")
+    check_extra(f"nanovllm.ray.{name}", "ray", "ray")
     return getattr(import_module(_HOMES[name]), name)

@@ -18,6 +18,7 @@ from nanovllm.features.chat.chatting import Chatting
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_options import EngineOptions
 from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
+from nanovllm.features.extras import check_extra
 from nanovllm.features.forks.forking import Forking
 from nanovllm.features.interrupts import InterruptsHeld
 from nanovllm.features.resume.resumption import Resuming
@@ -54,7 +55,8 @@ def open_engine(
             from nanovllm.build import build_engine
 
         return build_engine(model, tokenizer, on_step, options, trace=trace)
-    from nanovllm.serving.replicas.opening import open_pool  # this needs msgspec, of the extra `serve`
+    check_extra("engine_process" if engine_process else "data_parallel_size", "serve", "msgspec")
+    from nanovllm.serving.replicas.opening import open_pool
 
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 

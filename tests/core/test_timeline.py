@@ -120,7 +120,7 @@ def test_the_picture_shows_every_state_and_kind_of_token(path, tmp_path):
 
 
 def test_without_matplotlib_the_remedy_is_named(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["timeline", str(path), "--plot", str(tmp_path / "run.png")]) == 2
     assert "pip install 'nanovllm[plot]'" in capsys.readouterr().err
 

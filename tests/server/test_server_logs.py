@@ -207,9 +207,10 @@ def test_a_request_is_a_span_below_the_clients(spans):
 def test_nobody_imports_opentelemetry_unasked_and_without_it_the_option_says_what_to_install():
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None\n"
-        "import nanovllm.serving.server.app\n"
+        "from nanovllm.serving.server import app\n"
         "assert 'nanovllm.serving.server.spans' not in sys.modules\n"
-        "try: import nanovllm.serving.server.spans\n"
+        "settings = app.ServerSettings(otlp_traces_endpoint='http://localhost:1/v1/traces')\n"
+        "try: app._in_flight(None, settings, 'tiny')\n"
         "except RuntimeError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

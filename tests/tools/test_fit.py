@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from nanovllm import LLM
@@ -51,8 +50,7 @@ def test_a_window_bounds_what_a_sequence_keeps():
 @pytest.fixture
 def memory(monkeypatch):
     def set_available(num_bytes: int) -> None:
-        real = psutil.virtual_memory()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: real._replace(available=num_bytes))
+        monkeypatch.setattr("nanovllm.fast.host.first_touch.available_memory", lambda: num_bytes)
 
     return set_available
 

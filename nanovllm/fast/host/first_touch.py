@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -115,9 +114,16 @@ def _madvise() -> Any:
     return function
 
 
+def available_memory() -> int:
+    """Bytes of the machine's memory that can be taken without swapping, by Linux's estimate."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        kib = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
+    return int(kib) * 1024
+
+
 def free_memory() -> int:
     """Bytes that this process may still take: of the machine, and of each control group that it is in."""
-    free = int(psutil.virtual_memory().available)
+    free = available_memory()
     for folder in _groups():
         try:
             limit = (folder / "memory.max").read_text(encoding="ascii").strip()

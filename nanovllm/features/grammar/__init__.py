@@ -1,3 +1,3 @@
 """Structured outputs: JSON schemas, regular expressions and grammars, as masks of the tokens allowed next."""
 
-NEEDS = ("features.intake", "features.structured_output")
+NEEDS = ("features.extras", "features.intake", "features.structured_output")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+from nanovllm.features.extras import check_extra
 from nanovllm.features.grammar.compilation import compile_form, grammar_text, refusal
 from nanovllm.features.grammar.matcher import Matcher, shortened
 from nanovllm.features.grammar.trial_process import resident_bytes
@@ -21,6 +22,11 @@ MAX_CACHED_BYTES = 2**30  # limit for one tokenizer's compiled grammars
 STATES_BYTES = 10 * 2**20
 
 
+def check_library() -> None:
+    """Raise MissingLibraryError without llguidance."""
+    check_extra("structured_output", "structured", "llguidance")
+
+
 class GrammarCompiler:
     """Makes matchers for one engine's requests; thread-safe.
 
@@ -32,6 +38,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Any, num_logits: int, eos_token_ids: Iterable[int]) -> None:
+        check_library()
         self._tokenizer = tokenizer
         self._num_logits = num_logits
         self._eos_token_ids = list(eos_token_ids)
@@ -188,6 +195,7 @@ def schema_problem(name: str, schema: Any) -> ValueError | None:
     Args:
         name: name of the field, for the message.
     """
+    check_library()
     from llguidance import LLMatcher
 
     return _problem(name, LLMatcher.grammar_from_json_schema(schema))
@@ -195,6 +203,7 @@ def schema_problem(name: str, schema: Any) -> ValueError | None:
 
 def check_form(form: StructuredOutput) -> None:
     """Raise ValueError for a form that cannot be compiled for any tokenizer; reads no vocabulary."""
+    check_library()
     name = f"structured_output.{form.kind}"
     try:
         problem = _problem(name, grammar_text(form))

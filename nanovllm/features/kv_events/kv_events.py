@@ -26,6 +26,7 @@ from typing import Any
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.extras import check_extra
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.kv_events.block_events import (
@@ -36,13 +37,11 @@ from nanovllm.features.kv_events.block_events import (
     Forgotten,
     InHostMemory,
 )
-from nanovllm.features.option_checks import packages
 from nanovllm.features.tiers.books import StoredBlock
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 
 logger = logging.getLogger("nanovllm")
 
-NEEDS = ("zmq", "msgspec")
 MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
 HOST_MEDIUM = "CPU"  # vLLM's name for host memory
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -64,7 +63,7 @@ class KvEventPublisher(Observer):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        packages("kv_events", NEEDS, "kv-events")
+        check_extra("kv_events", "kv-events", "zmq", "msgspec")
         from msgspec.msgpack import Encoder
         from zmq import ROUTER, XPUB, Context
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.features.extras import check_extra
 from nanovllm.models.mistakes import refuse_pointers
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class GGUFFile:
     Args:
         path: the file, or the first part of a split one.
 
-    Raises ModelLoadError for a file of another format, a truncated or damaged one, and a missing part.
+    Raises ModelLoadError for a file of another format, a truncated or damaged one, and a missing part;
+    MissingLibraryError without the extra `gguf`.
 
     Attributes:
         metadata: metadata of the first part, by key.
@@ -66,6 +68,7 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        check_extra(f"the model {self.path}", "gguf", "gguf")
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         for index, part in enumerate(parts_of(self.path)):

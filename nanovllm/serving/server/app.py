@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
 from nanovllm.fast.host.gc_control import OldObjectsFrozen
+from nanovllm.features.extras import check_extra
 from nanovllm.features.infill.infill import infill_of
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.json_lines import write_json
@@ -35,6 +36,7 @@ from nanovllm.serving.server.metrics import CountResponses, ServerMetrics
 from nanovllm.serving.server.openai import chat, completions, embeddings, infill, models, responses
 from nanovllm.serving.server.openai.description import describe
 from nanovllm.serving.server.openai.response_store import ResponseStore
+from nanovllm.serving.server.preparing import SPANS_NEED
 from nanovllm.serving.server.recorder import Recorder
 from nanovllm.serving.server.request_facts import InFlight
 from nanovllm.serving.server.security import ApiKeys, BodyGate, client_name
@@ -147,9 +149,10 @@ def _attach_ollama(app: FastAPI, model: str | os.PathLike[str]) -> None:
 
 
 def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> InFlight:
-    """Track the engine's requests; raises RuntimeError if spans are enabled and their packages missing."""
+    """Track the engine's requests; raises MissingLibraryError if spans are enabled and their packages missing."""
     in_flight = InFlight()
     if settings.otlp_traces_endpoint is not None:
+        check_extra("otlp_traces_endpoint", "otel", *SPANS_NEED)
         from nanovllm.serving.server.spans import SpanWriter, exporting  # imports opentelemetry
 
         in_flight.listeners.append(SpanWriter(exporting(settings.otlp_traces_endpoint), model_name).write)

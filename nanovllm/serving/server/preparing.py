@@ -7,31 +7,31 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanovllm.features.option_checks import packages
+from nanovllm.features.extras import check_extra
 from nanovllm.serving.server.listening import bind
 from nanovllm.serving.server.settings import ServerSettings
 
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+NEEDS = ("fastapi", "uvicorn", "prometheus_client", "msgspec", "psutil")
 SPANS_NEED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def check_packages(feature: str) -> None:
-    """Raise RuntimeError without the packages of the extra `serve`."""
-    packages(feature, NEEDS, "serve")
+    """Raise MissingLibraryError without the packages of the extra `serve`."""
+    check_extra(feature, "serve", *NEEDS)
 
 
 @contextmanager
 def prepared(settings: ServerSettings) -> Iterator[list[socket.socket]]:
     """Yield the bound sockets of a server, and close them at the end.
 
-    Raises RuntimeError for missing packages, OSError for a file that cannot be read or written, or an address that
+    Raises MissingLibraryError, OSError for a file that cannot be read or written, or an address that
     cannot be bound, ValueError for a file with other contents.
     """
     check_packages("the server")
     settings.api_keys()
     _check_certificate(settings)
     if settings.otlp_traces_endpoint is not None:
-        packages("otlp_traces_endpoint", SPANS_NEED, "otel")
+        check_extra("otlp_traces_endpoint", "otel", *SPANS_NEED)
     listeners = bind(settings.host, settings.port)
     try:
         if settings.record is not None:

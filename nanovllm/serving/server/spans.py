@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
 from nanovllm.outputs import RequestOutput
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.server.request_facts import RequestFacts
-
-try:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import SpanKind, StatusCode
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError as error:
-    raise RuntimeError(f"otlp_traces_endpoint needs {error.name}: pip install 'nanovllm[otel]'.") from error
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # default: "chat"
 # Sampling parameters -> attributes.

@@ -112,8 +112,6 @@ def peak_memory() -> dict[str, float]:
 
 def environment() -> dict[str, Any]:
     """Return package versions and hardware of this process."""
-    import psutil
-
     versions = {"python": platform.python_version(), "nanovllm": __version__}
     for package in PACKAGES:
         try:
@@ -128,7 +126,7 @@ def environment() -> dict[str, Any]:
         "processor": " ".join(processor) or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads() if torch else None,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
     }
 

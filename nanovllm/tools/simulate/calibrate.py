@@ -18,7 +18,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 import transformers
 from torch import nn
@@ -290,7 +289,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
     hardware: dict[str, Any] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
     if device == "cuda":
         hardware["gpu"] = torch.cuda.get_device_name(runner.device)
