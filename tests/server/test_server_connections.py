@@ -192,6 +192,7 @@ SMUGGLED = {
     "two lengths": HEAD + b"Content-Length: 0\r\nContent-Length: 44\r\n\r\n",
     "two lengths in one": HEAD + b"Content-Length: 0, 44\r\n\r\n",
     "a length with a sign": HEAD + b"Content-Length: +5\r\n\r\naaaaa",
+    "chunks in HTTP/1.0": (CODED + b"chunked\r\nConnection: keep-alive\r\n\r\n0\r\n\r\n").replace(b"/1.1", b"/1.0"),
     "an unknown coding": CODED + b"xchunked\r\n\r\n0\r\n\r\n",
     "chunks within another coding": CODED + b"chunked, identity\r\n\r\n0\r\n\r\n",
     "line feeds alone": (CODED + b"chunked\r\n\r\n0\r\n\r\n").replace(b"\r\n", b"\n"),
@@ -202,7 +203,7 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("request_bytes", SMUGGLED.values(), ids=SMUGGLED)
-def test_no_request_behind_a_length_of_two_readings_is_answered(request_bytes):
+def test_no_request_behind_a_length_of_two_readings_is_answered(parser, request_bytes):
     with serving(HASTY) as running, connected(running) as connection:
         connection.sendall(request_bytes + HIDDEN)
         received = answer(connection)
