@@ -229,6 +229,17 @@ class Successors:
         return [(last + 1 + number + off) % self._vocab_size for number, off in enumerate(wrong)]
 
 
+class Always(DraftLengths):
+    """So many drafts of each sequence in every step, whatever they cost."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, overlap=False)
+        self._number = most
+
+    def limit(self, num_running: int) -> int:
+        return self._number
+
+
 def counting_model(shape: str) -> Any:
     """Return a random model that draws t + 1 after t: hidden states are close to the last token's embedding."""
     model = random_model(shape)
@@ -258,12 +269,12 @@ def count_on(llm: LLM, speculation: Proposer, options: argparse.Namespace, count
 
 
 def speculations(llm: LLM, drafter: Successors) -> dict[str, Proposer]:
-    """Return what drafts in each way, all with the engine's learned costs but `always`."""
+    """Return what drafts in each way, all within the engine's lengths but `always`."""
     scheduler = llm._engine.scheduler
     made: dict[str, Proposer] = {"without": NoProposer(), "drafts": scheduler.proposer}
     for way in WAYS[2:]:
         source = {"nothing": Nothing(), "suffix": SuffixDrafter(SUFFIX_BYTES)}.get(way, drafter)
-        lengths = DraftLengths(None, int(way[-1])) if way.startswith("always") else scheduler.proposer.lengths
+        lengths = Always(int(way[-1])) if way.startswith("always") else scheduler.proposer.lengths
         parts = scheduler.config, scheduler.block_manager, source, lengths
         vocab_size = llm._engine.model_runner.binding.vocab_size
         made[way] = Speculation(*parts, vocab_size=vocab_size, source=way)

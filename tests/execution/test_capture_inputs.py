@@ -27,7 +27,7 @@ from nanovllm.features.costs.buckets import HeadShape
 from nanovllm.features.grammar import mask_threads
 from nanovllm.features.logprobs import logprobs
 from nanovllm.features.penalties.penalties import LatestTokens
-from nanovllm.features.speculation import costs
+from nanovllm.features.speculation import lengths
 from nanovllm.features.token_masks import keep_bits
 from nanovllm.model_runner import PendingTokens
 from nanovllm.sampler import FILTERS, DrawTensors
@@ -167,7 +167,7 @@ def kernels(monkeypatch) -> Kernels:
     threads = mask_threads.MaskThreads
     monkeypatch.setattr(mask_threads, "MaskThreads", lambda: threads(2))
     monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
-    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # measured by steps that list one block many times
+    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
     monkeypatch.setattr(logprobs, "to_host", lambda tensor: tensor.clone())
     monkeypatch.setattr(PendingTokens, "send", classmethod(send_copies))
     empty = torch.empty

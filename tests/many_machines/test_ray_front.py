@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError
 from nanovllm import SamplingParams
 from nanovllm.errors import ModelLoadError
 from nanovllm.features.prompt_hashes import num_leading_hits
-from nanovllm.features.speculation import costs
+from nanovllm.features.speculation import lengths
 from nanovllm.features.speculation.speculation import SpeculationCounts
 from nanovllm.outputs import RequestMetrics
 from nanovllm.ray.front import Front
@@ -262,7 +262,7 @@ def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_mid
 
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
     monkeypatch.setattr(SpeculationCounts, "add", counted)
-    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)  # steps are free, so every draft is verified
+    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
     drafts = {"speculation": source} | ({"draft_model": folder} if source == "draft" else {})
     found, handle = answers(folder, list(REQUESTS.values()), kills, **drafts)
     assert handle.num_deaths == 1 and sum(accepted) >= least

@@ -20,7 +20,7 @@ import pytest
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
 from nanovllm.errors import EngineClosedError, EngineDeadError
 from nanovllm.features.engine_stats import CacheGroupStats
-from nanovllm.features.speculation import costs
+from nanovllm.features.speculation import lengths
 from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.serving.server.live import live_feed
 from nanovllm.serving.server.live.engine_snapshot import (
@@ -136,7 +136,7 @@ async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(mo
 
 @bounded
 async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_tokens(monkeypatch):
-    monkeypatch.setattr(costs, "draft_costs", lambda *_: None)
+    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
     steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
     params = SamplingParams(temperature=0.0, max_tokens=30)
     options = OPTIONS | {"speculation": "suffix"}

@@ -180,7 +180,8 @@ def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
     answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), wanted, strict=True)}
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
     for change in ("right", "mostly right"):
-        with open_llm(model(family), speculation=KnownAnswers(answers, CHANGES[change])) as llm:
+        drafter = KnownAnswers(answers, CHANGES[change])
+        with open_llm(model(family), speculation=drafter, max_num_seqs=256) as llm:  # rows for all drafts
             assert [output.outputs[0].token_ids for output in generate(llm, prompts(), params)] == wanted
             counts = llm._engine.scheduler.proposer.counts
             assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")

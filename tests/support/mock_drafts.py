@@ -15,7 +15,11 @@ from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix
 
 def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) -> Scheduler:
     scheduler.proposer = Speculation(
-        scheduler.config, scheduler.block_manager, drafter, DraftLengths(None, max_drafts), vocab_size=VOCAB_SIZE
+        scheduler.config,
+        scheduler.block_manager,
+        drafter,
+        DraftLengths(max_drafts, overlap=False),
+        vocab_size=VOCAB_SIZE,
     )
     return scheduler
 

@@ -1,7 +1,6 @@
 """Speculative decoding: drafts of coming tokens, verified by the model in one step; outputs stay the same."""
 
 NEEDS = (
-    "features.costs",
     "features.engine_config",
     "features.engine_stats",
     "features.groups",

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nanovllm.batch import ScheduledBatch
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.groups.state_kinds import traits_within
 from nanovllm.features.headless import is_headless
-from nanovllm.features.speculation import costs
 from nanovllm.features.speculation.drafter import Drafter
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
@@ -27,11 +24,8 @@ SUFFIX_BYTES = 64 << 20
 class Target(Protocol):
     """The model that verifies drafts; see `ModelRunner`."""
 
-    binding: ModelBinding
     config: EngineConfig
-    pools: CachePools
 
-    def execute(self, batch: ScheduledBatch) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -49,11 +43,7 @@ def add_drafts(
 
     Closes the target if it raises.
     """
-    config, limits, clock = target.config, input_processor.limits, input_processor.clock
-
-    def execute(batch: ScheduledBatch) -> object:
-        return target.execute(batch).result()
-
+    config, limits = target.config, input_processor.limits
     try:
         if not limits.has_head:
             raise ValueError(
@@ -61,21 +51,18 @@ def add_drafts(
                 "generates nothing. Leave speculation out."
             )
         drafter = draft_model(config, input_processor)
-        learned = costs.draft_costs(config, target.binding, target.pools, execute, clock)
-        if learned is not None:
-            observers.append(learned)
+        lengths = DraftLengths(config.num_speculative_tokens, overlap=config.overlap)
         source: Any = config.speculation
-        has_states = bool(target.binding.mixers)  # their rows run as chunks, outside of the graphs of decodes
-        row_sizes = None if learned is None or has_states else learned.row_sizes
         scheduler.proposer = proposer = Speculation(
             config,
             scheduler.block_manager,
             drafter or (SuffixDrafter(SUFFIX_BYTES) if source == SUFFIX else source),
-            DraftLengths(learned, config.num_speculative_tokens, row_sizes=row_sizes, are_repeated=has_states),
+            lengths,
             vocab_size=min(limits.vocab_size, limits.num_logits),
             source=source if isinstance(source, str) else type(source).__name__,
         )
         observers.append(proposer)
+        observers.append(lengths)
     except BaseException:
         target.close()  # and the processes of other ranks
         raise

@@ -49,8 +49,6 @@ class ModelDrafter:
         runner: of the small model.
     """
 
-    plans_lengths = True  # each draft costs a step of the small model, so their number is chosen before
-
     def __init__(
         self,
         config: EngineConfig,

@@ -13,7 +13,7 @@ draw the same token; the first draw that differs is still right. So tokens depen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -27,7 +27,7 @@ from nanovllm.features.engine_stats import SpeculationStats
 from nanovllm.features.speculation.drafter import Drafter, DraftRequest
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.speculation.kept_states import KeptStates
-from nanovllm.features.speculation.lengths import Acceptance, DraftLengths
+from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.suffix import SuffixDrafter
 from nanovllm.observability.step_records import Observer
 from nanovllm.sequence import Sequence
@@ -66,14 +66,12 @@ class DraftState:
     is_off: it goes on without drafts.
     next_try: with so many known tokens it waits for its tokens in flight, to be drafted after them.
     pause: tokens until the next try after a failed one; doubles up to MAX_PAUSE.
-    acceptance: of its drafts so far.
     source: of the drafts in flight.
     """
 
     is_off: bool = False
     next_try: int = 0
     pause: int = 1
-    acceptance: Acceptance = field(default_factory=Acceptance)
     source: str = ""
 
     def note(self, num_tokens: int, num_accepted: int) -> None:
@@ -88,7 +86,7 @@ class Speculation(Observer):
     Invariant: a sequence with drafts has no other step in flight, so each draw of its entry follows known tokens.
 
     Args:
-        lengths: chooses how many drafts are verified.
+        lengths: bounds how many drafts are verified.
         vocab_size: token ids of drafts are below it.
         source: the drafter's name in the statistics.
     """
@@ -106,8 +104,7 @@ class Speculation(Observer):
         self.counts = SpeculationCounts()
         self.drafter, self.lengths = drafter, lengths
         self._source = source
-        self._plans_lengths: bool = getattr(drafter, "plans_lengths", False)  # before it drafts
-        self._is_worth = True  # whether drafts may pay in a step like the last one
+        self._may_draft = True  # in a step like the last one
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
         self._suffixes = drafter if isinstance(drafter, SuffixDrafter) else None
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
@@ -118,11 +115,11 @@ class Speculation(Observer):
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
         # All wait, prompts too: two steps of a part of the decodes each read the weights, and a step of prompts alone
         # has no goal, though decodes wait for its end.
-        if self._suffixes is not None and self._is_worth:
+        if self._suffixes is not None and self._may_draft:
             self._suffixes.begin_step()
         if any(batch.drafts for batch in in_flight):
             return True
-        return self._is_worth and bool(in_flight) and any(map(self._waits, running))
+        return self._may_draft and bool(in_flight) and any(map(self._waits, running))
 
     def _waits(self, sequence: Sequence) -> bool:
         """Whether a sequence has tokens in flight, and may be drafted once they are known."""
@@ -130,7 +127,7 @@ class Speculation(Observer):
         num_known = sequence.num_known_tokens
         if num_known == len(sequence.token_ids):
             return False
-        if state is not None and (state.is_off or (num_known < state.next_try and not self.lengths.is_trial)):
+        if state is not None and (state.is_off or (num_known < state.next_try)):
             return False
         if num_known + 1 >= sequence.max_num_tokens or sequence.params.logits_processors:
             return False
@@ -143,41 +140,30 @@ class Speculation(Observer):
         entries = step.entries
         # Each row takes memory for its logits, so there are at most max_num_seqs of them.
         room = min(step.budget, self._max_num_seqs - len(entries) - len(step.chunks))
-        self._is_worth = room > 0 and self.lengths.may_pay(entries)
-        if not self._is_worth:
+        limit = self.lengths.limit(len(entries))
+        self._may_draft = limit > 0 and room > 0
+        requests = self._requests(entries, limit, room) if self._may_draft else []
+        self.lengths.asks = bool(requests)
+        if not requests:
             return NO_DRAFTS
-        requests = list(self._requests(entries))
-        if self._plans_lengths:
-            counts = self.lengths.choose(
-                entries, [(r.sequence.drafting.acceptance, r.max_tokens) for r in requests], room
-            )
-            requests = [DraftRequest(r.sequence, n) for r, n in zip(requests, counts, strict=True)]
-        found = []
-        for request, proposed in zip(requests, self._proposed(requests), strict=True):
-            if token_ids := self._usable(request, proposed):
-                found.append((request.sequence, token_ids))
-            else:
-                request.sequence.drafting.note(request.num_tokens, 0)
-        counts = [len(token_ids) for _, token_ids in found]
-        if found and not self._plans_lengths:
-            proposals = [(sequence.drafting.acceptance, len(token_ids)) for sequence, token_ids in found]
-            counts = self.lengths.choose(entries, proposals, room)
         drafts = Drafts() if self._states is None else self._states.drafts()
-        for (sequence, token_ids), count in zip(found, counts, strict=True):
-            count = self._allocate(sequence, count)
+        for request, proposed in zip(requests, self._proposed(requests), strict=True):
+            sequence = request.sequence
+            token_ids = self._usable(request, proposed)
+            count = self._allocate(sequence, len(token_ids))
             if count and drafts.keep(sequence):
                 drafts[sequence] = token_ids[:count]
             else:
-                sequence.drafting.note(len(sequence.token_ids), 0)
-        if requests:
-            self._is_worth = self.lengths.note_step(len(requests), len(entries), has_drafts=bool(drafts))
+                sequence.drafting.note(request.num_tokens, 0)
         if drafts:
             self._extend(entries, drafts)
             step.num_more_samples = sum(map(len, drafts.values()))
             step.budget -= step.num_more_samples
         return drafts
 
-    def _requests(self, entries: Iterable[ScheduledSequence]) -> Iterator[DraftRequest]:
+    def _requests(self, entries: Iterable[ScheduledSequence], limit: int, room: int) -> list[DraftRequest]:
+        """Requests that may have drafts, with equal parts of the room, at most `limit` each; the oldest if it lacks."""
+        found = []
         for sequence, start, *_ in entries:
             num_known = len(sequence.token_ids)
             if num_known != start + 1 or sequence.params.logits_processors:  # functions may count their calls
@@ -186,17 +172,17 @@ class Speculation(Observer):
                 continue
             if sequence.drafting is None:
                 sequence.drafting = DraftState()
-            count = min(self.lengths.max_drafts, sequence.max_num_tokens - num_known - 1)
+            count = min(limit, sequence.max_num_tokens - num_known - 1)
             if self._states is not None:
                 count = min(count, self._states.num_left(num_known))
             if count > 0 and not sequence.drafting.is_off:
-                yield DraftRequest(sequence, count)
+                found.append((sequence, count))
+        part = max(1, room // max(1, len(found)))
+        return [DraftRequest(sequence, min(count, part)) for sequence, count in found[:room]]
 
     def _proposed(self, requests: list[DraftRequest]) -> list[SequenceABC[int]]:
         """The drafter's answers; empty ones if it fails, which is logged once."""
         nothing: list[SequenceABC[int]] = [()] * len(requests)
-        if not requests:
-            return nothing
         try:
             proposed = list(self.drafter.propose(requests))
             if len(proposed) != len(requests):
@@ -295,7 +281,6 @@ class Speculation(Observer):
         num_accepted = sum(takewhile(bool, map(eq, drafts, drawn))) if is_finite else 0
         state: DraftState = sequence.drafting
         self.counts.add(state.source, len(drafts), num_accepted)
-        self.lengths.note(state.acceptance, len(drafts), num_accepted)
         state.note(len(sequence.token_ids) + num_accepted + 1, num_accepted)
         kept = drawn[: num_accepted + 1] if is_finite else []
         num_cut = len(drawn) - len(kept)

@@ -7,11 +7,11 @@ from itertools import islice
 from random import Random
 
 from nanovllm.batch import ScheduledBatch
-from nanovllm.features.costs.cost_model import CostModel
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.speculation.drafter import DraftRequest
-from nanovllm.features.speculation.lengths import DraftCosts, DraftLengths
+from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
+from nanovllm.observability.step_records import StepObservers
 from nanovllm.scheduler import Scheduler
 
 ANY_TOKEN = 2**31
@@ -29,18 +29,18 @@ class SimulatedDrafts:
         self,
         scheduler: Scheduler,
         config: EngineConfig,
-        cost_model: CostModel,
+        observers: StepObservers,
         acceptance: float,
         draw_token: Iterator[int],
     ) -> None:
         self._acceptance, self._draw_token, self._choice = acceptance, draw_token, Random(0)
-        drafted, plain = (cost_model.step_cost(overlap=overlap) for overlap in (False, config.overlap))
-        costs = DraftCosts(config, cost=drafted, plain=plain)
+        lengths = DraftLengths(config.num_speculative_tokens, overlap=config.overlap)
+        observers.append(lengths)
         scheduler.proposer = Speculation(
             config,
             scheduler.block_manager,
             self,
-            DraftLengths(costs, config.num_speculative_tokens, row_sizes=costs.row_sizes),
+            lengths,
             vocab_size=ANY_TOKEN,
             source=str(config.speculation),
         )

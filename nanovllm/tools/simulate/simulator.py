@@ -100,7 +100,9 @@ def simulate(
         from nanovllm.tools.simulate.simulated_drafts import SimulatedDrafts
 
         for replica in replicas:
-            replica.drafts = SimulatedDrafts(replica.scheduler, config, cost_model, workload.draft_acceptance, drawn)
+            replica.drafts = SimulatedDrafts(
+                replica.scheduler, config, replica.observers, workload.draft_acceptance, drawn
+            )
     run = _Run(workload.requests, replicas, route or round_robin(), cost_model.front_delay)
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]
