@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
@@ -117,15 +117,15 @@ class LLM:
         requests = process(prompts, sampling_params, request_ids=self._request_ids, **options)
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        with bar, self._long_call(requests, bar) as after_step, self._interrupts() as interrupts:
-            for output in self._run(requests, interrupts, after_step=after_step):
+        with bar, self._interrupts() as interrupts:
+            for output in self._run(requests, interrupts, after_step=self._after_step(bar)):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
 
-    def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Any:
-        """Around the steps of `generate`; gives a function to call after each."""
-        return nullcontext()
+    def _after_step(self, bar: tqdm) -> Callable[[], None] | None:
+        """Function that `generate` calls after each step."""
+        return None
 
     def stream(
         self,

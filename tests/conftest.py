@@ -140,13 +140,10 @@ def threads_stay():
 
 @pytest.fixture(autouse=True)
 def interpreter_is_as_before():
-    """A server that ran in this process has frozen what was loaded, and shortened the turns of threads."""
+    """Engines and a server in this process have frozen what was loaded, and a server shortened the turns of threads."""
     yield
     sys.setswitchinterval(SWITCH_SECONDS)
-    module = sys.modules.get("nanovllm.fast.host.gc_control")
-    if module is not None and module.OldObjectsFrozen._is_for_good:
-        module.OldObjectsFrozen._is_for_good = False
-        gc.unfreeze()
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -113,9 +113,7 @@ def show_phases(tree: Path, model: list[str]) -> None:
 
     from nanovllm.cli.main import main
     from nanovllm.fast.host.gc_control import collector_paused
-    from nanovllm.fast.host.import_index import keep_import_index
 
-    keep_import_index()
     with collector_paused():
         for name in IMPORTS:
             timed(f"import {name}", importlib.import_module)(name)

@@ -28,7 +28,6 @@ from random_models import NoText, checkpoint
 from nanovllm.build import build_engine
 from nanovllm.engine import Engine
 from nanovllm.fast.host.first_touch import take_memory
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.sampling_params import SamplingParams
@@ -121,20 +120,19 @@ def run_for_real(engine: Engine, workload: Workload, clock: Clock) -> dict[str, 
         for request in workload.requests
     ]
     start = clock()
-    with OldObjectsFrozen():
-        while due or engine.has_unfinished:
-            now = clock() - start
-            while due and due[0][0] <= now:
-                _, number = heapq.heappop(due)
-                engine.add(
-                    engine.input_processor.process_one(
-                        str(number), workload.requests[number].prompt_token_ids, params[number]
-                    )
+    while due or engine.has_unfinished:
+        now = clock() - start
+        while due and due[0][0] <= now:
+            _, number = heapq.heappop(due)
+            engine.add(
+                engine.input_processor.process_one(
+                    str(number), workload.requests[number].prompt_token_ids, params[number]
                 )
-            if engine.has_unfinished:
-                engine.step()
-            elif due:
-                clock.sleep(due[0][0] - now)
+            )
+        if engine.has_unfinished:
+            engine.step()
+        elif due:
+            clock.sleep(due[0][0] - now)
     metrics: dict[int, RequestMetrics] = {}
     for output in engine.outputs:
         if output.error:

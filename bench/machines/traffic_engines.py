@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from bench.machines.step_counts import StepWatch, decode_seconds
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.tools.bench.replay import Finished, Replay
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -235,7 +234,6 @@ async def play(engine: Streaming, workload: Workload, params: list[Params]) -> R
             engine.watch.num_unfinished -= 1
         return Finished(number, times)
 
-    with OldObjectsFrozen():
-        finished = await asyncio.gather(*map(client, range(len(workload.requests))))
+    finished = await asyncio.gather(*map(client, range(len(workload.requests))))
     arrivals = [start + request.arrival for request in workload.requests]
     return Replay(time.monotonic() - start, arrivals, finished)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import importlib.metadata
 import json
 import os
@@ -200,6 +201,7 @@ def poisson_part(job: Job, emit: Emit) -> None:
 async def _poisson(job: Job, emit: Emit) -> None:
     workload = job.sizes.traffic()
     engine = job.open_streaming(longest_of(workload))
+    gc.freeze()  # no engine's time has collections of what was loaded
     first = Workload("first", [TimedRequest(0.0, workload.requests[0].prompt_token_ids, 8)])
     await play(engine, first, params_of(first))
     names, taken = ["start-up and one request"], [engine.watch.take()]

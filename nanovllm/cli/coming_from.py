@@ -115,7 +115,7 @@ LLAMA_SERVER = """\
 | `--draft`, `--draft-max`, `--draft-n` | `--num-speculative-tokens` | |
 | `-ts`, `--tensor-split` | `--tensor-parallel-size` | equal parts |
 | `-cb`, `--cont-batching`, `-kvu`, `--warmup`, `--no-warmup`, `--mlock`, `--mmap`, `--no-mmap`, `--cache-reuse`, `-dt`, `--defrag-thold` | not needed | sequences always share the batch and the cache |
-| `--numa`, `--prio`, `--threads-http` | not needed | placed by itself |
+| `--numa`, `--prio`, `--threads-http` | | `numactl`, `nice` |
 | `--slot-save-path` | `--prefix-cache-dir` | prefixes in files, found by content |
 | `--api-prefix` | `--root-path` | |
 | `--ssl-key-file`, `--ssl-cert-file` | `--ssl-keyfile`, `--ssl-certfile` | |

@@ -14,7 +14,6 @@ from typing import TextIO
 from nanovllm import __version__
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.suggestions import SuggestingParser
-from nanovllm.fast.host.import_index import keep_import_index
 
 # Module of each command, imported when the command is given; the list of commands imports all.
 COMMANDS = {
@@ -49,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)
-    keep_import_index()
     try:
         return int(options.run(options))
     except BrokenPipeError:  # the reader of standard output has closed it, as `head` does

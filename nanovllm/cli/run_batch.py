@@ -16,7 +16,6 @@ from tqdm import tqdm
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.standard_input import read_standard_input
-from nanovllm.fast.host.numa import place_engine
 from nanovllm.features.option_checks import utf8
 from nanovllm.serving.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
 from nanovllm.serving.server.preparing import check_packages
@@ -80,7 +79,6 @@ def _answer(
     requests: Sequence[BatchRequest], files: Sequence[TextIO], options: argparse.Namespace, engine_given: dict[str, Any]
 ) -> int:
     """Answer the requests; responses go to the first file, failed ones to the last."""
-    place_engine(engine_given)
     from nanovllm.serving.async_llm import AsyncLLM  # imports torch
     from nanovllm.serving.server.batch import BatchAnswer, batch_settings, run_batch
 

@@ -12,7 +12,6 @@ from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.fast.host.gc_control import collector_paused
-from nanovllm.fast.host.numa import place_engine
 from nanovllm.features.option_checks import utf8
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.structured_output import KINDS, StructuredOutput
@@ -96,7 +95,6 @@ def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> L
     """Load the model with the engine options that were set."""
     given = engine_options(options)
     check_start(options, given)
-    place_engine(given)
     with collector_paused():
         from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
 

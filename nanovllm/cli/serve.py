@@ -23,7 +23,6 @@ from nanovllm.cli.servers import registered
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.config import fields_by_flag
-from nanovllm.fast.host.numa import place_engine
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.option_checks import utf8
 from nanovllm.serving.server.preparing import check_packages, prepared
@@ -66,7 +65,6 @@ def _serve(options: argparse.Namespace) -> int:
     settings = _settings(options)
     check_start(options, engine_given)
     with prepared(settings) as listeners, registered(options.model, settings, listeners):
-        place_engine(engine_given)
         from nanovllm.serving.server.app import serve  # imports torch
 
         level = settings.log_level.upper()

@@ -13,7 +13,6 @@ from typing import Any
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
-from nanovllm.fast.host.numa import place_engine
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
@@ -96,7 +95,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     given = engine_options(options)
     check_output("--output", options.output)
     check_start(options, given)
-    place_engine(given)  # same placement as the measured engine's
     from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
 
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.intake.intake import Intake
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
 from nanovllm.outputs import RequestMetrics, RequestOutput
@@ -88,7 +87,6 @@ class Replica:
         self._input_processor = engine.input_processor
         # Apart from the loop's own threads, so that a plain request never waits for forms.
         self._forms = Intake()
-        OldObjectsFrozen.freeze_for_good()
 
     async def describe(self, model: str, tokenizer: str | None, engine_options: dict[str, Any]) -> bytes | None:
         """Encode a `Ready`; None if the replica has another setup, during an update of the application."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 import nanovllm.llm
 from nanovllm.fast.gpu.early_start import begin_gpu
-from nanovllm.fast.host.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.fast.host.gc_control import collector_paused
 from nanovllm.features.beams.beam_search import BeamSearching
 from nanovllm.features.chat.chatting import Chatting
 from nanovllm.features.engine_config import EngineConfig
@@ -29,7 +28,6 @@ from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests import Prompt
-from nanovllm.sequence import NewRequest
 from nanovllm.serving.streaming.engines import EngineInterface
 from nanovllm.serving.streaming.idle_thread import take_memory_when_idle
 
@@ -150,8 +148,5 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         """The resolved options."""
         return self._open_engine().config
 
-    @contextmanager
-    def _long_call(self, requests: Sequence[NewRequest], bar: tqdm) -> Iterator[Callable[[], None] | None]:
-        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
-        with OldObjectsFrozen(keeps_results=reports):
-            yield None if bar.disable else rate_display(bar, self._open_engine().num_output_tokens)
+    def _after_step(self, bar: tqdm) -> Callable[[], None] | None:
+        return None if bar.disable else rate_display(bar, self._open_engine().num_output_tokens)

@@ -18,7 +18,6 @@ import torch
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.build import build_engine
 from nanovllm.errors import ForkedChildError
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.trace_writer import TraceWriter
 from tests.support.tiny_models import tiny_model
 
@@ -206,18 +205,6 @@ def test_a_trace_that_a_child_closes_goes_on_in_the_parent(tmp_path):
         written = (tmp_path / "trace.json").read_bytes()
         assert not written.endswith(b"]\n")
     assert (tmp_path / "trace.json").read_bytes().startswith(written)
-
-
-def test_a_heap_that_another_thread_froze_thaws_in_a_child():
-    with OldObjectsFrozen(), held_elsewhere(OldObjectsFrozen._lock):
-
-        def call() -> None:
-            assert gc.get_freeze_count() < OldObjectsFrozen.OF_PYTHON
-            with OldObjectsFrozen():
-                assert gc.get_freeze_count() > OldObjectsFrozen.OF_PYTHON
-            assert gc.get_freeze_count() < OldObjectsFrozen.OF_PYTHON
-
-        in_child(call)
 
 
 def tokens_of(seed: dict[str, int]) -> bytes:

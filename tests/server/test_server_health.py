@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.step_records import OnStep
 from nanovllm.serving.server import app
 from nanovllm.serving.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
@@ -62,7 +61,6 @@ def test_no_collection_goes_through_what_a_server_has_loaded_and_its_threads_tak
 
     save_tiny(tmp_path)
     monkeypatch.setattr(app, "build_server", Unserved)
-    monkeypatch.setattr(OldObjectsFrozen, "_is_for_good", False)
     before = sys.getswitchinterval()
     try:
         assert app.serve(str(tmp_path), None, ServerSettings(port=0), dict(OPTIONS), []) == 0

@@ -463,12 +463,3 @@ def test_commands_say_what_is_missing(run, tmp_path):
     refused(run("simulate", "--calibration", str(tmp_path / "none.json")), "none.json")
     refused(run("calibrate"), "--output")
     refused(run("calibrate", "--output", str(tmp_path / "no folder" / "x.json")), "does not exist. Create it first")
-
-
-def test_what_stands_for_the_commands_engine_is_placed_as_it_is(run, monkeypatch, tmp_path):
-    def place(options):
-        raise ValueError(f"placed {options}")
-
-    monkeypatch.setattr("nanovllm.cli.simulate.place_engine", place)
-    output = str(tmp_path / "x.json")
-    refused(run("calibrate", "--output", output, "--device", "cpu"), "placed {'device': 'cpu'}")

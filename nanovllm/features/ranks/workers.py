@@ -38,8 +38,6 @@ from nanovllm.features.speculation_options import SUFFIX
 
 ENTRY = """
 import sys
-from nanovllm.fast.host.import_index import keep_import_index
-keep_import_index()
 from nanovllm.build import run_worker
 run_worker(int(sys.argv[1]), int(sys.argv[2]))
 """

@@ -19,7 +19,6 @@ from typing import Any
 from nanovllm.batch import ScheduledBatch
 from nanovllm.engine import Engine
 from nanovllm.errors import EngineClosedError
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.intake.intake import Intake as ClientTurns
 from nanovllm.features.intake.preparation import prepare_ahead
 from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents
@@ -227,7 +226,6 @@ def main(descriptor: int, front: int) -> None:
         sends_records=start.sends_records,
         sends_block_events=start.sends_block_events,
     )
-    OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))
     # The front has test-compiled each form.

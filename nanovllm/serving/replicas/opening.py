@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.errors import EngineDeadError
-from nanovllm.fast.host.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.features.composition.input_processor import build_input_processor
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.refusals import REPLICAS, refuse
@@ -36,6 +37,7 @@ logger = logging.getLogger("nanovllm")
 DEFAULT_ROUTING = "prefix-aware"
 # Seconds between checks of an idle pool: maximum delay before a dead replica is restarted.
 LOOK_SECONDS = 0.5
+CPUS = Path("/sys/devices/system/cpu")
 
 
 def open_pool(
@@ -111,7 +113,7 @@ def _check_model(source: str, config: EngineConfig) -> None:
 
 
 def split_host(config: EngineConfig, *, gpus_each: int = 1) -> list[ReplicaResources]:
-    """Assign GPUs, or cores (of one NUMA node if possible), to each replica; raises ValueError if there are too few."""
+    """Assign GPUs, or cores in order of NUMA nodes, to each replica; raises ValueError if there are too few."""
     count, cores = config.data_parallel_size, sorted(os.sched_getaffinity(0))
     if config.device.startswith("cuda:"):
         refuse("a GPU by its number as device", REPLICAS)
@@ -138,12 +140,29 @@ def split_host(config: EngineConfig, *, gpus_each: int = 1) -> list[ReplicaResou
             f"data_parallel_size is {count}, and there are {len(cores)} cores for one replica each at least. Set it to "
             f"at most {len(cores)}."
         )
-    shares = split_cores(cores, count, read_nodes())
+    cores.sort(key=_node)
+    shares = [cores[index * len(cores) // count : (index + 1) * len(cores) // count] for index in range(count)]
     limit = openmp_threads(os.environ) or len(cores)
     return [
         ReplicaResources(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})
         for share in shares
     ]
+
+
+def _node(core: int) -> int:
+    """The core's NUMA node, so that shares in this order lie on few nodes; 0 where the system does not tell."""
+    return next((int(folder.name[4:]) for folder in (CPUS / f"cpu{core}").glob("node[0-9]*")), 0)
+
+
+def openmp_threads(environment: Mapping[str, str]) -> int | None:
+    """Number of threads in OMP_NUM_THREADS; None if it is unset or invalid, which OpenMP ignores with a warning.
+
+    The first number of a list such as "4,2" counts; further ones apply to nested parallel regions.
+    """
+    numbers = [number.strip(" \t\n\r\f\v") for number in environment.get("OMP_NUM_THREADS", "").split(",")]
+    if not all(re.fullmatch(r"\+?[0-9]+", number) and int(number) > 0 for number in numbers):
+        return None
+    return int(numbers[0])
 
 
 def _setup(

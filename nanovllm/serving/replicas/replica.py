@@ -90,8 +90,6 @@ class Replica(ReplicaQueue):
         program = (
             f"import os, sys; os.sched_setaffinity(0, {set(resources.cores)}); sys.path[:] = {paths}\n"
             "from nanovllm.fast.host.gc_control import collector_paused\n"
-            "from nanovllm.fast.host.import_index import keep_import_index\n"
-            "keep_import_index()\n"
             "with collector_paused():\n"
             "    from nanovllm.serving.replicas.engine_process import main\n"
             f"main({descriptor}, {os.getpid()})"

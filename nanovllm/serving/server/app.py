@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -14,7 +15,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.extras import check_extra
 from nanovllm.features.infill.infill import infill_of
 from nanovllm.models.default_model import DEFAULT_MODEL
@@ -184,7 +184,7 @@ def serve(
     try:
         server = build_server(app, engine, settings)
         sys.setswitchinterval(SWITCH_SECONDS)
-        OldObjectsFrozen.freeze_for_good()  # a collection would block the event loop for 0.3 seconds
+        gc.freeze()  # a collection would block the event loop for 0.3 seconds
         server.run(list(listeners))
     finally:
         if app.state.recorder is not None:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.engine_stats import ReplicaStatus
 from nanovllm.outputs import RequestOutput
 from nanovllm.serving.streaming.engines import EngineInterface
@@ -168,12 +167,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                with OldObjectsFrozen():
-                    while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
-                        self._answer()
-                        if self._engine.has_unfinished:
-                            self._step()
-                        self._look_for_clients()
+                while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
+                    self._answer()
+                    if self._engine.has_unfinished:
+                        self._step()
+                    self._look_for_clients()
             self._answer()
             self._abort([*self._engine.requests])  # clients of a closed engine still wait
         except BaseException as error:

@@ -31,9 +31,6 @@ class NanoVLLM:
         sampling: dict[str, Any] | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        from nanovllm.fast.host.numa import place_engine
-
-        place_engine(options)
         from nanovllm.build import build_engine
         from nanovllm.fast.host.first_touch import take_memory
         from nanovllm.features.refusals import check_one_process

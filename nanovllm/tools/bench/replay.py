@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
@@ -83,21 +82,20 @@ def replay(
     heapq.heapify(due)
     arrivals: dict[int, float] = {}
     finished: dict[int, Finished] = {}
-    with OldObjectsFrozen():
-        while len(finished) < len(requests):
-            now = clock()
-            while due and due[0][0] <= now:
-                arrival, number = heapq.heappop(due)
-                arrivals[number] = arrival
-                engine.add(number, requests[number])
-            if len(arrivals) == len(finished):
-                sleep(due[0][0] - now)
-                continue
-            for ended in engine.step():
-                finished[ended.number] = ended
-                for follower in followers[ended.number]:
-                    heapq.heappush(due, (ended.token_times[-1] + requests[follower].arrival, follower))
-        seconds = clock() - start
+    while len(finished) < len(requests):
+        now = clock()
+        while due and due[0][0] <= now:
+            arrival, number = heapq.heappop(due)
+            arrivals[number] = arrival
+            engine.add(number, requests[number])
+        if len(arrivals) == len(finished):
+            sleep(due[0][0] - now)
+            continue
+        for ended in engine.step():
+            finished[ended.number] = ended
+            for follower in followers[ended.number]:
+                heapq.heappush(due, (ended.token_times[-1] + requests[follower].arrival, follower))
+    seconds = clock() - start
     numbers = range(len(requests))
     return Replay(seconds, [arrivals[number] for number in numbers], [finished[number] for number in numbers])
 

@@ -28,7 +28,6 @@ from nanovllm.build import build_engine
 from nanovllm.defaults import LoadedModel
 from nanovllm.engine import Engine
 from nanovllm.fast.host.first_touch import take_memory
-from nanovllm.fast.host.gc_control import OldObjectsFrozen
 from nanovllm.features.costs.buckets import RowSizes
 from nanovllm.features.costs.cost_model import CostModel, StepWork
 from nanovllm.features.engine_config import EngineConfig
@@ -135,8 +134,7 @@ def _measure(
         samples: list[StepSample] = []
         for scenario in plan:
             log.steps.clear()
-            with OldObjectsFrozen():
-                intakes += _run(engine, scenario, seed=number)
+            intakes += _run(engine, scenario, seed=number)
             records = [record for record, _ in log.steps]
             samples += _samples(records, _works(engine, log), launch_blocks=_launch_blocks(engine))
         rounds.append(samples)
@@ -153,8 +151,7 @@ def _measure_head_start(engine: Engine, log: _StepLog, plan: list[Scenario], sam
             if any(group.num_output_tokens <= NUM_DECODES for group in scenario):
                 continue
             log.steps.clear()
-            with OldObjectsFrozen():
-                _run(engine, scenario, seed=0)
+            _run(engine, scenario, seed=0)
             found += head_starts([record for record, _ in log.steps], _works(engine, log), device_times)
     finally:
         engine.config = config
