@@ -1,4 +1,4 @@
-"""Which waiting requests start in a step, and how long chunks of prompts are; pure Python, counts only."""
+"""Decides which waiting requests start in a step, and how long chunks of prompts are; pure Python, counts only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nanovllm.batch import NO_DRAFTS, NoDrafts, ScheduledBatch, ScheduledSequenc
 from nanovllm.config import EngineConfig
 from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
-MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
-SHORT_BLOCKS = 4  # a prompt of so many is no long one in a step that a goal cuts to less
-MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
+MAX_TIMES_PASSED = 64  # most admissions that overtake a request because its chunk rounds down to nothing
+SHORT_BLOCKS = 4  # a prompt of so many blocks is not long, however few tokens a latency goal leaves a step
+MAX_LOOK_PAST = 64  # most requests that one step skips because they cannot start
 
 
 class Queue(Protocol):
-    """Waiting sequences in the order in which they start, and which running ones give way to them.
+    """Waiting sequences in the order in which they start, and the running ones that give way to them.
 
-    `WaitingQueue` is the plain one; `features/shares` has another, which keeps the shares of clients.
+    `WaitingQueue` is the default; `features/shares` has one that keeps the shares of clients.
 
     num_clients: Number of clients with requests; 0 where clients are not counted.
-    gap: Largest difference of service between clients that wait; 0 where it is not counted.
+    gap: Largest difference of service between waiting clients; 0 where clients are not counted.
     """
 
     @property
@@ -31,7 +31,7 @@ class Queue(Protocol):
     @property
     def gap(self) -> float: ...
     @property
-    def first(self) -> Sequence: ...  # First sequence of the order; there must be one
+    def first(self) -> Sequence: ...  # next sequence to start; the queue must not be empty
 
     def join(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -40,38 +40,38 @@ class Queue(Protocol):
         """Queue a preempted sequence again."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out, which runs now or has ended."""
+        """Take out a waiting sequence, which starts or has ended."""
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended and is in no queue."""
+        """Forget a sequence that has ended; it waits no longer."""
 
     def in_order(self) -> Iterable[Sequence]:
         """All waiting sequences in the order of admission."""
 
     def startable(self) -> Iterable[Sequence]:
-        """The sequences of `in_order` that may start now; their order follows charges made while it is iterated."""
+        """The waiting sequences that may start now; the order follows charges that are made during the iteration."""
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """Order of prompts in a step that holds few chunks: the least goes first."""
+        """Sort key of prompts in a step that holds few chunks; the smallest goes first."""
 
     def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
-        """Running sequences that may be preempted for the blocks of this one, in their order."""
+        """Running sequences that this one may preempt for blocks, in the order of preemption."""
 
     def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
-        """Preempt for blocks of waiting ones; returns the running sequence that yields its slot to `first`, if any."""
+        """Preempt for waiting sequences that lack blocks; returns the running one that yields its slot to `first`."""
 
     def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
-        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
+        """Charge the client for prompt tokens placed (negative: a refund), and for recomputing `victim`."""
 
     def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
-        """Count one generated token of each advanced sequence, except these; all may have ended."""
+        """Charge one generated token for each advanced sequence except `without_token`; any may have ended."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Sequence]: ...
 
 
 class WaitingQueue:
-    """Sequences by priority, then by arrival; running ones give way to no waiting one, and nothing is counted."""
+    """Sequences by priority, then arrival. Waiting sequences preempt no running ones, and service is not counted."""
 
     num_clients = 0
     gap = 0.0
@@ -127,13 +127,13 @@ class OpenStep:
     """The step being scheduled.
 
     victim: Sequence that yields its slot to the first waiting one, if that can start.
-    num_preemptions: Count before the step; nothing starts in a step that has preempted.
-    has_time: True if the step has time for a sequence's mask.
+    num_preemptions: Preemptions counted before the step; nothing starts in a step that has preempted.
+    has_time: Function that tells whether the step has time for a sequence's mask; see `Budget`.
     entries: Decodes placed so far.
     chunks: Prompts placed so far -> (computed tokens before hits, start of the chunk).
-    total, budget: Tokens that the step may have, and those left of them.
+    total, budget: Token budget of the step, and tokens left of it.
     threshold: Most tokens of one prompt while others wait.
-    num_more_samples: Samples of its entries beyond one each.
+    num_more_samples: Tokens that its entries draw beyond one each.
     """
 
     victim: Sequence | None
@@ -151,26 +151,26 @@ Outcome = tuple[tuple[ScheduledSequence, ...], Iterable[tuple[Sequence, int]]]
 
 
 class Proposer(Protocol):
-    """Guesses at coming tokens, which a step verifies. `NoProposer` has none; `speculation` has the others."""
+    """Guesses of coming tokens, which a step verifies. By default there are none; `features/speculation` has them."""
 
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
-        """Whether no step runs ahead of those in flight, since their draws decide about guesses."""
+        """Whether scheduling waits for the steps in flight, since guesses depend on their tokens."""
 
     def place(self, step: OpenStep) -> NoDrafts:
         """Turn some decodes into entries that draw several tokens, placed last, from leftover budget and blocks."""
 
     def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
-        """The entries as far as they stay computed, and the draws that count, in order; cuts sequences back to them.
+        """(entries, cut to the rows that stay; (sequence, token) of the draws that count); also cuts the sequences.
 
         Args:
-            requeue: Callback for a sequence that is computed again, without guesses.
+            requeue: Callback that requeues a sequence to be computed again, without guesses.
         """
 
     def stats(self) -> Any: ...
 
 
 class NoProposer:
-    """Every entry draws one token at most, and all draws count."""
+    """The default: every entry draws at most one token, and all draws count."""
 
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
         return False
@@ -186,7 +186,7 @@ class NoProposer:
 
 
 class Waiting(Protocol):
-    """A queue, as far as turns ask it; see `scheduler.Queue`."""
+    """The part of a `Queue` that `Admission` uses."""
 
     @property
     def first(self) -> Sequence: ...
@@ -195,7 +195,7 @@ class Waiting(Protocol):
 
 
 class Blocks(Protocol):
-    """A block manager, as far as admission asks it; see `BlockManager`."""
+    """The part of a `BlockManager` that `Admission` uses."""
 
     block_size: int
     cuts_chunks: bool
@@ -221,9 +221,9 @@ class Admission:
     def walk(
         self, waiting: Iterable[Sequence], step: OpenStep, prefills: list[Sequence], slots: int
     ) -> Iterator[tuple[Sequence, int, Collection[int]]]:
-        """Yield (sequence, size of its first chunk, prefix hits) in order; the caller places each before the next.
+        """Yield (sequence, size of its first chunk, hit blocks) in order; the caller places each before the next.
 
-        Blocks that `prefills`, which run, still need are left to them; those of a victim are free once it yields.
+        Blocks that running `prefills` still need are reserved for them; the blocks of a victim count as free.
         """
         reserved = sum(map(self.blocks_lacking, prefills))
         partial = [left for s in prefills if (left := s.num_known_tokens - s.num_computed_tokens)]
@@ -239,7 +239,7 @@ class Admission:
             if sequence.num_in_flight_tokens:
                 continue  # It was preempted; its token in flight is read first
             if shared and sequence.shared_prompt in shared and not self.blocks.cuts_chunks:
-                slots -= 1  # a fork, once the prompt is computed
+                slots -= 1  # it forks once the prompt is computed
                 continue
             start = len(hits := self.blocks.lookup(sequence)) * self.blocks.block_size
             lacking = sequence.num_known_tokens - start
@@ -272,10 +272,10 @@ class Admission:
     def turns(
         self, step: OpenStep, prefills: list[Sequence], waiting: Waiting, started_in_step: int
     ) -> list[Sequence | None]:
-        """The order of a step's chunks: prompts in progress, and None for the waiting ones.
+        """The order of a step's chunks: running prefills, and None for all waiting sequences together.
 
-        In a step cut short, which may hold one chunk, or in which a slot is exchanged, the queue's rank comes first,
-        then the least recent prompt; waiting ones count as one, placed in the step that last started some.
+        A step with a reduced budget may hold a single chunk. There, and where a slot is exchanged, the queue's rank
+        decides, then the time since a prompt was placed; for waiting ones, since any were started.
         """
         turns = [*prefills, *([None] if waiting else [])]
         if step.victim is None and step.total >= self.config.max_num_batched_tokens:
@@ -289,21 +289,21 @@ class Admission:
         return sorted(turns, key=turn)
 
     def chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
-        """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
+        """Tokens of a chunk from `start`, maybe 0; it ends on a block boundary or with the last known token."""
         end = min(start + limit, sequence.num_known_tokens)
         if end < sequence.num_known_tokens:
             end -= end % self.blocks.block_size
         return self.blocks.cut(sequence, start, end) - start if end > start else 0
 
     def blocks_lacking(self, sequence: Sequence, hits: Collection[int] = ()) -> int:
-        """Blocks that a prefill still takes for all its known tokens and one more; 0 once at most one is left."""
+        """Blocks that a prefill still needs for its known tokens and one more; 0 once at most one token is left."""
         if sequence.num_computed_tokens and sequence.num_known_tokens - sequence.num_computed_tokens <= 1:
             return 0
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
         return self.blocks.num_blocks_lacking(sequence, tokens, hits)
 
     def _may_be_partial(self, lacking: int, partial: list[int], threshold: int) -> bool:
-        """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
+        """Whether a prompt that lacks `lacking` tokens may start in part; `partial`: tokens left of earlier ones."""
         config = self.config
         threshold = max(threshold, min(SHORT_BLOCKS * self.blocks.block_size, config.long_prefill_token_threshold))
         if lacking > threshold and sum(left > threshold for left in partial) >= config.max_long_partial_prefills:
@@ -313,10 +313,10 @@ class Admission:
     def fork_samples(
         self, source: Sequence, max_samples: int, waiting: Waiting, start: Callable[[Sequence], None]
     ) -> list[ScheduledSequence]:
-        """Start samples of a prompt with the KV of the one that computes its last token in this step.
+        """Start further samples of a prompt on the KV of `source`, which computes the prompt's last token in this step.
 
         Args:
-            start: lets a waiting sequence run.
+            start: Function that moves a waiting sequence to the running ones.
 
         Returns their entries, which draw from the last row of `source`.
         """

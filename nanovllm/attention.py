@@ -47,7 +47,7 @@ def write_states_compiled(key: Tensor, value: Tensor, cache: LayerCache, slot_ma
 
 
 def use_write_kernel() -> None:
-    """Compiled code on a GPU writes K and V by the kernel, if it exists; the same for every engine."""
+    """Let compiled code on a GPU write K and V by the kernel, if it exists, in all engines of the process."""
     global _write_on_gpu
     _write_on_gpu = find_kernel("kv_writes", "store_states") or write_states
 
@@ -56,8 +56,8 @@ ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
 # handle and slot mapping). Where a model does not pass these down, they are found by the engine's handle.
 LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
-# Further ones: which of the engine's kinds of layers it is; whether its K and V are another's. Every layer has them,
-# since a module takes two microseconds to find out that an attribute is missing.
+# Further attributes: the index of the layer's kind; True if it reads the K and V of another layer. Every layer has
+# both, since a module takes two microseconds to find out that an attribute is missing.
 LAYER_KIND, LAYER_SHARES = "nanovllm_kind", "nanovllm_shares"
 STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
 SINKS = "s_aux"  # keyword argument of attention in `transformers`
@@ -70,7 +70,7 @@ class AttentionLayer:
     module: nn.Module
     traits: LayerTraits
     dtype: torch.dtype
-    scaling: float  # of the scores
+    scaling: float  # factor of the scores
 
     @property
     def token_bytes(self) -> int:
@@ -81,10 +81,10 @@ class AttentionLayer:
 class AttentionBackend(Protocol):
     """Attention of one engine's rows over the KV cache; one instance serves all layers.
 
-    One that may refuse a layer has a static `supports(traits) -> str | None`: the trait that it lacks, in words.
+    A backend that may refuse a layer has a static `supports(traits) -> str | None`: the trait that it lacks, in words.
     """
 
-    reads_whole_blocks: bool  # masked slots too, which must then hold finite values
+    reads_whole_blocks: bool  # True if it reads masked slots, too: they must hold finite values
 
     def plan(self, layout: BatchLayout) -> AttentionPlan:
         """The masks of one step, shared by all layers."""
@@ -108,7 +108,7 @@ class AttentionPlan(Protocol):
         Args:
             query: [num_tokens, num_heads, head_dim].
             key_cache, value_cache: [num_slots, num_kv_heads, head_dim] and [num_slots, num_kv_heads, value_dim].
-            kind: which of the engine's kinds of layers; the backend was built with their traits.
+            kind: index of the layer's kind; the backend was built with the traits of each kind.
             sinks: [num_heads], the layer's own parameter; None for a kind without.
 
         Returns [num_tokens, num_heads, value_dim].
@@ -122,10 +122,10 @@ class AttentionStep:
 
     plan: AttentionPlan
     num_tokens: int  # rows of the plan; the dense layers may pad them at the end
-    slots: Tensor | None = None  # of the rows' K and V, for each kind of layers; 0 for padding. None if not known
+    slots: Tensor | None = None  # slots of the rows' K and V for each kind of layers, 0 for padding; None if unknown
 
 
-# An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.
+# An opaque operator takes tensors alone: a tensor with the engine's handle names the step that the engine runs.
 steps_in_force: dict[int, AttentionStep] = {}
 # Handle and slot mapping by engine. Compiled layers take tensors of a plain dictionary as inputs of any shape; a tensor
 # attribute of a module would be compiled for its one shape.
@@ -134,7 +134,7 @@ _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
 @contextmanager
 def step_in_force(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
-    """Args: tensors: handle and slot mapping, for a model that does not pass its keyword arguments to attention."""
+    """Make `step` the one that `handle` names; `tensors` (handle, slot mapping) if the model passes no keywords on."""
     steps_in_force[handle] = step
     if tensors is not None:
         _step_tensors[handle] = tensors
@@ -162,7 +162,7 @@ def attend_in_step(
 
     Args:
         query: [1, num_heads, T, head_dim], T at least the step's `num_tokens`.
-        key_cache, value_cache, kind, sinks: as of `AttentionPlan.attend`.
+        key_cache, value_cache, kind, sinks: arguments of `AttentionPlan.attend`.
 
     Returns [1, T, num_heads, value_dim], zero in the padding rows.
     """
@@ -210,11 +210,11 @@ def attention_function(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called by `transformers` in each attention layer during an engine's step."""
+    """The attention function that `transformers` calls in each attention layer during an engine's step."""
     handle, slot_mapping = step_tensors(module, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
+    # One tensor holds K and V: the compiler would copy a whole cache if two arguments that change shared its memory.
     cache = getattr(module, LAYER_CACHE)
     kind, sinks = getattr(module, LAYER_KIND), kwargs.get(SINKS)
     if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
@@ -238,7 +238,7 @@ PIECE_ROWS = 256
 
 
 class Scores(Protocol):
-    """Attention that changes scores where they are computed, which PyTorch's own does not allow."""
+    """Attention with changed scores, which PyTorch's own does not compute."""
 
     def __call__(
         self, rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor | None
@@ -259,24 +259,24 @@ class Scores(Protocol):
 class _Piece:
     """Rows that are computed together and the blocks that they see: some decodes, or rows of one sequence's chunk."""
 
-    rows: Tensor | slice  # of the flat batch; of decodes int64
+    rows: Tensor | slice  # rows of the flat batch: int64 for decodes, a slice for a chunk
     size: int  # sequences
     blocks: Tensor  # [size * max_blocks] int64, each sequence's padded with the null block
-    context: int  # keys to see, of the longest
+    context: int  # keys of the longest sequence
     mask: Tensor | None  # [size, 1, num_rows or 1, context], 0 or -inf
-    is_causal: bool  # whether the rows of a chunk see as many keys each as come before them
+    is_causal: bool  # True if row i sees keys 0 to i of the context, so that no mask is needed
 
 
 class SdpaAttention:
     """The `sdpa` backend. One instance serves every layer of an engine.
 
     Args:
-        kinds: of the model's layers.
-        block_bytes: K and V of one block in one layer.
-        scores: of each kind, for layers that PyTorch's attention does not serve; None for one that it does.
+        kinds: traits of each kind of layers.
+        block_bytes: bytes of K and V of one block in one layer.
+        scores: `Scores` of each kind that PyTorch's attention does not serve; None for a kind that it serves.
     """
 
-    reads_whole_blocks = True  # masked slots too
+    reads_whole_blocks = True
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class SdpaAttention:
         return SdpaPlan(self, seen)
 
     def _chunks(self, layout: BatchLayout, first_seen: NDArray[np.int64]) -> list[_Piece]:
-        """Args: first_seen: [num_tokens] the first position that each row of the step sees."""
+        """The pieces of all chunks; first_seen: [num_tokens], the first position that each row of the step sees."""
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):

@@ -10,7 +10,7 @@ The life of a block::
      +---------------------- evicted: allocated for other content <--------------+
 
 Invariant: every block but block 0 is either free or referenced, and a findable block holds, or is scheduled to hold
-before anyone reads it, exactly the tokens of its entry after exactly the prefix of its entry.
+before anyone reads it, the KV of exactly the tokens of its entry after exactly the prefix of its entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WantedBlocks(dict[bytes, int]):
         self._hashes: dict[Sequence, AnySequence[bytes]] = {}
 
     def add(self, sequence: Sequence, hashes: AnySequence[bytes]) -> None:
-        """Count a sequence that waits from now on; `hashes` are those of its first blocks."""
+        """Count a sequence that begins to wait; `hashes` are the hashes of its first blocks."""
         self._hashes[sequence] = hashes
         for block_hash in hashes:
             self[block_hash] = self.get(block_hash, 0) + 1
@@ -79,7 +79,7 @@ class PrefixEntry:
 
 
 class BlockObserver(Protocol):
-    """Follows which contents are findable. One that several blocks hold is forgotten with the last of them."""
+    """Observer of the prefix index. A content that several blocks hold is forgotten with the last of them."""
 
     def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
         """A content became findable; `parent_hash` is the hash of the block before, None for a first block."""
@@ -91,7 +91,7 @@ class BlockObserver(Protocol):
         """Nothing is findable any longer."""
 
 
-MAX_SPARED = 16  # free blocks searched for content that nobody waits for
+MAX_SPARED = 16  # most free blocks searched for one that no waiting sequence wants
 
 
 class BlockPool:
@@ -108,13 +108,13 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, since block 0 is never given out.")
         self.num_blocks = num_blocks
         self.num_evictions = 0
-        self.num_touched_blocks = 0  # handed out at least once: those never used come first, in order
-        # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
+        self.num_touched_blocks = 0  # blocks handed out at least once; fresh ones go first, in order
+        # Called when a findable block loses its last reference and keeps its content. It must not change the pool.
         self.on_idle: Callable[[int, PrefixEntry], None] | None = None
-        self.wanted: Mapping[bytes, int] = {}  # by hash: contents that waiting sequences want are evicted last
-        # The books, which only this class changes; `block_checks` and the live view read them.
+        self.wanted: Mapping[bytes, int] = {}  # keys: hashes that waiting sequences want, evicted last
+        # The state of the pool, which only this class changes; `block_checks` and the live view read it.
         self.ref_counts = [0] * num_blocks
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # the front goes first
         self.entry_of: list[PrefixEntry | None] = [None] * num_blocks
         self.holders: dict[int, dict[int, None]] = {}  # prefix id -> the blocks that hold its content, in order
         self.num_findable_blocks = 0  # a counter, since it is read after every step and pools are large
@@ -124,11 +124,11 @@ class BlockPool:
         return len(self.free_blocks)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Number of free blocks among these: a claim takes them."""
+        """Number of free blocks among `blocks`: a claim takes these off the free list."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def pop_free(self, num_blocks: int) -> list[int]:
-        """Free blocks, those freed longest ago first, with one reference each. Raises RuntimeError for too few."""
+        """Take free blocks, least recently freed first, with one reference each; raises RuntimeError for too few."""
         if num_blocks > len(self.free_blocks):
             raise RuntimeError(f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: check first")
         blocks = []
@@ -144,7 +144,7 @@ class BlockPool:
         return blocks
 
     def _next_free(self) -> int:
-        """The block freed longest ago, or one of the next few if waiting sequences want its content."""
+        """The least recently freed block, or one of the next few if waiting sequences want its content."""
         for block in islice(self.free_blocks, MAX_SPARED):
             entry = self.entry_of[block]
             if entry is None or entry.block_hash not in self.wanted:
@@ -152,7 +152,7 @@ class BlockPool:
         return next(iter(self.free_blocks))
 
     def evict_first(self, block: int) -> None:
-        """Make a block the next to be taken, if it is free; it stays findable until then."""
+        """Make a free block the next to be allocated; it stays findable until then. No-op for a block in use."""
         if self.ref_counts[block] == 0:
             self.free_blocks.move_to_end(block, last=False)
 
@@ -164,14 +164,14 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def unpin(self, blocks: list[int]) -> None:
-        """Drop a reference to each block of a chain, its tail first, since the tail is of no use without the head."""
+        """Drop a reference to each block of a chain, tail first, so that the tail, useless alone, is evicted first."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_blocks[block] = None
                 entry = self.entry_of[block]
                 if entry is None:
-                    self.free_blocks.move_to_end(block, last=False)  # nothing to lose: the next to be taken
+                    self.free_blocks.move_to_end(block, last=False)  # no content to keep: allocate it next
                 elif self.on_idle is not None:
                     self.on_idle(block, entry)
 
@@ -182,7 +182,7 @@ class BlockPool:
         self.num_findable_blocks += 1
 
     def forget_block(self, block: int) -> None:
-        """Make a block unfindable, if it is not. If it is free, it is the next to be taken."""
+        """Make a block unfindable; if it is free, it is allocated next. No-op for an unfindable block."""
         if (entry := self.entry_of[block]) is None:
             return
         self.entry_of[block] = None
@@ -218,7 +218,7 @@ class BlockManager(BlockPool):
         num_blocks: blocks in the cache, the null block included.
         block_size: tokens per block.
         enable_prefix_caching: False makes every lookup a miss.
-        hash_seed: everything else that KV depends on (model identity, dtype); part of the first hash of each chain.
+        hash_seed: text of all else that KV depends on (model identity, dtype); part of the first hash of each chain.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class BlockManager(BlockPool):
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_seed = hash_seed
         self.observer: BlockObserver | None = None
-        self.entries: dict[bytes, PrefixEntry] = {}  # by block hash, parents before children
+        self.entries: dict[bytes, PrefixEntry] = {}  # block hash -> entry, parents first
         self.wanted: WantedBlocks = WantedBlocks()
-        self.cuts_chunks = False  # whether `cut` goes by blocks that are wanted
-        self.copies: list[Copy] = []  # of blocks, before the forward pass of the next batch
-        self.at_steps: list[Callable[[], None]] = []  # called in order before each step is scheduled
+        self.cuts_chunks = False  # True if `cut` moves the ends of chunks
+        self.copies: list[Copy] = []  # block copies to run before the next batch's forward pass
+        self.at_steps: list[Callable[[], None]] = []  # functions to call before each step is scheduled
         self._prefix_ids = count(1)
         self._uncommitted: dict[int, list[tuple[BlockPool, int]]] = {}  # step id -> blocks that it made findable
 
@@ -248,30 +248,30 @@ class BlockManager(BlockPool):
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool:
-        """Whether so many blocks are free, besides `hits`, once `victim` has given back its own."""
+        """Whether `num_blocks` blocks are free once `victim` has released its own, except those among `hits`."""
         freed = () if victim is None else {*victim.block_table}.difference(hits)
         return num_blocks <= len(self.free_blocks) + sum(self.ref_counts[block] == 1 for block in freed)
 
     def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
-        """Free blocks that the sequence takes until it has `num_tokens`, if it claims `hits` first."""
+        """Free blocks that the sequence needs to hold `num_tokens`, if it claims `hits` first."""
         in_use = [block for block in hits if self.ref_counts[block]]  # a claim takes the other hits from the free ones
         return self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(in_use)
 
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
         """The end of a chunk of positions start..end-1: `end`, or a block boundary before it."""
-        return end  # blocks keep every position, so any will do
+        return end  # any end will do: blocks keep every position
 
     def rewindable(self, sequence: Sequence, num_tokens: int) -> int:
         """The largest number of computed tokens, at most `num_tokens`, that the sequence can return to."""
         return num_tokens
 
     def trim(self, sequence: Sequence) -> None:
-        """Under a lack of blocks, free those that only a failed step would need."""
+        """Free blocks that only the undoing of a step would need, when blocks are short."""
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
     def want(self, sequence: Sequence) -> None:
-        """The sequence waits from now on: blocks that it may find are evicted last. Counted once the pool is full."""
+        """Protect blocks that a waiting sequence will hit from eviction. No-op until the pool is full."""
         is_full = not any(self.entry_of[block] is None for block in islice(self.free_blocks, 1))
         may_find = self.enable_prefix_caching and (is_full or self.cuts_chunks)
         if may_find and (num_blocks := sequence.num_findable_blocks(self.block_size)) > 0:
@@ -279,10 +279,10 @@ class BlockManager(BlockPool):
             self.wanted.add(sequence, sequence.block_hashes[:num_blocks])
 
     def lookup(self, sequence: Sequence) -> list[int]:
-        """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
+        """Cached blocks with the sequence's next full blocks of tokens; it does not claim them.
 
-        Starts after its computed tokens, if they end on a block boundary, and stops before its last known token, which
-        is computed for its logits. So are prompt tokens of a request for prompt_logprobs.
+        The search starts after the computed tokens, if these end on a block boundary. It stops before the last known
+        token and before prompt tokens that need log-probabilities: these must be computed for their logits.
         """
         if sequence.num_computed_tokens % self.block_size or not self.enable_prefix_caching:
             return []
@@ -292,12 +292,12 @@ class BlockManager(BlockPool):
         return [next(iter(self.holders[entry.prefix_id])) for entry in self._find(sequence, first, end)]
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
-        """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
+        """Append blocks found by `lookup` to the block table, with a reference each. Call it before `allocate`."""
         self.pin(blocks)
         sequence.block_table.extend(blocks)
 
     def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
-        """Make the sequence's blocks first..end-1 findable; `step_id` computes the last of their tokens, or follows."""
+        """Make the sequence's blocks first..end-1 findable; step `step_id` or an earlier one computes their tokens."""
         if not self.enable_prefix_caching:
             return
         parent = self.parent_of(sequence, first)
@@ -322,7 +322,7 @@ class BlockManager(BlockPool):
             if self.observer is not None:
                 self.observer.findable(entry, sequence.block_hashes[index - 1] if index else None)
         elif not self._matches(entry, parent, sequence, index):
-            return None  # another content has this hash: it keeps it
+            return None  # another content keeps this hash
         return entry
 
     def _matches(self, entry: PrefixEntry, parent: int | str | None, sequence: Sequence, index: int) -> bool:
@@ -362,7 +362,7 @@ class BlockManager(BlockPool):
             self.observer.forgotten(entry.block_hash)
 
     def forget(self, sequence: Sequence) -> None:
-        """Make the content of the sequence's full blocks unfindable, and every longer prefix."""
+        """Make the content of the sequence's full blocks unfindable, and every prefix that continues it."""
         dead = {entry.prefix_id for entry in self._find(sequence, 0, len(sequence.token_ids) // self.block_size)}
         for entry in list(self.entries.values()):
             if entry.prefix_id in dead or entry.parent in dead:
@@ -386,9 +386,9 @@ class BlockManager(BlockPool):
         sequence.block_table += self.pop_free(num_blocks)
 
     def release(self, sequence: Sequence, num_kept: int = 0) -> None:
-        """Give back all but the first blocks of the sequence; findable ones stay so until they are evicted.
+        """Release all but the first `num_kept` blocks of the sequence; findable ones stay so until they are evicted.
 
-        In place: batches in flight that refer to the table only read the part that stays. If none stays, the sequence
+        The table is cut in place, since batches in flight read only the part that stays. If none stays, the sequence
         gets a new table.
         """
         blocks = sequence.block_table[num_kept:]
@@ -400,19 +400,19 @@ class BlockManager(BlockPool):
 
     # ------------------------------------------------------------------------------------------------- forks
     #
-    # A sequence goes on from the KV of another. Full blocks are shared; a begun block, which both will write to, is
+    # A sequence continues from the KV of another. Full blocks are shared; a begun block, which both will write to, is
     # copied before the next forward pass:
     #
     #     source   | 1 | 2 | 3.. |            | 1 | 2 | 3.... |
     #     fork                          ->    | 1 | 2 | 7.. |      copy 3 -> 7
 
     def can_fork(self, source: Sequence, num_tokens: int) -> bool:
-        """Whether a fork after so many computed tokens of a sequence finds all that it sees, and a block for a copy."""
+        """Whether `source` still holds the blocks of its first `num_tokens`, and a block is free for a copy."""
         has_room = num_tokens % self.block_size == 0 or bool(self.free_blocks)
         return has_room and len(source.block_table) >= self.num_blocks_for(num_tokens)
 
     def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
-        """Give `target`, which has no blocks, those of the first tokens of `source`; check `can_fork` first."""
+        """Share the blocks of the first `num_tokens` of `source` with `target`, which has none. Check `can_fork`."""
         target.block_table = self._shared(source.block_table, num_tokens, self, 0)
         target.num_computed_tokens = target.num_counted_tokens = num_tokens
 
@@ -429,12 +429,13 @@ class BlockManager(BlockPool):
         return shared
 
     def take_copies(self, step_id: int) -> tuple[Copy, ...]:
-        """The copies of step `step_id`, which is being scheduled."""
-        copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []  # of a block the last
+        """The copies to run in step `step_id`, which is being scheduled."""
+        # The last into a block.
+        copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []
         return tuple(copies.values())
 
     def lost_blocks(self, undone: Iterable[ScheduledBatch]) -> set[tuple[int, int]]:
-        """(group, block) of begun blocks without content: their copies were undone, or wait for such a block."""
+        """(group, block) of begun blocks without content: their copies were undone, or copy such a block."""
         lost = {(copy.group, copy.destination) for batch in undone for copy in batch.copies}
         for copy in self.copies:  # a fork of a fork, in the order in which they were made
             if (copy.group, copy.source) in lost:
@@ -444,10 +445,10 @@ class BlockManager(BlockPool):
     # ------------------------------------------------------------------------------------------ outcome of steps
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
-        """Step `step_id` of these entries ran: the blocks that it made findable are in the cache."""
+        """Confirm that step `step_id` of these entries ran: the cache has the KV of the blocks that it registered."""
         self._uncommitted.pop(step_id, None)
 
     def withdraw(self, step_id: int) -> None:
-        """Step `step_id` failed: the blocks that it made findable no longer are."""
+        """Make the blocks that step `step_id` registered unfindable: it failed."""
         for pool, block in self._uncommitted.pop(step_id, ()):
             pool.forget_block(block)

@@ -35,11 +35,11 @@ def option(
 
     Args:
         help: text of flags, `help()` and the reference.
-        check: of `config`, called by its `check_fields`; None: the check of the annotation.
+        check: function (name, value) -> normalised value, called by `check_fields`; None takes the annotation's.
         flag: name of the flag, and in a server's file; None: the field's.
         refused: mode of `features.refusals` that the option does not work with -> reason and remedy.
         needs: module without which the option is refused, such as "speculation.build".
-        more: as for `dataclasses.field`.
+        more: arguments of `dataclasses.field`.
     """
     metadata = {"help": help, "check": check, "flag": flag, "refused": refused or {}, "needs": needs}
     return dataclasses.field(default=default, metadata=metadata, **more)
@@ -83,7 +83,7 @@ def ageing(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """A whole number; without `high` of 63 bits, so that it can be sent to another process."""
+    """A whole number from `low` to `high`, by default 2^63 - 1, so that it can be sent to another process."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, not {value!r}.")
     number = int(value)
@@ -148,7 +148,7 @@ def text(name: str, value: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         code, where = ord(value[error.start]), f"as character {error.start}, which no tokenizer can encode."
-        if 0xDC80 <= code <= 0xDCFF:  # so Python hands on bytes of arguments and files that are not UTF-8
+        if 0xDC80 <= code <= 0xDCFF:  # Python's form of bytes in arguments and files that are not UTF-8
             raise ValueError(
                 f"{name} holds U+{code:04X} {where} It is the byte 0x{code - 0xDC00:02x} of a text that is not UTF-8, "
                 "or half of a surrogate pair. Convert the text (iconv -f latin1 -t utf-8), or decode its source with "
@@ -167,14 +167,14 @@ def truth(name: str, value: Any) -> bool:
     return value
 
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {"int": partial(integer, low=1), "bool": truth}  # by annotation
+CHECKS: dict[str, Callable[[str, Any], Any]] = {"int": partial(integer, low=1), "bool": truth}  # keys are annotations
 
 
 def check_fields(options: Any, checks: dict[str, Callable[[str, Any], Any]]) -> None:
-    """Check and normalise the fields of a frozen dataclass of `option`s, within its constructor; defaults are right.
+    """Check and normalise the fields of a frozen dataclass of `option`s, in its constructor. Defaults are not checked.
 
     Args:
-        checks: of further annotations, for fields that declare none.
+        checks: checks of further annotations, for fields that declare none.
     """
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -183,7 +183,7 @@ def check_fields(options: Any, checks: dict[str, Callable[[str, Any], Any]]) -> 
             object.__setattr__(options, field.name, check(field.name, value))
 
 
-NOT_SET: Any = None  # typed Any: the option is a number once resolved
+NOT_SET: Any = None  # Any, since the option is a number once resolved
 ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (16, 32, 64, 128, 256)

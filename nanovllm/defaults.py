@@ -1,4 +1,4 @@
-"""What an engine takes by default: a loaded module or a folder, FlexAttention or SDPA, a fixed share of the memory."""
+"""Defaults of an engine: a loaded module or a folder, FlexAttention or SDPA, and a fixed share of the memory."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The class of the model, or of the base that is all of it."""
+        """Name of the model's class, or of its base's if that is all of it."""
         return type(self.model if self.has_head else self.model.base_model).__name__
 
     def num_positions(self, max_model_len: int | None) -> int:
-        """The number of positions, or max_model_len, of a model without attention, which may have no limit."""
+        """The model's number of positions. A model without attention may have no limit: then max_model_len."""
         return positions_of(self.text_config) or max_model_len or UNLIMITED_MODEL_LEN
 
     @property
@@ -72,7 +72,7 @@ class LoadedModel:
         for source in (getattr(self.model, "generation_config", None), self.tokenizer, self.text_config):
             eos = getattr(source, "eos_token_id", None)
             named = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [int(eos)]
-            is_default = source is self.text_config and found and added  # of a class, where it is the id of plain text
+            is_default = source is self.text_config and found and added  # a class's default may be the id of plain text
             found |= dict.fromkeys(token_id for token_id in named if not is_default or token_id in added)
         return tuple(found)
 
@@ -97,7 +97,7 @@ class LoadedModel:
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """The device of the options; raises ValueError for a GPU if there is none."""
+    """The device that the options name; raises ValueError for a GPU if there is none."""
     has_gpu = torch.cuda.is_available()
     device = torch.device(config.device if config.device != "auto" else "cuda" if has_gpu else "cpu")
     if device.type == "cuda" and not has_gpu:
@@ -106,7 +106,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def load_plain(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
-    """A loaded module as it is, or the model and the tokenizer of a folder."""
+    """Load the model and the tokenizer of a folder; a loaded module is taken unchanged."""
     if isinstance(model, nn.Module):
         return LoadedModel(model, tokenizer, is_live=True, identity=f"module-{id(model)}")
     name = os.fspath(model)
@@ -123,7 +123,7 @@ CPU_CACHE_BYTES = 2**30
 
 
 def memory_share(binding: Any, config: EngineConfig, choice: object) -> int:
-    """Bytes that the KV cache may take by default; of a GPU half of what is free, and the other half is for steps."""
+    """Bytes that the KV cache may take by default; on a GPU half of the free memory: steps need the other half."""
     if binding.device.type == "cpu":
         return CPU_CACHE_BYTES
     free, _ = torch.cuda.mem_get_info(binding.device)
@@ -143,7 +143,7 @@ class PlainAttention:
 
     @classmethod
     def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> PlainAttention:
-        """Raises ValueError for a backend that the user set and that is not there."""
+        """The backend of these layers; raises ValueError if the user set one that is not installed."""
         wanted = config.attention_backend
         if wanted not in ("auto", "flex", "sdpa"):
             raise ValueError(f"attention_backend is {wanted!r}, which this installation lacks. Use 'auto' or 'sdpa'.")
@@ -175,7 +175,7 @@ class PlainAttention:
         if self.backend == "sdpa":
             block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
             return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device, scores)
-        from nanovllm.flex import FlexAttention  # with a part of the compiler, which takes a second
+        from nanovllm.flex import FlexAttention  # imports a part of the compiler: one second
 
         return FlexAttention(
             num_blocks=config.num_kv_blocks,

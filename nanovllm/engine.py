@@ -5,7 +5,7 @@ With overlap, a step is read while the next one runs::
     host     schedule 1  launch 1  schedule 2  launch 2  read 1  update 1  schedule 3  launch 3  read 2  update 2  ...
     device               [====== step 1 ======][======= step 2 =========][======= step 3 =========]
 
-Where some row's draw needs the tokens of the step before, the draw comes later::
+A draw that needs the tokens of the step before on the host (structured output, logits processors) comes later::
 
     host     launch 2 (forward)   read 1   update 1   draw 2   schedule 3   launch 3 (forward)   read 2 ...
     device   [ forward 2 .............................][draw 2][ forward 3 ..............
@@ -35,10 +35,10 @@ from nanovllm.sequence import NewRequest, Sequence
 
 
 class EngineObservers(Protocol):
-    """Followers of an engine, called in its thread; none of these calls but `append` may raise."""
+    """Observers of an engine's requests and steps, called in its thread. Only `append` may raise."""
 
     def append(self, observer: Any) -> None:
-        """Add one more, from any thread."""
+        """Add an observer; any thread may call this."""
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Report "request_added" (its sequences), "request_ended" (a sequence, the time) or "engine_closed"."""
@@ -46,14 +46,14 @@ class EngineObservers(Protocol):
     def step_ended(
         self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
     ) -> None:
-        """Report a step read at `time`; advanced: the sequences that got a token or an error from it."""
+        """Report a step that was read at `time`; `advanced` are the sequences that got a token or an error from it."""
 
     def engine_stats(self, engine: Any) -> Any:
-        """A snapshot of an engine, and figures of recent steps."""
+        """A snapshot of the engine's state, with figures of recent steps."""
 
 
 class NoObservers:
-    """Nobody follows the engine."""
+    """The default: nobody observes, and the scheduler's counters are the statistics."""
 
     def append(self, observer: Any) -> None:
         raise ValueError(f"{observer} cannot follow this engine, which was built without `nanovllm.observability`.")
@@ -70,14 +70,14 @@ class NoObservers:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that runs on the device, and the seconds that the host has spent on it."""
+    """A step in flight, and the seconds that the host has spent on it."""
 
     batch: ScheduledBatch
     times: StepTimes
     clock: Callable[[], float]
-    _pending: PendingTokens | None = None  # until it is drawn
+    _pending: PendingTokens | None = None  # None until the draw is launched
     _draw: Callable[[], PendingTokens] | None = None
-    report: StepReport | None = None  # results besides tokens, once these are there
+    report: StepReport | None = None  # results besides tokens, set by `wait`
 
     @classmethod
     def launch(
@@ -85,7 +85,8 @@ class LaunchedStep:
     ) -> LaunchedStep:
         """Launch a batch; its scheduling began at time `start`.
 
-        If it draws late and is not `alone` in flight, the caller calls `draw` once the step before is read.
+        If its draw needs tokens that are in flight (never if it is `alone` there), only the forward pass is launched,
+        and the caller calls `draw` once the step before is read.
         """
         scheduled = clock()
         step = cls(batch, StepTimes(start, scheduled - start), clock)
@@ -100,15 +101,15 @@ class LaunchedStep:
         return step
 
     def draw(self) -> None:
-        """Draw its tokens, unless that is done: before any other step is launched."""
+        """Launch the draw, if `launch` did not; call this before another step is launched."""
         if self._draw is not None:
             begin, draw = self.clock(), self._draw
-            self._draw = None  # also of a draw that fails
+            self._draw = None  # first, so that a draw that fails is not repeated
             self._pending = draw()
             self.times.launch_time += self.clock() - begin
 
     def wait(self) -> list[int]:
-        """Its tokens in the order of `batch.sampling`, and its report."""
+        """Wait for the step; sets `report` and returns its tokens in the order of `batch.sampling`."""
         assert self._pending is not None
         begin = self.clock()
         token_ids, self.report = self._pending.result(), self._pending.report
@@ -120,17 +121,17 @@ class LaunchedStep:
 class Engine:
     """One model, one KV cache, many requests. Not thread-safe: one thread adds, steps and aborts.
 
-    A step that fails in the model is undone and its requests stay queued. An error of the device, or one that cuts a
-    change of the books short, makes the engine dead.
+    A step that fails in the model is undone, and its requests stay queued. An error of the device, or any exception in
+    the middle of a change of state, makes the engine dead.
 
     Args:
-        model_runner: ready to execute; its config is fully resolved.
-        scheduler: of the same config, without sequences.
-        input_processor: makes the requests that `add` takes; its clock is the engine's.
-        observers: follow every request and step.
+        model_runner: runner that is ready to execute; its config is fully resolved.
+        scheduler: scheduler with the same config, and no sequences yet.
+        input_processor: maker of the requests that `add` takes; its clock is the engine's.
+        observers: observers of every request and step.
     """
 
-    wake, statuses = None, ()  # of a pool of replicas
+    wake, statuses = None, ()  # a pool of replicas sets them
     tiers: Any = None  # tiers of the prefix cache, which store while the engine is idle
 
     def __init__(
@@ -145,22 +146,22 @@ class Engine:
         self.input_processor = input_processor
         self.tokenizer, self.clock = input_processor.tokenizer, input_processor.clock
         self.observers = observers
-        self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
+        self.outputs: deque[RequestOutput] = deque()  # outputs of steps; the caller pops them
         self.scheduler = scheduler
         self.when_failed = None if (workers := model_runner.workers) is None else workers.when_failed
         self.block_manager = scheduler.block_manager
-        self.requests: dict[str, Request] = {}  # running or waiting, by id
+        self.requests: dict[str, Request] = {}  # id -> running or waiting request
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
-        self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
-        self._in_flight: deque[LaunchedStep] = deque()  # launched, and not read yet
-        self._failed_steps: Counter[Sequence] = Counter()  # in a row
+        self._numbers, self._arrivals = itertools.count(), itertools.count()  # counters of requests and sequences
+        self._in_flight: deque[LaunchedStep] = deque()  # steps that are not read yet, oldest first
+        self._failed_steps: Counter[Sequence] = Counter()  # sequence -> failures in a row
         self._process_id = os.getpid()
         self._death: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def check_queue(self, count: int) -> None:
-        """Raise QueueFullError if there is no room for this many more samples; any thread may ask."""
+        """Raise QueueFullError if there is no room for `count` more samples; any thread may call this."""
         limit, num_slots = self.config.max_queue, self.config.max_num_seqs
         if limit is None:
             return
@@ -190,7 +191,7 @@ class Engine:
                 if request.deadline is not None:
                     self._deadlines.add((request.deadline, new.request_id))
                 for sequence in request.sequences:
-                    if not sequence.is_finished:  # in the engine that it was resumed from
+                    if not sequence.is_finished:  # a resumed request may bring ended samples
                         self.scheduler.add(sequence)
                 self.observers.notify("request_added", request.sequences)
 
@@ -203,9 +204,9 @@ class Engine:
             return self._end(request, "abort", self.clock())
 
     def fail(self, failure: StepError, num_failed_steps: int) -> None:
-        """End requests of a failed step, after so many failed steps in a row, with finish_reason "error".
+        """End requests of a failed step that failed `num_failed_steps` times in a row, with finish_reason "error".
 
-        Those without a token are suspected first; the others end only if there are none.
+        Requests without a token are the likelier cause: while there are any, only they end.
         """
         with self._changing():
             requests = [self.requests[request_id] for request_id in failure.request_ids]
@@ -238,7 +239,7 @@ class Engine:
         if request.deadline is not None:
             self._deadlines.remove((request.deadline, request_id))
         for sequence in request.sequences:
-            sequence.samples = ()  # a reference cycle
+            sequence.samples = ()  # ends a reference cycle
             self._failed_steps.pop(sequence, None)
         if self._in_flight and not self.requests:
             self._drop_in_flight(has_failed=False)
@@ -250,7 +251,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """Launch the next batch and read the oldest in flight; with overlap, the new batch is left to run.
+        """Launch the next batch and read the oldest one in flight; with overlap, the new batch runs meanwhile.
 
         Appends outputs of requests that ended, and of streamed requests that advanced. Raises StepError for a step
         that failed and was undone, with all steps launched after it; its requests stay queued.
@@ -270,12 +271,12 @@ class Engine:
             leaves_running = self.config.overlap and batch is not None and len(self._in_flight) == 1
             if not self._in_flight or leaves_running:
                 return
-            oldest = self._in_flight[0]  # taken out once it was read: one that cannot be read is undone like the others
+            oldest = self._in_flight[0]  # it stays in the queue until it is read: a failure undoes it with the others
             token_ids = oldest.wait()
         except BaseException as error:
-            if not self.is_dead:  # The books themselves are whole
-                self._undo(error)
-            raise  # Ctrl-C, while a graph was captured or a second time
+            if not self.is_dead:  # no change of state was cut short
+                self._undo(error)  # raises StepError for an Exception
+            raise  # an interrupt, or the error of a dead engine
         with self._changing():
             advanced = self.scheduler.update(oldest.batch, token_ids, oldest.report)
             self._deliver(oldest, advanced)
@@ -284,9 +285,9 @@ class Engine:
     def _undo(self, error: BaseException) -> None:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before.
 
-        Raises StepError for an Exception.
+        Raises StepError if `error` is an Exception.
         """
-        self.model_runner.draw_unread(self._in_flight)  # an interrupt of it cuts no change short
+        self.model_runner.draw_unread(self._in_flight)  # outside of `_changing`: an interrupt cuts no change short
         with self._changing():
             sequences = self._drop_in_flight(has_failed=True)
             self._failed_steps.update(sequences)
@@ -310,22 +311,22 @@ class Engine:
                 self._forget(output.request_id)
 
     def _drop_in_flight(self, *, has_failed: bool) -> list[Sequence]:
-        """Undo the steps in flight; returns their sequences. The device finishes them before what is launched next."""
-        if not has_failed:  # else `_undo` has drawn, outside of changes
+        """Undo the steps in flight; returns their sequences. The device still finishes them before later launches."""
+        if not has_failed:  # `_undo` does this for failed steps
             self.model_runner.draw_unread(self._in_flight)
         self._in_flight.clear()
         batches = [*self.scheduler.in_flight]
         sequences = self.scheduler.rollback(batches[0], has_failed=has_failed) if batches else []
         lost = self.block_manager.lost_blocks(batches)
         for sequence in [s for s in self.scheduler.running if lost and not lost.isdisjoint(s.held_blocks())]:
-            self.scheduler.preempt(sequence)  # a begun block of a fork was to be copied
+            self.scheduler.preempt(sequence)  # a fork's begun block: its copy was undone
         return sequences
 
     # ---------------------------------------------------------------------------------------------------- state
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around every change of the books: an error that cuts one short leaves nothing to go on from."""
+        """Context of every change of state: an exception that cuts a change short makes the engine dead."""
         self.check_alive()
         try:
             yield
@@ -337,7 +338,7 @@ class Engine:
             raise
 
     def drop_computed(self) -> None:
-        """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
+        """Drop all KV after a change of the weights: the prefix cache is emptied, and running requests recompute."""
         self.model_runner.check_editable()
         with self._changing():
             self.model_runner.forget_model()
@@ -348,7 +349,7 @@ class Engine:
         self.block_manager.reset_prefix_cache()
 
     def restart_running(self) -> None:
-        """Requeue all running requests, with no step in flight; their prefixes mostly stay in the cache."""
+        """Undo the steps in flight and preempt all running requests; their KV mostly stays in the prefix cache."""
         with self._changing():
             self._drop_in_flight(has_failed=False)
             self.scheduler.preempt_all()
@@ -359,9 +360,9 @@ class Engine:
             self.block_manager.reset_prefix_cache()
 
     def use_idle_time(self, *, captures: bool) -> bool:
-        """Take some of a CPU's KV memory; False if there is nothing to do.
+        """Do one piece of idle work: touch memory of a CPU's KV cache; False if nothing is left to do.
 
-        With `captures`, for the thread that steps: or store a prefix in a tier, or capture a usual CUDA graph.
+        With `captures`, for the thread that steps alone, also store a prefix in a tier or capture a CUDA graph.
         """
         touches = self.config.kv_cache_touch == "idle" and self.model_runner.binding.caches.memory.take_some_memory()
         if touches or not captures:
@@ -374,7 +375,7 @@ class Engine:
         return self.scheduler.stats.num_output_tokens
 
     def stats(self) -> Any:
-        """The observers' statistics: `EngineStats`, or the scheduler's counters alone."""
+        """Statistics of the observers: `EngineStats`, or the scheduler's counters alone."""
         if os.getpid() != self._process_id:
             raise ForkedChildError("Engine", self._process_id)
         return self.observers.engine_stats(self)
@@ -394,7 +395,7 @@ class Engine:
             ) from self._death
 
     def close(self) -> None:
-        """Abort every request and free the caches; a live module is its owner's again. Nothing in a forked child."""
+        """Drop every request and free the caches; a live module returns to its owner. No-op in a forked child."""
         if os.getpid() != self._process_id:
             return
         self.model_runner.draw_unread(self._in_flight)

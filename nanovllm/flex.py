@@ -57,16 +57,16 @@ def forward_mask(
     )
 
 
-MIN_TILES = 2  # of a call: one would be compiled as a special case
+MIN_TILES = 2  # fewest tiles of a call: a single one would be compiled as a special case
 _NOWHERE = -1  # the index of a block that holds no positions
 
 
 class TileRows(NamedTuple):
-    """The decode tiles of a step, or its chunk tiles; each array has an item a tile, but `tables`.
+    """The decode tiles of a step, or its chunk tiles; each array except `tables` has one item a tile.
 
     tables: block tables, concatenated.
     table_starts: index in `tables` of block 0 of the tile's sequence.
-    positions: of the tile's first row.
+    positions: position of the tile's first row.
     first_rows, last_rows: positions of the first and the last row that the step has.
     """
 
@@ -83,7 +83,8 @@ class TileTables:
     Columns after a tile's count keep old block numbers, since a kernel may read one of them ahead.
 
     Args:
-        max_tiles, num_blocks: bounds; the lowering wants one column for each physical block.
+        max_tiles: most tiles of a step.
+        num_blocks: blocks of the cache; the lowering needs one column for each.
     """
 
     def __init__(
@@ -94,20 +95,20 @@ class TileTables:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        # Of partial blocks, then of full ones, in one tensor: one call sets a step's blocks.
+        # Lists of partial blocks, then of full ones, in one tensor: one call sets a step's blocks.
         lists = table(2, 1, 1, max_tiles, num_blocks)
         self._lists, self._list_starts = lists.view(-1), np.arange(2 * max_tiles).reshape(2, -1) * num_blocks
         # The lengths of both lists, and the position of each tile's first row: in its sequence, or within its block
         # where the mask compares slots of a block.
         self._numbers = table(3, max_tiles)
         counts = self._numbers[:2, None, None]
-        self.indices: list[Tensor] = []  # of each block in its sequence, where the mask compares positions
+        self.indices: list[Tensor] = []  # index of each block in its sequence, for masks of positions
         if has_sinks or not sight.is_full:
             self.indices.append(table(num_blocks).fill_(_NOWHERE))
         self.parts = counts[0], lists[0], counts[1], lists[1], self._numbers[2], *self.indices
 
     def fill(self, rows: TileRows) -> None:
-        """Set the tables for a step; up to MIN_TILES, further tiles see nothing."""
+        """Set the tables for a step; tiles that it lacks, up to MIN_TILES, see nothing."""
         num_tiles, size, device = len(rows.positions), self._block_size, self._lists.device
         own = rows.last_rows // size
         border = self._sight.first_seen(rows.first_rows) // size  # the first block that any row sees
@@ -147,7 +148,7 @@ class TileCall(nn.Module):
     The compiler takes a module's numbers as constants; as arguments the sizes may become symbols.
 
     Args:
-        rows: of a tile for one query head: 1 for decodes, a block for chunks.
+        rows: rows of a tile for one query head: 1 for decodes, a block for chunks.
     """
 
     def __init__(self, traits: LayerTraits, block_size: int, rows: int, tables: TileTables) -> None:
@@ -228,11 +229,11 @@ class FlexAttention:
     """The `flex` backend. One instance serves every layer of an engine; each kind's two calls compile once.
 
     Args:
-        kinds: of the model's layers.
-        max_num_seqs, max_num_batched_tokens: bounds of a step, which size the tables.
+        kinds: traits of each kind of layers.
+        max_num_seqs, max_num_batched_tokens: limits of a step, which size the tables.
     """
 
-    reads_whole_blocks = True  # masked slots too
+    reads_whole_blocks = True
 
     def __init__(
         self,
@@ -249,14 +250,14 @@ class FlexAttention:
         max_decode_tiles = max(_MIN_TABLE_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
         max_chunk_tiles = max(_MIN_TABLE_TILES, max_num_batched_tokens // block_size + 2 * max_num_seqs)
-        # Of decodes and of chunks, for each sight with sinks or without.
+        # (tables of decodes, tables of chunks) for each sight, with sinks or without.
         self._tables = {
             key: [
                 TileTables(*key, block_size, most, num_blocks, device) for most in (max_decode_tiles, max_chunk_tiles)
             ]
             for key in {(traits.sight, traits.has_sinks) for traits in kinds}
         }
-        # Of each kind, for decodes and for chunks.
+        # (call for decodes, call for chunks) of each kind.
         self.calls = [
             [
                 TileCall(traits, block_size, rows, tables)
@@ -276,7 +277,7 @@ class FlexAttention:
             parts.append(self._fill(0, 1, decodes, np.arange(count)))
         if count < len(firsts):
             size, firsts, lasts = self.block_size, firsts[count:], lasts[count:]
-            num_tiles = lasts // size - firsts // size + 1  # of each chunk
+            num_tiles = lasts // size - firsts // size + 1  # tiles of each chunk
             positions = runs(firsts // size, num_tiles) * size
             of_tiles = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
             starts, first_rows, last_rows = of_tiles
@@ -312,7 +313,7 @@ class _Part(NamedTuple):
     call: int  # 0 for decodes, 1 for chunks
     size: int  # positions of a tile
     num_tiles: int
-    rows: Tensor  # [num_tokens] int64: the row of the tiles, of all positions, that each token takes
+    rows: Tensor  # [num_tokens] int64: the row that each token takes, among the rows of all tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from nanovllm.batch import Copy
 from nanovllm.device import to_device
 from nanovllm.layout import kind_of, kinds_of
 
-StateShapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]  # of each layer, of each state of a sequence
+StateShapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]  # (shape, dtype) of each state, by layer
 
 
 class HostCopies(Protocol):
@@ -29,18 +29,18 @@ class HostCopies(Protocol):
 
 
 class CacheMemory:
-    """Where the caches get their memory: by default from the device, all of it at once."""
+    """Source of the caches' memory: by default the device, all at once."""
 
-    num_taken: int | None = None  # bytes, by `take_some_memory`; None if all was taken from the start
+    num_taken: int | None = None  # bytes that `take_some_memory` took; None if all was taken from the start
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def begin(self, caches: Sequence[Tensor]) -> None:
-        """The caches, each [n, ...] from one call of `zeros`, that `take_some_memory` takes memory for."""
+        """Name the caches, each [n, ...] from one call of `zeros`, for which `take_some_memory` takes memory."""
 
     def take_some_memory(self) -> bool:
-        """Take a piece, a few milliseconds, at any time; False if none is left or free."""
+        """Take memory for a few milliseconds, at any time; False if none is left to take, or none is free."""
         return False
 
     def stop(self) -> None:
@@ -51,9 +51,9 @@ class KVCaches:
     """The caches of an engine, one for each layer that does not share another's K and V.
 
     Attributes:
-        of_layers: of each layer K and V, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
-            differ; a layer that shares another's K and V has the very same. Empty until they are allocated.
-        of_records: of each layer with recurrent states its states, [num_records, ...] each.
+        of_layers: K and V of each layer, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
+            differ; a layer that shares another's K and V has the same tensor. Empty until they are allocated.
+        of_records: states of each layer with recurrent states, [num_records, ...] each.
         clear: function that zeroes blocks [n] int64 of caches [num_caches, num_slots, ...], of this block size.
     """
 
@@ -77,7 +77,7 @@ class KVCaches:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """The number of each layer's kind among those of the engine, for steps: their traits are settled by then."""
+        """Index of each layer's kind among the engine's kinds. Read it in steps: the traits are settled by then."""
         kinds = kinds_of(layer.traits for layer in self._layers)
         return [kinds.index(kind_of(layer.traits)) for layer in self._layers]
 
@@ -89,9 +89,9 @@ class KVCaches:
         """Allocate the caches, zeroed, so that no slot is ever NaN.
 
         Args:
-            num_slots: in each cache group.
-            groups: of each layer; None where there is one.
-            num_records: in the group of recurrent states, the last one, where there are any.
+            num_slots: slots of each cache group.
+            groups: cache group of each layer; None where there is one.
+            num_records: records of the group of recurrent states, the last group, if there are such states.
         """
         by_shape: dict[tuple[int, int, int, int], list[int]] = {}
         for index in self._own:
@@ -133,7 +133,7 @@ class KVCaches:
         return sum(round(num_bytes * shares[group]) for group, num_bytes in self._group_bytes.items())
 
     def touched_bytes(self, shares: Sequence[float]) -> int:
-        """Memory that the caches take, where `shares` of the blocks were handed out: on a GPU all of it."""
+        """Bytes of memory that the caches occupy once `shares` of the blocks were handed out; on a GPU all of it."""
         num_taken = self.memory.num_taken
         return self.bytes_of([1.0] * len(shares)) if num_taken is None else max(self.bytes_of(shares), num_taken)
 

@@ -53,11 +53,11 @@ FULL = Sight()
 class LayerTraits:
     """Traits of one attention layer, for its backend and its KV cache.
 
-    num_heads, num_kv_heads: of queries; of keys and values.
+    num_heads, num_kv_heads: heads of queries; heads of keys and values.
     head_dim, value_dim: elements of one head of queries and keys; of one head of values and of the result.
     sight: the positions that its rows see.
     softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None for no cap.
-    has_sinks: each head has a learned score that joins the softmax without a value (gpt-oss).
+    has_sinks: True if each head has a learned score that joins the softmax without a value (gpt-oss).
     shares: index of the earlier layer that computes its K and V; None for the layer itself.
     """
 
@@ -97,9 +97,9 @@ def kind_of(traits: LayerTraits) -> LayerTraits:
 class StepInput(NamedTuple):
     """One array of a packed step; zeros where the feature writes nothing.
 
-    sizes: of its dimensions: numbers, or counts of the packed step with padding: "samples", "rows", "decodes", "pairs"
-        (of decodes), "wide" (the decodes of a step with wide groups, else 0), "tiles", "chunk_rows". None, for the last
-        array: one dimension with all words that are left.
+    sizes: size of each dimension: a number, or a count of the packed step with padding: "samples", "rows", "decodes",
+        "pairs" (of decodes), "wide" (the decodes of a step with wide groups, else 0), "tiles", "chunk_rows". None, for
+        the last array: one dimension with all words that are left.
     """
 
     name: str
@@ -108,9 +108,9 @@ class StepInput(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """A step to be packed.
+    """A step on the host, before its arrays are packed into one transfer.
 
-    plan: by the attention backend.
+    plan: plan of the attention backend.
     draws: `sampler.DrawInputs` of the device's draw; None if the host's sampler draws.
     num_decodes: rows of decodes, padding included; rows of chunks follow.
     """
@@ -122,7 +122,7 @@ class HostStep(NamedTuple):
 
 
 class StepFeature:
-    """Arrays that one feature brings; they are read by their names, on the host and on the device."""
+    """Arrays that one feature adds to a packed step, read by their names on the host and on the device."""
 
     inputs: tuple[StepInput, ...]
 
@@ -131,7 +131,7 @@ class StepFeature:
         return 0
 
     def fill(self, to: Any, step: HostStep) -> None:
-        """Write the step into the arrays of the packed step `to`, which are 0."""
+        """Write the step into the arrays of the packed step `to`, which hold zeros."""
         raise NotImplementedError
 
 
@@ -190,9 +190,9 @@ def build_layout(
     """Lay out a step's entries; the only Python loops are over entries, never over tokens.
 
     Args:
-        in_flight: the sequences that the step before samples, each with the index of its newest token, which may not be
-            known yet.
-        longest_first: sort decodes by context, longest first, for backends that compute them side by side in order.
+        in_flight: sequences that the step before samples -> index of their newest token among its samples, which the
+            host may not have read yet.
+        longest_first: True sorts decodes by context, longest first, for backends that compute them in this order.
     """
     starts = np.fromiter((entry.start for entry in batch_entries), np.int64, len(batch_entries))
     counts = np.fromiter((entry.num_new_tokens for entry in batch_entries), np.int64, len(batch_entries))
@@ -208,7 +208,7 @@ def build_layout(
     num_decodes = int((counts == 1).sum())
     row_starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(counts, out=row_starts[1:])
-    last_rows = np.zeros(len(batch_entries), np.int64)  # in the order of the batch
+    last_rows = np.zeros(len(batch_entries), np.int64)  # last row of each entry of the batch
     last_rows[order] = row_starts[1:] - 1
     if len(entries) < len(batch_entries):  # an entry without rows has the last row of the entry before
         last_rows = last_rows[np.maximum.accumulate(np.where(has_rows, np.arange(len(has_rows)), 0))]
@@ -230,7 +230,7 @@ def build_layout(
 
 
 def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each last number the `counts` numbers up to it."""
+    """The `counts[i]` consecutive numbers that end with `lasts[i]`, for one i after the other."""
     numbers = lasts.repeat(counts)
     if len(numbers) > np.count_nonzero(counts):  # some count is above 1
         numbers -= np.cumsum(counts).repeat(counts) - np.arange(1, len(numbers) + 1)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """Ctrl-C while an engine's state changes: it raises at once, and an engine dies if its books were cut short.
+    """Ctrl-C while the engine's state changes: it raises at once, and the engine is dead if it cut a change short.
 
-    `nanovllm.LLM` has `InterruptsHeld` instead, which defers it.
+    `nanovllm.LLM` has `InterruptsHeld`, which defers it to the end of the change.
     """
 
     is_in_step = False
@@ -42,12 +42,12 @@ class Interrupts:
         """Raise a deferred interrupt now."""
 
     def held_in(self, items: Any) -> Any:
-        """The items, with this entered while the generator runs."""
+        """The generator `items`, with this context entered while it runs."""
         return items
 
 
 def _build_engine(*model: Any, trace: Any) -> Engine:
-    from nanovllm.build import build_engine  # the composition root, which imports every part
+    from nanovllm.build import build_engine  # the composition root imports every part: not before the first LLM
 
     return build_engine(*model, trace=trace)
 
@@ -56,12 +56,12 @@ class LLM:
     """A model with its engine, for the threads that call it; `nanovllm.LLM` adds the methods of features.
 
     Args:
-        model: a loaded `transformers` causal language model, which is used without a copy and belongs to its owner
-            between calls, or whatever the loader takes.
-        tokenizer: a tokenizer; a loaded module without one takes prompts as token ids only.
-        on_step: called with a `StepRecord` after each step, in the thread that steps.
-        trace: writes the events of every request and step to a file.
-        **options: see `EngineConfig`.
+        model: a loaded `transformers` causal language model, used without a copy and free for its owner between calls,
+            or the name or path of a model, which the loader resolves.
+        tokenizer: tokenizer of the model; a loaded module without one takes prompts as token ids only.
+        on_step: function of a `StepRecord`, called after each step in the thread that steps.
+        trace: `TraceWriter` that gets the events of every request and step.
+        **options: fields of `EngineConfig`.
 
     Calls from several threads, and streams read in between, run together in one batch. In a forked child every call but
     `close` raises RuntimeError.
@@ -76,10 +76,10 @@ class LLM:
         self._process_id = os.getpid()
         self._engine: Engine | None = engine
         self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that holds it
+        self._owner: int | None = None  # thread that holds `_lock`
         self._request_ids: Iterator[str] = map(str, itertools.count())
-        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: where its call looks
-        self._abandoned: deque[str] = deque()  # request ids of calls that have ended
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # request id -> outputs for its call
+        self._abandoned: deque[str] = deque()  # ids of requests that their calls left unfinished
         self._close = weakref.finalize(self, engine.close)  # an LLM that is dropped gives its memory back at once
         self._close.atexit = False
 
@@ -101,16 +101,16 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list or an iterator
                 of any of them.
-            sampling_params: None takes `default_sampling_params`.
-            priority: lower runs first.
-            cache_salt: prompts share cached prefixes only within one salt.
+            sampling_params: options of sampling; None takes `default_sampling_params`.
+            priority: priority level; the lowest runs first.
+            cache_salt: name of a separate part of the prefix cache; prompts share prefixes only under equal salts.
             timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
-            client: clients of one priority share the engine, see `client_weights`.
-            use_tqdm: show a progress bar on stderr.
+            client: name of a client; clients of one priority share the engine, see `client_weights`.
+            use_tqdm: True shows a progress bar on stderr.
 
-        Options but use_tqdm are one value for all prompts, or a list with one for each. A bad prompt or option raises
+        Each option except use_tqdm is one value for all prompts, or a list of one each. A bad prompt or option raises
         before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request with
-        non-finite logits ends with finish_reason "error"; any other failure ends them all and raises.
+        non-finite logits ends with finish_reason "error"; any other failure ends all requests of the call and raises.
         """
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
         process = self._open_engine().input_processor.process
@@ -139,7 +139,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after each token; closing the iterator ends the request.
 
-        Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
+        Steps run only while the iterator is read, so a `timeout` ends the request at the next read.
         """
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
         process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
@@ -158,11 +158,9 @@ class LLM:
         after_step: Callable[[], None] | None = None,
         add: Callable[..., None] | None = None,
     ) -> Generator[RequestOutput]:
-        """Queue requests, by `add` in place of the engine's, and yield their outputs.
+        """Add requests to the engine, by `add` if given, and yield their outputs. Leaving early aborts them.
 
-        Leaving early, or by an exception, ends them.
-
-        The thread that holds the lock steps for all calls, and puts the outputs of the others into their inboxes.
+        The thread that holds the lock steps the engine for all calls, and puts each output into its call's inbox.
         """
         inbox: deque[RequestOutput] = deque()
         unfinished = {request.request_id for request in requests}
@@ -183,8 +181,8 @@ class LLM:
                         unfinished.discard(output.request_id)
                     yield output
         finally:
-            # The garbage collector closes a forgotten iterator at any moment, maybe within another call's step: then
-            # the lock is taken, and its next holder aborts. A forked child aborts nothing: the parent goes on.
+            # The garbage collector may close a forgotten iterator in the middle of another call's step: the lock is
+            # taken then, and its next holder aborts the requests. A forked child aborts nothing of its parent's.
             self._abandoned.extend(unfinished)
             if unfinished and os.getpid() == self._process_id and self._lock.acquire(blocking=False):
                 try:
@@ -205,13 +203,13 @@ class LLM:
         while engine.outputs:
             output = engine.outputs.popleft()
             inbox = (self._inboxes.pop if output.finished else self._inboxes.get)(output.request_id, None)
-            if inbox is not None:  # else its call has ended, and the request is about to be aborted
+            if inbox is not None:  # None: its call has ended, and the next turn aborts the request
                 inbox.append(output)
 
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
-        """The engine for this thread alone."""
-        self._open_engine()  # before the lock, which another thread may have held when this process was forked
+        """The engine, locked for this thread; raises RuntimeError for a call from within a step."""
+        self._open_engine()  # raises in a forked child, where the lock may be held for ever
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from within one of its own steps, by on_step or a logits processor, which "
@@ -253,7 +251,7 @@ class LLM:
             engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """End all requests, free the caches and the model; does nothing again, or in a forked child."""
+        """Abort all requests and free the caches and the model. No-op if closed already, and in a forked child."""
         with suppress(EngineClosedError, ForkedChildError), self._interrupts(), self._turn():
             self._close()
             self._engine = None

@@ -80,7 +80,7 @@ class AttributePatches:
 
 
 def redirected_to(model: nn.Module, attention_name: str, others: Mapping[str, str]) -> list[Change]:
-    """Changes to that attention implementation, to others by attribute of configs, to eval mode and uncompiled calls.
+    """Changes that select attention by name, `others` by attribute of configs, eval mode, and uncompiled calls.
 
     The owner's compiled calls would be compiled again for our passes.
     """
@@ -110,7 +110,7 @@ def layer_changes(
     Args:
         caches: K and V of each layer.
         kinds: the number of each layer's kind.
-        engine_handle: for a model that does not pass its keyword arguments on to attention.
+        engine_handle: handle of the engine, for a model that does not pass its keyword arguments on to attention.
     """
     changes: list[Change] = []
     for layer, cache, kind in zip(layers, caches, kinds, strict=True):
@@ -137,7 +137,7 @@ def lock_of(model: Any) -> threading.RLock:
 
 
 class StateLayers:
-    """Layers that keep states instead of K and V; false if the model has none, as by default."""
+    """Layers that keep states instead of K and V. By default the model has none, and this is false."""
 
     def __bool__(self) -> bool:
         return False
@@ -157,23 +157,23 @@ class StateLayers:
         return config
 
     def probing_changes(self) -> list[Change]:
-        """Changes to layers that compute each row as a sequence, so that a probe sees rows which do not mix."""
+        """Changes that make layers compute each row as a sequence, so that the rows of a probe do not mix."""
         return []
 
     def step_changes(self, pools: list[list[Tensor]]) -> list[Change]:
-        """Changes to layers over pools of states: of each layer [num_slots, ...] of each state."""
+        """Changes that make layers compute over pools of states: for each layer, [num_slots, ...] of each state."""
         return []
 
     def begin_step(self, layout: BatchLayout, device: torch.device) -> None:
-        """Args: layout: the rows of the next step, of the group of states."""
+        """Set the rows of the next step, by the layout of the group of states."""
 
 
 class Rope:
     """Rotary embeddings: by default those of the module, which depend on nothing but positions.
 
     Attributes:
-        changes: to the model's modules, in force in probes and steps.
-        choice: a name that cached keys depend on.
+        changes: changes of the model's modules during probes and steps.
+        choice: name of the frequencies, on which cached keys depend.
     """
 
     changes: Sequence[Change] = ()
@@ -184,7 +184,7 @@ class Rope:
 
 
 class Watch(Protocol):
-    """Detects changes of a module by its owner."""
+    """Detects changes that its owner makes to a module."""
 
     def changes(self, *, with_structure: bool) -> tuple[bool, bool]:
         """(weights changed, structure changed) since the last call; without `with_structure` the latter is False."""
@@ -197,7 +197,7 @@ class WholePass:
         vocab_size: number of tokens that can be sampled.
 
     Attributes:
-        has_base_model: whether hidden states can be computed apart from logits, as `ForwardPasses` does.
+        has_base_model: True if hidden states can be computed apart from logits, as in `ForwardPasses`.
     """
 
     has_base_model = False
@@ -234,7 +234,7 @@ class WholePass:
         return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
 
     def of_step(self, report: StepReport | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
-        """Logits of a step, whose report gets whatever else it reads: here nothing; see `logits`."""
+        """Logits of a step, with the arguments of `logits`; the pass of a feature also fills the report."""
         return self.logits(*inputs, **kwargs)
 
     def drop_copies(self) -> None:
@@ -244,10 +244,10 @@ class WholePass:
 class BindingParts(NamedTuple):
     """Parts of a binding that a plain model can do without.
 
-    probe_for: makes the first probe of a model.
-    masks_for: makes the masks of each probe, for the config of a text model.
-    check: raises UnsupportedModelError for a model that an engine would compute wrongly.
-    implementations: names of `transformers` implementations besides attention, by attribute of configs.
+    probe_for: function that makes the first probe of a model.
+    masks_for: function that makes the masks of each probe from the config of a text model.
+    check: function that raises UnsupportedModelError for a model that an engine would compute wrongly.
+    implementations: attribute of configs -> name of an implementation of `transformers` that is not attention.
     """
 
     states: StateLayers = StateLayers()
@@ -266,17 +266,17 @@ class ModelBinding:
 
     Args:
         model: a causal language model of `transformers`, not copied, and unchanged outside of `installed`.
-        is_live: the owner continues to use the module (training): all changes are undone after each step.
-        parts: parts that `building.py` hands over; those of a plain model by default.
+        is_live: True if the owner continues to use the module (training): changes are undone after each step.
+        parts: parts of features; by default those of a plain model.
 
     Attributes:
         layers: attention layers, in the order of the forward pass.
-        layer_modules: the decoder layers that hold these, which faster calls may replace.
+        layer_modules: decoder layers that contain the attention layers; faster calls may replace them.
         mixers: layers that keep states.
         vocab_size: number of tokens that can be sampled: with a row in the head and a row in the embedding.
-        passes: forward passes; `ForwardPasses` has those in two parts.
-        patches: changes of the model in force.
-        min_rows: of a step; 2 with compiled layers, since a single row would be specialised.
+        passes: forward passes of the model; `ForwardPasses` can split them into hidden states and logits.
+        patches: changes of the model that are in force.
+        min_rows: fewest rows of a step; 2 with compiled layers, since a single row would be specialised.
         watch: detects changes of a live module; None if it is not live.
         ranks: `Ranks` of a sharded model.
         head_shards: `ShardedHead`, if logits cover only this rank's tokens.
@@ -373,7 +373,7 @@ class ModelBinding:
             token_ids, positions: [num_rows] int64.
             slot_mapping: [num_rows] int64, the cache slot of each row's K and V.
             sample_rows: [num_samples] int64.
-            report: of the sampler's stage; None if every sequence is plain.
+            report: report of the sampler's stage; None if every sequence is plain.
 
         The logits are empty if the report needs none.
         """

@@ -1,4 +1,4 @@
-"""The blocks of a KV cache whose layers all keep every position: one pool, and how many blocks it has."""
+"""The one pool of blocks of a KV cache in which all layers keep every position, and its number of blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnePool(NamedTuple):
 
 
 def one_pool(config: Config, binding: Any, memory_bytes: int, *, max_model_len_is_set: bool) -> tuple[Config, OnePool]:
-    """Resolve num_kv_blocks for a hooked model; arguments and errors as of `resolve_pool`."""
+    """Resolve num_kv_blocks for a hooked model; arguments and errors as for `resolve_pool`."""
     block_bytes = binding.caches.num_bytes(config.block_size)
     config = resolve_pool(config, block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
     return config, OnePool(config.num_kv_blocks, block_bytes)
@@ -55,7 +55,7 @@ def resolve_pool(config: Config, block_bytes: int, memory_bytes: int, *, max_mod
     Args:
         block_bytes: bytes of one block over all layers.
         memory_bytes: free memory of the device.
-        max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
+        max_model_len_is_set: True if the user set max_model_len; otherwise it is lowered to fit the pool.
 
     Raises ValueError if the pool cannot hold one sequence of max_model_len.
     """
@@ -64,7 +64,7 @@ def resolve_pool(config: Config, block_bytes: int, memory_bytes: int, *, max_mod
         num_blocks = config.num_kv_blocks
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block_bytes
-    else:  # at most max_num_seqs sequences of max_model_len: further blocks could never be used
+    else:  # max_num_seqs sequences of max_model_len use no more blocks than that
         num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * config.max_num_seqs + 1)
     fitting = max(0, num_blocks - 1) * config.block_size
     max_model_len = config.max_model_len

@@ -31,7 +31,7 @@ class ErrorKind(StrEnum):
     """Origin of an error that ended a request.
 
     REQUEST: the request's options or its own functions; the same request would fail again.
-    INTERNAL: anything else, such as a failed step, non-finite logits, or a tokenizer that cannot decode.
+    INTERNAL: all other causes, such as a failed step, non-finite logits, or a tokenizer that cannot decode.
     """
 
     REQUEST = "request"
@@ -48,7 +48,7 @@ class Logprob(NamedTuple):
     rank: int
 
 
-TokenLogprobs = dict[int, Logprob]  # by token id: the sampled token first, then the most probable ones by rank
+TokenLogprobs = dict[int, Logprob]  # keys are token ids: the sampled token first, then by rank
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class CompletionOutput:
     """One completion of a prompt, or its new part in a delta.
 
     index: index of the sample, 0 to n - 1.
-    text: detokenized output, without special tokens and stop strings unless the request asks for them.
-    token_ids: generated tokens, an end-of-sequence or stop token included.
+    text: text of the output, without special tokens and stop strings unless the request asks for them.
+    token_ids: tokens of the output, an end-of-sequence or stop token included.
     finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or max_model_len),
         "timeout", "abort", "error" (see `RequestOutput.error`), or None while it runs.
     stop_reason: stop string or token id that ended the sample; None otherwise.
@@ -118,7 +118,7 @@ class RequestOutput:
     prompt: the prompt as text, if it was given as text.
     prompt_token_ids: prompt tokens after truncate_prompt_tokens.
     outputs: completions in order of their index; while the request runs, those with tokens.
-    finished: whether all completions have ended.
+    finished: True once all completions have ended.
     num_cached_tokens: prompt tokens found in the prefix cache.
     error: message of the first completion with finish_reason "error".
     prompt_logprobs: None for the first prompt token and those before prompt_logprobs_start, then one entry per prompt

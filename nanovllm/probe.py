@@ -27,7 +27,7 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers, in configs
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # attention's, among types of layers
 
 MaskFunction = Callable[..., Tensor]  # (batch, head, query, key indices) -> whether the query sees the key
 
@@ -55,7 +55,7 @@ class Masks:
         """Refuse a tensor that is neither a placeholder nor a view of one."""
 
     def sight(self, layer: str, mask: Tensor | None, window: int | None) -> Sight:
-        """The visible positions of a layer's mask; refuses others, and a `sliding_window` argument that differs."""
+        """The positions that a layer's mask shows; refuses other masks, and another window in `sliding_window`."""
         if window is not None:
             raise refused("window of the mask", layer, f"a sliding window of {window} tokens")
         return FULL
@@ -82,9 +82,9 @@ class Probe(PassProbe):
     Attributes:
         token_ids: tokens of the pass, at positions 0, 1, 2 and so on.
         sample_rows: rows with logits.
-        attending: indices of layers with attention, if the config tells.
-        is_mixed: whether some layers may keep states instead.
-        refused: the error of a trait, as by `refused`.
+        attending: indices of layers with attention; None if the config does not tell.
+        is_mixed: True if some layers may keep states instead of K and V.
+        refused: function that makes the error of an unsupported trait, such as `refused`.
     """
 
     token_ids: Sequence[int] = (0, 0)
@@ -93,7 +93,7 @@ class Probe(PassProbe):
     is_mixed: bool = False
     refused: Callable[..., UnsupportedModelError] = refused
     layers: list[AttentionLayer] = field(default_factory=list)
-    passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
+    passes_keywords: bool = True  # True if keyword arguments of the model reach every attention layer
     _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
 
     def record(
@@ -159,7 +159,7 @@ def probe_model(
     """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
 
     Args:
-        probe_for: makes the probe of a model.
+        probe_for: function that makes the probe of a model.
     """
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -179,7 +179,7 @@ def probe_model(
                 input_ids=token_ids[None],
                 position_ids=torch.arange(len(token_ids), device=devices[0])[None],
                 use_cache=False,
-                logits_to_keep=sample_rows,  # named as in steps
+                logits_to_keep=sample_rows,  # steps pass it by this name, too
                 return_dict=True,
                 **({PROBE_ARGUMENT: None} if takes_any else {}),
             )

@@ -1,4 +1,4 @@
-"""Turns a caller's prompts and options into checked requests with token ids; nothing is queued here."""
+"""Text to tokens and back: `InputProcessor` makes checked requests, `IncrementalDetokenizer` makes text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanovllm.sequence import NewRequest
 # replacement character after more tokens starts with invalid bytes, and is not held back.
 MAX_UNFINISHED = 3
 MAX_PENDING = 6
-# Most tokens of the window: tokens without text are kept as context up to here.
+# Most tokens in the window; tokens without text stay in it as context up to this number.
 MAX_WINDOW = 8
 
 
@@ -36,8 +36,8 @@ class IncrementalDetokenizer:
         text     [ settled | early | \ufffd ]      early: whole characters of pending tokens, appended already
 
     Args:
-        decode_ids: the text of some tokens.
-        texts: text of each token of whole characters, and "" of any other; None if only `decode_ids` knows.
+        decode_ids: function that returns the text of some tokens.
+        texts: text of each token of whole characters, and "" for any other; None if only `decode_ids` knows.
     """
 
     def __init__(self, decode_ids: Callable[[list[int]], str], texts: Mapping[int, str] | None = None) -> None:
@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
             if end - self._num_settled <= MAX_PENDING:
                 return
             end, text = self._longest_whole_prefix()
-        if len(text) <= len(settled):  # a token without text: a special token, or a space before its word
+        if len(text) <= len(settled):  # a token without text: a special one, or a space that comes with its word
             if end > MAX_WINDOW:
                 del self._window[self._num_settled : end]
             else:
@@ -110,8 +110,8 @@ def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = 
 
 Prompt = str | SequenceABC[int] | Mapping[str, Any]
 
-PROMPT_FORMS = ("prompt", "prompt_token_ids")  # of a prompt as a dictionary
-OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
+PROMPT_FORMS = ("prompt", "prompt_token_ids")  # keys of a prompt that is a dictionary
+OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # (option of a request, its type, the type's name in errors)
     ("sampling_params", SamplingParams, "SamplingParams"),
     ("priority", numbers.Integral, "a whole number"),
     ("cache_salt", str, "a string"),
@@ -124,15 +124,15 @@ OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "cache_salt": "", "timeout": N
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of a model for requests.
+    """The model's limits on requests.
 
     vocab_size: rows of the embedding; a prompt's token ids are below it.
-    num_logits: number of tokens that can be sampled, with rows in embedding and head.
-    model_name: for errors.
-    has_base_model: whether the head is a separate module, which prompt_logprobs requires.
+    num_logits: number of tokens that can be sampled: they have a row in the embedding and in the head.
+    model_name: name of the model's class, for errors.
+    has_base_model: True if the head is a separate module, which prompt_logprobs requires.
     has_head: False for a model that embeds alone, see `check_head`.
-    eos_token_ids: those of the model that can be sampled: its config may name others.
-    sampling_defaults: fields of `SamplingParams` for requests that leave them out.
+    eos_token_ids: end-of-sequence tokens that can be sampled; the model's config may name others.
+    sampling_defaults: fields of `SamplingParams` that the model sets for requests without parameters.
     """
 
     vocab_size: int
@@ -145,22 +145,22 @@ class RequestLimits:
 
 
 class RequestParts:
-    """Prompts and options beyond texts, token ids, temperature, filters and ends; this class refuses all.
+    """Parts of requests that features bring; this default refuses options beyond temperature, filters and ends.
 
-    `AllParts` in `building.py` has them.
+    `AllParts` in `features/composition` serves all of them.
     """
 
     def encode(
         self, text: str, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]], limit: int | None
     ) -> list[int]:
-        """Token ids of a text: at once. `Pieces` lets other clients go between.
+        """Token ids of a text, in one call; `Pieces` tokenises long texts in parts, fairly among clients.
 
         Args:
-            encode: tokenises a piece, without special tokens around it.
-            whole: tokenises a text with them, if they are wanted.
-            limit: maximum of the model's length; None for any number of tokens.
+            encode: function that tokenises a part of the text, without special tokens.
+            whole: function that tokenises the whole text, with special tokens if they are wanted.
+            limit: number of tokens at which the prompt is too long; None for no limit.
 
-        Raises PromptTooLongError for a text that has as many tokens, if that is known before the end.
+        Raises PromptTooLongError if `limit` is reached before the end of the text.
         """
         return whole(text)
 
@@ -168,7 +168,7 @@ class RequestParts:
     detokenizer: Callable[..., IncrementalDetokenizer] = staticmethod(plain_detokenizer)
 
     def completed(self, params: SamplingParams) -> SamplingParams:
-        """Parameters with every option that this class serves; raises ValueError for others."""
+        """Parameters as this class serves them; raises ValueError for an option that it does not serve."""
         given = ((field.name, getattr(params, field.name), field.default) for field in fields(params))
         others = [name for name, value, default in given if value not in (default, {}) and name not in PLAIN_OPTIONS]
         if others or params.embeds:
@@ -176,15 +176,15 @@ class RequestParts:
         return params
 
     def merged_metrics(self, samples: list[RequestMetrics]) -> RequestMetrics:
-        """The metrics of a request from those of its samples: here the first one's."""
+        """The metrics of a request, from the metrics of its samples: by default the first one's."""
         return samples[0]
 
     def ended(self, prompt: Any, token_ids: list[int], params: Any) -> list[int]:
-        """Token ids of a prompt, truncated, with further tokens that end its answer in `end_token_ids`."""
+        """The truncated `token_ids` of a prompt; a feature attaches further stop tokens to them as `end_token_ids`."""
         return token_ids
 
     def fields_of(self, params: Any) -> dict[str, Any]:
-        """Fields of `NewRequest` by parameters; raises ValueError for those that the model cannot serve."""
+        """Further fields of `NewRequest` for these parameters; raises ValueError if the model cannot serve them."""
         return {}
 
 
@@ -192,10 +192,10 @@ class InputProcessor:
     """Makes `NewRequest`s for one engine; stateless, hence thread-safe.
 
     Args:
-        tokenizer: None if prompts are token ids only.
-        config: EngineConfig with every option resolved.
-        clock: the engine's, in seconds; never goes back.
-        parts: parts that `building.py` hands over; None for `RequestParts`.
+        tokenizer: tokenizer of the model; None if prompts are token ids only.
+        config: configuration with every option resolved.
+        clock: clock of the engine, in seconds; never goes back.
+        parts: parts of features; None for `RequestParts`.
     """
 
     def __init__(
@@ -211,7 +211,8 @@ class InputProcessor:
         self.clock = clock
         self.tokenizer = tokenizer
         self.parts: Any = parts or RequestParts()
-        self.default_params: Any = self.parts.params(**limits.sampling_defaults)  # for requests without parameters
+        # Parameters of requests that bring none.
+        self.default_params: Any = self.parts.params(**limits.sampling_defaults)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -219,7 +220,7 @@ class InputProcessor:
         """The checked requests of one call; arguments as in `LLM.generate`.
 
         Args:
-            request_ids: at least one per prompt.
+            request_ids: ids, at least one a prompt.
         """
         items = [prompts] if isinstance(prompts, (str, Mapping)) else _as_list(prompts)
         if items and all(isinstance(item, numbers.Integral) for item in items):
@@ -242,7 +243,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         **options: Any,
     ) -> list[NewRequest]:
-        """The checked requests of a list of prompts; arrival_time: on the engine's clock, None for now.
+        """The checked requests of a list of prompts, which arrived at `arrival_time` (engine's clock; None is now).
 
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
@@ -250,7 +251,7 @@ class InputProcessor:
         params, count = self.default_params if sampling_params is None else sampling_params, len(prompts)
         each = zip(prompts, islice(request_ids, count), _one_each(count, params, options), strict=True)
         requests: list[NewRequest] = []
-        prepared: dict[int, dict[str, Any]] = {}  # by the id of parameters, which prompts may share
+        prepared: dict[int, dict[str, Any]] = {}  # id of parameters, which prompts may share -> fields
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout, own_client)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
@@ -296,7 +297,7 @@ class InputProcessor:
         return None if truncates else self.config.max_model_len
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of a prompt: text, with the tokenizer's special tokens if `add_special_tokens`, or ids in any type.
+        """Token ids of a prompt given as text or as ids; text gets special tokens if `add_special_tokens`.
 
         Ids may be a list, a tuple, an array or a one-dimensional tensor of whole numbers. A long text is refused
         once `limit` tokens are counted.
@@ -345,7 +346,7 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _one_each(count: int, params: Any, given: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Parameters and options of each of `count` prompts: of every option the one value given for all, or one each."""
+    """(parameters, options ...) of each of `count` prompts; an option is one value for all, or a list of one each."""
     if unknown := given.keys() - OPTION_DEFAULTS.keys():
         raise TypeError(f"a request has no option {min(unknown)!r}; its options are {', '.join(OPTION_DEFAULTS)}.")
     options = {"sampling_params": params} | OPTION_DEFAULTS | given
@@ -358,7 +359,7 @@ def _one_each(count: int, params: Any, given: dict[str, Any]) -> Iterator[tuple[
 
 
 def _error_of_prompt(number: int, error: Exception) -> Exception:
-    """The error of one of several prompts, with its number; of a type with a message as only argument."""
+    """The error of one of several prompts, with the prompt's number, as a type that takes a message alone."""
     kind = next(kind for kind in (PromptTooLongError, TypeError, ValueError) if isinstance(error, kind))
     return kind(f"prompt {number}: {error}")
 

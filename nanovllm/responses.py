@@ -18,10 +18,10 @@ from nanovllm.sequence import NewRequest, Sequence
 class TokenTimes:
     """Latencies of one step's tokens, in seconds.
 
-    ttfts: of sequences that got their first token.
-    request_ttfts: likewise per request: only its first sample's.
+    ttfts: time to first token of each sequence that got its first.
+    request_ttfts: time to first token of each request that got its first, from any of its samples.
     itls: latency since a sequence's previous token -> number of tokens; sequences that decode together share one.
-    num_cut: drawn tokens that were dropped, after a stop string.
+    num_cut: number of drawn tokens that were dropped, since they follow a stop string.
     """
 
     ttfts: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class StepTimes:
     launch_time: float = 0.0
     wait_time: float = 0.0
     read_time: float = 0.0
-    delivered_time: float = 0.0  # reported by the metrics of requests
+    delivered_time: float = 0.0  # time of the tokens in metrics of requests
     tokens: TokenTimes = field(default_factory=TokenTimes)
 
 
@@ -49,9 +49,9 @@ class Sample:
     Text is detokenised incrementally if the request streams or has stop strings, else once at the end.
 
     Args:
-        tokenizer: None leaves the text empty.
-        detokenizer: makes the detokenizer of a tokenizer.
-        record_itl: keep every inter-token latency, in seconds.
+        tokenizer: tokenizer of the text; None leaves the text empty.
+        detokenizer: function that makes a detokenizer from a tokenizer.
+        record_itl: True keeps every inter-token latency, in seconds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sample:
         self._stopped_at: int | None = None
         self._ends = getattr(request.prompt_token_ids, "end_token_ids", ()) if params.skip_special_tokens else ()
         self._text_without_tokenizer = ""
-        self.num_shown_tokens = self.num_shown_chars = 0  # sent in earlier deltas
+        self.num_shown_tokens = self.num_shown_chars = 0  # tokens and characters of earlier deltas
         self.last_token_time: float | None = None
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
@@ -131,11 +131,12 @@ class Sample:
 
     def output(self, now: float) -> RequestOutput:
         """The output at the time `now`; a delta contains only text and tokens not returned before."""
-        sequence, request, first = self.sequence, self.request, self.num_shown_tokens  # runs once a streamed token
+        sequence, request, first = self.sequence, self.request, self.num_shown_tokens  # runs for each streamed token
         if sequence.is_finished and self.finished_time is None:
             self.finished_time = now
         text, token_ids = self.text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
-        if sequence.stop_reason in self._ends and self._tokenizer is not None:  # not special to some tokenizers
+        # Some tokenizers do not skip it as special.
+        if sequence.stop_reason in self._ends and self._tokenizer is not None:
             text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
         if request.output_kind is OutputKind.DELTA:
             self.num_shown_tokens = first + len(token_ids)
@@ -197,8 +198,8 @@ class Request:
     """A request with its id, deadline and samples, in order of their index, one sequence each.
 
     Args:
-        number: of earlier requests of the engine; seeds the noise of requests without a seed.
-        arrivals: counter of the engine's sequences.
+        number: number of the request in its engine; seeds the noise of requests without a seed.
+        arrivals: counter that numbers the engine's sequences.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Request:
         config, parts = input_processor.config, input_processor.parts
         self._merge_metrics: Callable[[list[RequestMetrics]], RequestMetrics] = parts.merged_metrics
         self.request_id = new.request_id
-        self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
+        self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # time on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
         seeds = sample_seeds(new.params.seed, new.params.n, engine_seed=config.seed, request_number=number)
         self.sequences = [
@@ -282,8 +283,8 @@ def deliver(
     Adds the tokens' latencies to `times`.
 
     Args:
-        requests: the engine's, by id.
-        finish: ends a running sequence at a stop string, or where its tokens cannot be decoded.
+        requests: id -> request of the engine.
+        finish: function that ends a running sequence, at a stop string or where its tokens cannot be decoded.
         runs: sequences that may have several new tokens -> tokens before them.
     """
     reported: dict[Request, None] = {}
@@ -326,7 +327,7 @@ def advance(
     if stop is None:
         return None
     sequence.stop_reason = stop
-    sequence.error = sequence.error_kind = None  # of a row after the stop string
+    sequence.error = sequence.error_kind = None  # an error of a row after the stop string does not count
     return "stop"
 
 

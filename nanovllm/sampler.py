@@ -57,7 +57,7 @@ def token_counters(vocab_size: int, device: torch.device) -> Tensor:
 def _mixed_32(values: Tensor) -> Tensor:
     """Mix int32 values in place, so that each output bit depends on all input bits."""
     for shift, factor in _MIX_32:
-        values ^= (values >> shift) & ((1 << (32 - shift)) - 1)  # masked, since torch's shift is arithmetic
+        values ^= (values >> shift) & ((1 << (32 - shift)) - 1)  # the mask makes torch's arithmetic shift a logical one
         if factor != 1:
             values *= signed_32(factor)
     return values
@@ -91,7 +91,7 @@ _ROUNDING = 1.5 * 2**18  # float64 spacing at this number is 2^-34
 def masses(levels: Tensor) -> Tensor:
     """Masses: probabilities relative to the best token's, e^level in float32, rounded to multiples of 2^-34.
 
-    So sums over up to 2^19 tokens are exact, in any order.
+    Sums over up to 2^19 tokens are thus exact, in any order.
 
     Args:
         levels: float32, logits minus their row's largest.
@@ -99,7 +99,7 @@ def masses(levels: Tensor) -> Tensor:
     Returns float64 of the same shape.
     """
     levels = levels.clamp(min=-32.0)  # masses below level -25 are 0
-    whole = (levels * 1.44269504).add_(12582912.0).sub_(12582912.0)  # adding 1.5 * 2^23 rounds to an integer
+    whole = (levels * 1.44269504).add_(12582912.0).sub_(12582912.0)  # the sum with 1.5 * 2^23 rounds to an integer
     rest = levels.sub_(whole * 0.693359375).add_(whole * 2.12194440e-4)
     power = rest * 1.9875691500e-4
     for coefficient in _SERIES[:-1]:
@@ -118,10 +118,10 @@ class Filter(NamedTuple):
     """A sampling stage after the temperature, in torch; kernels name the filters that they implement.
 
     Args:
-        dtype: of its inputs, one per row, 0 if the filter is off.
-        encode: option values [num_rows] float64 -> inputs, any dtype.
-        floor: (logits [num_rows, vocab_size] float32 after earlier filters in descending order, inputs [num_rows, 1])
-            -> smallest logit to keep [num_rows, 1], without synchronising with the device.
+        dtype: dtype of its inputs, one a row; 0 turns the filter off.
+        encode: function of option values [num_rows] float64 -> inputs, any dtype.
+        floor: function of (logits [num_rows, vocab_size] float32 after earlier filters in descending order,
+            inputs [num_rows, 1]) -> smallest logit to keep [num_rows, 1], without synchronising with the device.
     """
 
     dtype: type[np.int32] | type[np.float32]
@@ -157,13 +157,13 @@ _FILTERS = {
     ),
     "min_p": Filter(np.float32, lambda p: p, lambda ordered, min_p: ordered[:, :1] + least_levels(min_p)),
 }
-FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in order of application
+FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # the order of application
 
 
 def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
     """Set logits of unlikely tokens to -inf, filter by filter, as in `transformers`.
 
-    Tokens as probable as the last kept one are kept too. Nothing depends on data, so a CUDA graph can capture it.
+    Tokens as probable as the last kept one are kept, too. No shape depends on data, so a CUDA graph can capture it.
 
     Args:
         logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
@@ -181,7 +181,7 @@ def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
     return floor
 
 
-# The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
+# Higher temperatures count as this one: its inverse is a normal float32. An inverse of 0 would make NaN of -inf.
 _MAX_TEMPERATURE = float(2**126)
 
 
@@ -200,8 +200,8 @@ _Fields: Any = cast(Any, namedtuple("_Fields", list(DRAW_DTYPES)))  # dynamic: o
 class DrawTensors(_Fields):
     """Inputs of `draw` besides the logits, [num_rows] each, on the logits' device. A row of zeros is greedy.
 
-    noise_keys: from `noise.noise_keys`.
-    inverse_temperatures: unused in greedy rows.
+    noise_keys: keys of the noise, from `noise_keys`.
+    inverse_temperatures: 1 / temperature; unused in greedy rows.
     noise_scales: 1, or 0 for greedy rows.
     top_k and so on: inputs of the filters, 0 where a filter is off.
     is_cold: 1 for low temperatures: logits are taken relative to the row's maximum, so that noise is not rounded away.
@@ -294,7 +294,7 @@ Draw = Callable[[Tensor, SequenceABC[Sequence], SequenceABC[int]], Tensor]  # ar
 
 
 class StepReport(StepResults, Protocol):
-    """Results of a step besides its tokens, as the forward pass and the draw fill them."""
+    """Results of a step besides its tokens, such as log-probabilities; the forward pass and the draw fill them."""
 
     @property
     def needs_logits(self) -> bool:
@@ -305,7 +305,7 @@ class StepReport(StepResults, Protocol):
 
 
 class LogitsStage:
-    """Serves options beyond temperature and filters; this stage serves none, and refuses them."""
+    """The stage of sampling that serves options beyond temperature and filters; this default refuses them."""
 
     def begin_report(self, batch: ScheduledBatch, layout: BatchLayout) -> StepReport:
         """The report of a step in which some sequence is not plain."""
@@ -323,7 +323,7 @@ class LogitsStage:
         inputs: Any,
         report: Any,
     ) -> Tensor:
-        """Tokens of these rows as `Sampler.sample` returns them, by `draw` of changed logits."""
+        """Change the logits of these rows, then `draw`; returns tokens as `Sampler.sample` does."""
         raise _refused(sequences)
 
 
@@ -339,9 +339,9 @@ class Sampler:
     """Samples rows of logits; stateless with respect to requests.
 
     Args:
-        draw: draw of rows on any device, with the arguments of `draw.draw`; CUDA graphs capture it.
-        draw_on_cpu: draw of logits on a CPU from their `DrawInputs`; None for `draw`.
-        stage: options beyond temperature and filters; None refuses them.
+        draw: function with the arguments of `draw`, for rows on any device; CUDA graphs capture it.
+        draw_on_cpu: function of logits on a CPU and their `DrawInputs`; None takes `draw`.
+        stage: stage for options beyond temperature and filters; None refuses them.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Decides which sequences compute how many tokens in each step; pure Python, counts only, never a token's value.
 
-Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight and waits
-for no files, `schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others for
-their blocks, and the pool holds one sequence of max_model_len, so it always finishes: a queue that takes slots and
-blocks for others leaves each turn enough to bring tokens.
+Invariant: no batch exceeds the token budget or the free blocks, and `schedule()` returns work while there is any that
+is neither in flight nor waits for files. The oldest sequence of the highest priority always finishes: it can preempt
+all others for their blocks, and the pool holds one sequence of max_model_len. A queue that preempts sequences for
+other clients leaves each of them running long enough to generate tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
 
 class Budget(Protocol):
-    """Tokens of each step. `WholeBudget` is the plain one; `features/goals` has another, which keeps latency goals."""
+    """Token budget of each step. `WholeBudget` is the default; `features/goals` has one that keeps latency goals."""
 
     def see(self, sequence: Sequence) -> None:
-        """Note that a sequence comes or ends now."""
+        """Note that a sequence arrives or ends now."""
 
     def in_step(self, running: SequenceABC[Sequence]) -> SequenceABC[Sequence]:
-        """The running sequences, except the ones that sit out the step."""
+        """The running sequences that take part in the step."""
 
     def of_step(
         self,
@@ -43,16 +43,16 @@ class Budget(Protocol):
         *,
         has_slot: bool,
     ) -> tuple[int, int]:
-        """The step's budget, at most `max_num_batched_tokens`, and most tokens of one prompt while others wait.
+        """(budget of the step, at most `max_num_batched_tokens`; most tokens of one prompt while others wait).
 
         Args:
-            prefills: Sequences that run and wait for chunks.
-            lookup: Blocks of a sequence in the prefix cache.
-            has_slot: Whether a waiting sequence may start.
+            prefills: Sequences that run and have several tokens left to compute.
+            lookup: Function that returns the next blocks of a sequence in the prefix cache.
+            has_slot: True if a waiting sequence may start.
         """
 
     def has_time(self, sequence: Sequence) -> bool:
-        """Whether the step has time for the sequence's mask, which then counts."""
+        """Whether the step has time for the sequence's mask (structured output); if so, that time is spent."""
 
     def stats(self) -> Any: ...
 
@@ -82,12 +82,12 @@ class WholeBudget:
 class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill (Agrawal et al. 2024, Sarathi-Serve).
 
-    Calls come in turns: `schedule` makes a batch and counts it as launched; `update` takes its sampled tokens. Several
-    batches may be launched before the first is updated; updates come in launch order.
+    `schedule` makes a batch and counts it as in flight; `update` takes its sampled tokens. Several batches may be in
+    flight; they are updated in the order in which they were scheduled.
 
     Args:
         budget: Budget of each step; by default `max_num_batched_tokens`.
-        queue: Queue of waiting sequences; by default in the order of priority and arrival.
+        queue: Queue of waiting sequences; by default they start by priority, then arrival.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Scheduler:
         self.proposer: Proposer = NoProposer()
         self.stats = SchedulerStats()
         self.running: SortedKeyList = SortedKeyList(key=SCHEDULING_KEY)
-        self.in_flight: deque[ScheduledBatch] = deque()  # Batches without an update yet, oldest first
+        self.in_flight: deque[ScheduledBatch] = deque()  # Batches that are not updated yet, oldest first
         self._step_id = self._started_in_step = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -119,7 +119,7 @@ class Scheduler:
         self.block_manager.want(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
+        """End a running or waiting sequence and free its blocks at once; a token in flight is dropped."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
         self.block_manager.wanted.remove(sequence)
@@ -130,7 +130,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's batch; None if all work is in flight, or waits for files or for draws before guesses."""
+        """The next step's batch; None if all work is in flight, waits for files, or needs the tokens in flight."""
         if self.proposer.waits(self.running, self.in_flight):
             return None
         self._step_id += 1
@@ -160,8 +160,8 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, step: OpenStep, running: list[Sequence]) -> list[Sequence]:
-        """Place one token of each of these running sequences that lacks just one; returns the others."""
-        # The loop runs once per sequence and step, so it is written out flat.
+        """Place a decode of each sequence that lacks just one token; returns the prefills, which lack more."""
+        # This loop runs once per sequence and step, so it avoids calls.
         step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
         entries = step.entries
         prefills: list[Sequence] = []
@@ -171,9 +171,9 @@ class Scheduler:
                 if known - start > 1:
                     prefills.append(sequence)
                 continue
-            is_in_flight = known > len(sequence.token_ids)  # the token to be computed now
+            is_in_flight = known > len(sequence.token_ids)  # the step before samples the token to compute
             if is_in_flight and known >= sequence.max_num_tokens:
-                continue  # it is the sequence's last
+                continue  # the token in flight is the sequence's last
             table = sequence.block_table
             if start == len(table) * block_size:
                 if not manager.num_free_blocks and not self._preempt_for(sequence, 1):
@@ -182,13 +182,13 @@ class Scheduler:
             sequence.num_computed_tokens = sequence.num_counted_tokens = known
             sequence.num_known_tokens = known + 1
             sequence.placed_in_step = step_id
-            if known % block_size == 0 and not is_in_flight:  # A token in flight: `update` registers the block
+            if known % block_size == 0 and not is_in_flight:  # `update` registers it once a token in flight is read
                 manager.register(sequence, known // block_size - 1, known // block_size, step_id)
             entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
 
     def _grant(self, step: OpenStep, prefills: list[Sequence]) -> None:
-        """Give the step its tokens; its decodes have taken theirs."""
+        """Set budget and threshold of the step; its decodes are paid first."""
         has_slot = step.victim is not None or len(self.running) < self.config.max_num_seqs
         lookup = self.block_manager.lookup
         step.total, threshold = self.budget.of_step(step.entries, prefills, self.waiting, lookup, has_slot=has_slot)
@@ -197,7 +197,7 @@ class Scheduler:
 
     def _schedule_next_chunk(self, step: OpenStep, sequence: Sequence) -> None:
         """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
-        if not sequence.is_running:  # it may have been preempted for an older one
+        if not sequence.is_running:  # a chunk of an older sequence preempted it
             return
         hits = self.block_manager.lookup(sequence)
         start = sequence.num_computed_tokens + len(hits) * self.block_size
@@ -205,7 +205,7 @@ class Scheduler:
             self._place(step, sequence, size, hits)
 
     def _admit(self, step: OpenStep, prefills: list[Sequence]) -> None:
-        """Start waiting sequences while budget, slots and blocks that `prefills` leave last; one for a victim."""
+        """Start waiting sequences while budget, slots and blocks last; with a victim, the first of them alone."""
         victim = step.victim
         slots = self.config.max_num_seqs - len(self.running) + (victim is not None)
         if slots > 0 and self.stats.num_preemptions == step.num_preemptions:
@@ -221,21 +221,21 @@ class Scheduler:
                 admitted.append(sequence)
             for sequence in admitted:
                 self.start(sequence)
-        if victim is not None and victim.is_running and step.budget:  # its successor cannot start
+        if victim is not None and victim.is_running and step.budget:  # the first waiting one cannot start
             self._schedule_decodes(step, [victim])
             step.budget -= victim.placed_in_step == self._step_id
 
     def start(self, sequence: Sequence) -> None:
-        """Move a sequence with blocks, or whose blocks the caller allocates, from the queue to the running ones."""
+        """Move a waiting sequence to the running ones; the caller allocates its blocks."""
         self.waiting.remove(sequence)
         self.block_manager.wanted.remove(sequence)
         self.running.add(sequence)
         sequence.is_running, sequence.num_times_passed, self._started_in_step = True, 0, self._step_id
 
     def _spend_what_is_left(self, step: OpenStep) -> None:
-        """Give leftover budget to chunks capped by the threshold, in their order.
+        """Give leftover budget to chunks that the threshold capped, in their order.
 
-        But not where it would only delay the decodes of this step: while nobody waits, it raises no throughput.
+        If nobody waits, a step with decodes skips this: longer chunks would delay them and raise no throughput.
         """
         if step.entries and not self.waiting:
             return
@@ -244,7 +244,7 @@ class Scheduler:
                 continue
             placed = sequence.num_computed_tokens - start
             size = self.admission.chunk_size(sequence, start, placed + step.budget) - placed
-            # A hit: this step computes the next block for another sequence, and the next step claims it.
+            # With a hit, this step computes the next block for another sequence, and the next step claims it.
             if size > 0 and not self.block_manager.lookup(sequence):
                 self._place(step, sequence, size)
 
@@ -260,10 +260,10 @@ class Scheduler:
                 step.entries += self.admission.fork_samples(sequence, num_slots, self.waiting, self.start)
 
     def _place(self, step: OpenStep, sequence: Sequence, size: int, hits: Collection[int] = ()) -> None:
-        """Place `size` more tokens behind `hits` from the prefix cache, or as many as there are free blocks for."""
+        """Claim `hits`, then place `size` tokens after them, or as many as there are free blocks for."""
         manager, block_size = self.block_manager, self.block_size
         before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
-        if hits:  # The allocation could take them
+        if hits:  # first, since the allocation could evict them
             manager.claim(sequence, hits)
         start = before + len(hits) * block_size
         end = start + size
@@ -277,7 +277,7 @@ class Scheduler:
                 return
         manager.allocate(sequence, lacking)
         manager.register(sequence, start // block_size, end // block_size, self._step_id)
-        # Tokens computed before a preemption, or counted before, are not counted again.
+        # Tokens that were computed before a preemption are not counted again.
         num_cached = max(0, min(start, sequence.num_prompt_tokens) - sequence.num_counted_tokens)
         sequence.num_cached_tokens += num_cached
         self.stats.prefix_cache_hits += num_cached
@@ -323,9 +323,9 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- outcome
 
     def update(self, batch: ScheduledBatch, token_ids: list[int], results: StepResults | None = None) -> list[Sequence]:
-        """Take the tokens of `batch.sampling`, in order; returns the sequences that got tokens or an error now.
+        """Append the sampled tokens, in the order of `batch.sampling`; returns the sequences that got any, or an error.
 
-        A run ends with the first token that ends its sequence; the rest is dropped.
+        Where a sequence draws several tokens (a run), those after the first one that ends it are dropped.
         """
         if not self.in_flight or self.in_flight[0] is not batch:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
@@ -339,7 +339,7 @@ class Scheduler:
         without_token: list[Sequence] = []
         for sequence, token_id in drawn:
             if token_id == NON_FINITE:
-                manager.forget(sequence)  # also when it was preempted or aborted meanwhile
+                manager.forget(sequence)  # even if it was preempted or aborted meanwhile
             if token_id < 0 or sequence.is_finished:
                 sequence.num_known_tokens -= 1
             if sequence.is_finished:
@@ -357,7 +357,7 @@ class Scheduler:
             elif len(known) >= sequence.max_num_tokens:
                 self.finish(sequence, "length")
             elif len(known) % block_size == 0 and sequence.num_computed_tokens >= len(known):
-                # A step in flight, or this one's run, fills this block, whose last token is read only now.
+                # A step in flight, or this one's run, fills this block, but its last token was unknown until now.
                 index = len(known) // block_size - 1
                 manager.register(sequence, index, index + 1, (self.in_flight or [batch])[-1].step_id)
         self.stats.num_output_tokens += len(advanced) - len(without_token)
@@ -372,8 +372,8 @@ class Scheduler:
     def rollback(self, batch: ScheduledBatch, *, has_failed: bool = True) -> list[Sequence]:
         """Undo `batch` and every batch launched after it; returns the unfinished sequences of all.
 
-        Their blocks become unfindable, and the sequences return to what was computed before, ready to be scheduled.
-        `has_failed` is False for steps whose results are no longer needed: they do not count as failed.
+        Blocks that these steps registered become unfindable, and the sequences return to their computed tokens of
+        before. has_failed=False undoes steps without counting them as failed: nobody needs their results any more.
         """
         if batch not in self.in_flight:
             raise RuntimeError(f"step {batch.step_id} is not in flight")
@@ -393,7 +393,8 @@ class Scheduler:
                 if sequence.block_table is not table:  # It was preempted meanwhile
                     continue
                 kept = self.block_manager.rewindable(sequence, num_computed_before)
-                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):  # These are read first
+                # Its tokens in flight are read first.
+                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):
                     self._requeue(sequence)
                 else:
                     self.block_manager.release(sequence, self.block_manager.num_blocks_for(kept))

@@ -18,7 +18,7 @@ class Progress(Protocol):
     """Progress of a request in an earlier engine; its tokens are recomputed."""
 
     def restore(self, sample: Any) -> None:
-        """Restore a new sample, of `responses`: all tokens known, none computed."""
+        """Restore a new `responses.Sample`: all tokens known, none computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class NewRequest:
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
     resumed: progress in an earlier engine.
-    matcher: of params.structured_output, before the first token; each sample copies it.
+    matcher: matcher of params.structured_output before the first token; each sample copies it.
     """
 
     request_id: str
@@ -71,53 +71,53 @@ class Sequence:
 
     request: InitVar[NewRequest]
     _: KW_ONLY
-    arrival: int  # a counter, so that no two sequences are equally old
+    arrival: int  # number in the order of arrival, which breaks ties
     max_model_len: InitVar[int]
     eos_token_ids: InitVar[Iterable[int]] = ()
     seed: int = 0
-    index: int = 0  # which of the request's samples
+    index: int = 0  # number of the sample in its request
 
     request_id: str = field(init=False)
     params: Any = field(init=False)
     priority: int = field(init=False)
     cache_salt: str = field(init=False)
     client: str = field(init=False)
-    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # token ids that must never follow one another
+    bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # runs of tokens never to be completed
     arrival_time: float = field(init=False)  # seconds, on the engine's clock
     key: tuple[float, int] = field(init=False)  # the order of scheduling, smaller first; the scheduler lets it age
     num_prompt_tokens: int = field(init=False)
-    max_num_tokens: int = field(init=False)  # prompt and output
+    max_num_tokens: int = field(init=False)  # limit of prompt and output together
     stop_token_ids: frozenset[int] = field(init=False)
-    needs_host_tokens: bool = field(init=False)  # kept, since it is asked for in every overlapped step
-    changes_logits: bool = field(init=False)  # likewise
-    is_plain: bool = field(init=False)  # likewise: a step of plain sequences passes no stage of sampling but the draw
-    matcher: Any = field(init=False)  # of its structured output; the sampler moves it
+    needs_host_tokens: bool = field(init=False)  # a field, since every overlapped step reads it
+    changes_logits: bool = field(init=False)  # a field for the same reason
+    is_plain: bool = field(init=False)  # a step of plain sequences has no stage of sampling but the draw
+    matcher: Any = field(init=False)  # state of its structured output; the sampler advances it
 
     token_ids: array[int] = field(init=False)  # int32: a block's tokens are hashed and compared as bytes
-    num_known_tokens: int = field(init=False)  # those in token_ids, and those sampled and not read yet
-    num_computed_tokens: int = 0  # with KV in the cache, or launched to be written there
+    num_known_tokens: int = field(init=False)  # tokens in token_ids, and tokens sampled and not read yet
+    num_computed_tokens: int = 0  # tokens with KV in the cache, or launched to be written there
     block_table: list[int] = field(default_factory=list)
-    group_tables: Any = None  # only with several cache groups
+    group_tables: Any = None  # `GroupTables`, with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
-    samples: SequenceABC[Sequence] = ()  # all of its request, if there are several
+    samples: SequenceABC[Sequence] = ()  # all samples of its request, if there are several
 
     drafting: Any = None  # state of its drafts, which `speculation` sets
-    account: Any = field(init=False)  # its client's counter in the queue of clients, which sets it
+    account: Any = field(init=False)  # its client's counter, which the queue of clients sets
     is_running: bool = False
-    is_finished: bool = False  # if neither, it waits and holds no blocks
-    placed_in_step: int = -1  # the last step that computes some of it
+    is_finished: bool = False  # a sequence that neither runs nor is finished waits, and holds no blocks
+    placed_in_step: int = -1  # the last step that computes some of its tokens
     num_times_passed: int = 0  # admissions that overtook it because its chunk rounded down to nothing
     num_preemptions: int = 0
-    num_counted_tokens: int = 0  # computed or found at least once, so counted in the statistics
+    num_counted_tokens: int = 0  # tokens that the statistics have counted, as computed or hit
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache instead of computed
-    scheduled_time: float | None = None  # start of the first step that computes some of it
+    scheduled_time: float | None = None  # start of the first step that computes some of its tokens
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or the string that stopped it
     error: str | None = None
-    error_kind: ErrorKind | None = None  # of a sequence that ended with an error
-    logprobs: list[TokenLogprobs] | None = None  # of the generated tokens
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of prompt tokens so far; None before those asked for
-    embedding: Any = None  # [hidden_size] float32 NumPy array, of a request that asks for it
+    error_kind: ErrorKind | None = None  # origin of `error`
+    logprobs: list[TokenLogprobs] | None = None  # one entry a generated token, if requested
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry a prompt token so far, None for the first
+    embedding: Any = None  # [hidden_size] float32 NumPy array, if requested
 
     def __post_init__(self, request: NewRequest, max_model_len: int, eos_token_ids: Iterable[int]) -> None:
         params = self.params = request.params
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def shared_prompt(self) -> int:
-        """A number of its prompt, while several samples may share it: before the first token is drawn. Else 0."""
+        """An id of its prompt while other samples may share the prompt's KV: before the first draw. Else 0."""
         return id(self.samples) if self.samples and self.num_known_tokens == self.num_prompt_tokens else 0
 
     @property
@@ -155,11 +155,11 @@ class Sequence:
 
     @property
     def num_findable_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache: row p gives the log-probabilities of token p + 1."""
+        """Leading tokens that may come from the prefix cache: prompt log-probabilities need rows that are computed."""
         reported = self.prompt_logprobs
         if reported is None or len(reported) >= self.num_prompt_tokens:
             return len(self.token_ids)
-        return len(reported) - 1
+        return len(reported) - 1  # row p gives the log-probabilities of token p + 1
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -167,7 +167,7 @@ class Sequence:
         return self.num_findable_tokens < len(self.token_ids)
 
     def num_findable_blocks(self, block_size: int) -> int:
-        """Full blocks among them, before the last known token, which is computed for its logits."""
+        """Full blocks of findable tokens, before the last known token, which is computed for its logits."""
         return min(self.num_findable_tokens, len(self.token_ids) - 1) // block_size
 
     def held_blocks(self) -> Iterator[tuple[int, int]]:
@@ -180,7 +180,7 @@ class Sequence:
         return self.token_ids[index * block_size : (index + 1) * block_size].tobytes()
 
     def cut(self, num_tokens: int) -> None:
-        """Drop known tokens beyond `num_tokens`; none is in flight."""
+        """Drop known tokens beyond `num_tokens`; none may be in flight."""
         del self.token_ids[num_tokens:]
         self.num_known_tokens = len(self.token_ids)
         if self.logprobs is not None:

@@ -18,12 +18,12 @@ class Goals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BudgetStats:
-    """Token budget that keeps an `itl_goal`, and how well its steps are predicted.
+    """Token budget that keeps an `itl_goal`, and the accuracy of its predictions.
 
     itl_goal, ttft_goal: Goals in force, seconds; "auto" follows the costs.
     num_tokens: budget of the last step.
-    error: median over the last 100 steps of the predictions' errors, relative to the time measured; None before any.
-    num_misses: steps since construction that took twice or half of their prediction.
+    error: median relative error of the predictions of the last 100 steps; None before any.
+    num_misses: number of steps since construction that took twice their predicted time or more, or half or less.
     """
 
     itl_goal: float
@@ -37,9 +37,9 @@ class BudgetStats:
 class TierStats:
     """Tiers of the prefix cache: host memory, and files read into it. Blocks count once for each cache group.
 
-    num_stored_blocks, num_loaded_blocks: copied to host memory, and back to the KV cache; num_loaded_tokens: the hits.
-    num_read_blocks, num_failed_reads: from files; failed ones were damaged or removed, and count as misses.
-    num_loads, num_recomputes: prefixes loaded from a tier, and computed since that was predicted to be faster.
+    num_stored_blocks, num_loaded_blocks, num_loaded_tokens: blocks copied to host memory; blocks, tokens copied back.
+    num_read_blocks, num_failed_reads: blocks read from files; reads of damaged or removed ones, which count as misses.
+    num_loads, num_recomputes: prefixes loaded from a tier; prefixes computed, because that was predicted to be faster.
     load_seconds, compute_seconds: estimates of the last such decision; None before anything was measured.
     """
 
@@ -63,10 +63,10 @@ class TierStats:
 class SpeculationStats:
     """Counters of drafts since construction.
 
-    num_drafts: entries of steps with drafts; each draws one token more than it accepts.
-    num_draft_tokens, num_accepted_tokens: computed, and equal to the model's draws.
-    accepted_by_depth: accepted tokens by their place among the drafts of an entry.
-    by_source: tokens drafted and accepted of each source of drafts.
+    num_drafts: entries with drafts; each draws one token more than it accepts.
+    num_draft_tokens, num_accepted_tokens: tokens verified; tokens among them that equal the model's draws.
+    accepted_by_depth: number of accepted tokens at each place among the drafts of an entry.
+    by_source: (tokens drafted, tokens accepted) of each source of drafts.
     num_failures: calls of a drafter that raised or returned no token ids.
     """
 
@@ -79,7 +79,7 @@ class SpeculationStats:
 
     @property
     def tokens_per_draft(self) -> float | None:
-        """Tokens that an entry with drafts brings; None without any."""
+        """Mean number of tokens that an entry with drafts draws; None without any."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 

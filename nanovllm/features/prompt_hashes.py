@@ -12,12 +12,12 @@ from nanovllm.block_manager import digest, root_hash
 class PromptHashes(Sequence[bytes]):
     """Block hashes of a prompt, each computed when it is first read.
 
-    As long as a prefix hit can be: it ends before the last token, which is always computed.
+    It has as many as a prefix hit can: none for the block with the last token, which is always computed.
 
     Args:
         token_ids: the prompt; an array of int32 is not copied.
-        block_size, hash_seed: those of the block managers that are asked.
-        known: the first of the hashes, extended in place.
+        block_size, hash_seed: arguments of the block managers that are searched.
+        known: first hashes, if some are known; extended in place.
     """
 
     def __init__(
