@@ -1,4 +1,4 @@
-"""Block hashes of a prompt, for routers that ask several engines what they have cached."""
+"""Block hashes of a prompt, for routers that look it up in the prefix caches of several engines."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 
 _GOAL = partial(real, low=MIN_GOAL_S, high=math.inf)
 _PENALTY = partial(real, low=-2, high=2)
-_OF_ENGINE: Any = None  # replaced by the engine's declaration
+_OF_ENGINE: Any = None  # stands for the engine's declaration of the option
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class SamplingParams(plain.SamplingParams, _InOrder):
 
     @classmethod
     def completed(cls, params: plain.SamplingParams) -> SamplingParams:
-        """The parameters themselves; options of the engine alone with features' defaults."""
+        """`params` as an object of this class; the engine's own class gets the defaults of features."""
         if isinstance(params, SamplingParams):
             return params
         return cls(**{field.name: getattr(params, field.name) for field in fields(params)})
@@ -207,7 +207,7 @@ class EmbeddingParams(SamplingParams):
     """Options of a request for the hidden state of its last token: `RequestOutput.embedding`; it draws no token.
 
     Args:
-        truncate_prompt_tokens: as of `SamplingParams`.
+        truncate_prompt_tokens: most tokens of the prompt; the last ones are kept, as with `SamplingParams`.
     """
 
     __slots__ = ()

@@ -86,7 +86,8 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         self.num_logits = self.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # the engine's thread calls them; append at any time
         self._input_processor = engine.input_processor
-        self.default_sampling_params: SamplingParams = engine.input_processor.default_params  # for requests without any
+        # Parameters of requests that bring none.
+        self.default_sampling_params: SamplingParams = engine.input_processor.default_params
         self._router = OutputRouter()
         self.on_request_end = self._router.on_end  # the engine's thread calls them; append at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)

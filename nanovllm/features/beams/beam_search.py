@@ -1,4 +1,4 @@
-"""`LLM.beam_search`: beams are running sequences; after each step they go on from the KV of the beams they extend.
+"""`LLM.beam_search`: beams are running sequences; after each step they fork from the beams that they extend.
 
 A beam that is extended more than once is forked into the sequences of beams that are dropped: full blocks are shared,
 and the begun one is copied before the next forward pass, so that each step computes one token a beam.
@@ -127,7 +127,7 @@ class Search:
         return sequence
 
     def advance(self) -> None:
-        """Let prompts go on once all their beams have a new token."""
+        """Advance each prompt in which all beams have a new token."""
         for beams in list(self._active):
             length = len(beams.request.prompt_token_ids) + len(beams.books.outputs[0])
             if all(len(sequence.token_ids) > length or sequence.error for sequence in beams.sequences):

@@ -1,4 +1,4 @@
-"""The books of a beam search: which continuations of a prompt's beams go on, and which are finished. No torch.
+"""The state of a beam search: which continuations of a prompt's beams are kept, and which are finished. No torch.
 
 The rule of `transformers` (num_beams, early_stopping=False), in float32: of the most probable continuations of
 all beams the best that do not end go on; one that ends is a result if it is among the best `beam_width`. A prompt is
@@ -77,7 +77,7 @@ class BeamSearchOutput:
 
 
 class Continuation(NamedTuple):
-    """A beam that goes on: with a token, from the beam of this index before."""
+    """A kept beam: the index of the earlier beam that it extends, and the token that it adds."""
 
     parent: int
     token_id: int

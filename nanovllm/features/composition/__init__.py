@@ -1,4 +1,4 @@
-"""Composition for `build.py`: an input processor, a binding and a block manager with every capability there is."""
+"""Composition for `build.py`: an input processor, a binding and a block manager with every capability."""
 
 NEEDS = (
     "fast.host",

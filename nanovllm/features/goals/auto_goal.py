@@ -17,7 +17,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class AutoGoal:
-    """Follows the costs after each step with chunks.
+    """Observer that adapts the goals to the costs after each step with chunks.
 
     Bounds: the device's default below, and `BUSY` times the least goal so far above. So a start on a busy machine is
     forgotten as soon as steps are faster, and a machine that becomes busy costs streams at most twice their gaps.
@@ -38,7 +38,7 @@ class AutoGoal:
         )  # fmt: skip
 
     def follow(self, now: float) -> None:
-        """Settle the goals by the costs of now, in seconds on the engine's clock."""
+        """Set the goals by the present costs; `now` is in seconds on the engine's clock."""
         goal = min(automatic_goal(self._config, self._costs.block_seconds), BUSY * self._least)
         self._least = min(self._least, goal)
         self._budget.itl_goal = goal
@@ -54,6 +54,6 @@ class AutoGoal:
 
 
 def follow_costs(config: EngineConfig, budget: StepBudget, costs: LearnedCosts) -> None:
-    """Let the goals follow the costs if `config`, as it was before they were settled, leaves them to the engine."""
+    """Let the goals follow the costs if `config`, before they were resolved, leaves them to the engine."""
     if config.itl_goal == AUTO_GOAL:
         costs.when_learned = AutoGoal(config, budget, costs).follow

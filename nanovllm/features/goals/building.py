@@ -1,4 +1,4 @@
-"""From the goals asked for to the budget that keeps them: a few steps of no request are timed first."""
+"""Builds the budget that keeps latency goals, after timing a few steps without requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 1.0
 def open_budget(
     model_runner: ModelRunner, observers: StepObservers, clock: Callable[[], float]
 ) -> tuple[StepBudget | None, float]:
-    """The budget that keeps the `itl_goal`, which it settles, and the cost of a generated token in prompt tokens.
+    """(budget that keeps the `itl_goal`, which is resolved here; cost of a generated token in prompt tokens).
 
     The budget's costs learn from every step; the other stays, since shares are bounded for fixed costs.
     """

@@ -120,9 +120,9 @@ class StepBudget:
         return budget
 
     def in_step(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """The running sequences without the ones that sit out a step: their masks are expected to exceed their part.
+        """The running sequences, except where masks are expected to exceed their client's time in the step.
 
-        Clients with masks share `MASK_SHARE` of the goal; of each the sequence least recently placed is never left out.
+        Clients with masks share `MASK_SHARE` of the goal. The least recently placed sequence of each always runs.
         """
         sequences = list(running)
         masked = [s for s in sequences if s.matcher is not None and s.num_known_tokens - s.num_computed_tokens == 1]
@@ -133,7 +133,7 @@ class StepBudget:
         return [sequence for sequence in sequences if sequence not in left_out] if left_out else sequences
 
     def has_time(self, sequence: Sequence) -> bool:
-        """Whether the step has time for the sequence's mask, which then counts; a client's first always."""
+        """Whether the step has time for the sequence's mask, which is then spent; always for a client's first mask."""
         if sequence.matcher is None:
             return True
         spent = self._spent.get(sequence.client, 0.0)
@@ -143,7 +143,7 @@ class StepBudget:
         return fits
 
     def _seconds(self, decodes: SequenceABC[ScheduledSequence], first: Sequence) -> float:
-        """The longest step that all streams can wait for; without any, that a request which comes meanwhile can."""
+        """Longest step, in seconds, that all running streams can wait for; without any, that a new request can."""
         if not decodes:
             return self.itl_goal
         now, config = self._clock(), self._config
@@ -162,7 +162,7 @@ class StepBudget:
         return any(other != client and seen > since for other, seen in self._seen.items())
 
     def _relaxation(self, first: Sequence, now: float) -> float:
-        """Goals that a gap of the prompt's own client may take, 1 to `MAX_RELAXATION`."""
+        """Factor on the goal for streams of the prompt's own client, 1 to `MAX_RELAXATION`."""
         has_token = first.num_known_tokens > first.num_prompt_tokens  # one that was preempted
         if self.ttft_goal is None or has_token:
             return 1.0

@@ -349,7 +349,7 @@ class CacheGroups(BlockManager):
         return True
 
     def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
-        """Of each group the blocks that `target` sees: none of its steps would free others."""
+        """Share, in each group, the blocks that `target` sees; none of its steps would free blocks before these."""
         firsts = [group.first_block(num_tokens) for group in self.groups]
         tables = [
             [NULL_BLOCK] * first + self._shared(table[first:], num_tokens - first * self.block_size, group.pool, number)
@@ -378,6 +378,6 @@ class CacheGroups(BlockManager):
                 tables.first_held[number] = end
 
     def _junctions(self, sequence: Sequence) -> set[int]:
-        """Lengths in blocks at which later requests are likely to go on."""
+        """Lengths in blocks after which later requests are likely to continue."""
         prompt, block_size = sequence.num_prompt_tokens, self.block_size
         return {(prompt - 1) // block_size, prompt // block_size, *self._group_tables(sequence).junctions}

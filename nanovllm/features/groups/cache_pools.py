@@ -1,4 +1,4 @@
-"""Pools of the cache groups: memory, split among layers that see a whole sequence or its end, and who hands it out."""
+"""Pools of the cache groups: the split of memory among layers that see a whole sequence or only its end."""
 
 from __future__ import annotations
 

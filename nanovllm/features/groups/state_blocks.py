@@ -25,7 +25,7 @@ from nanovllm.features.groups.state_kinds import StateKind
 
 
 class StatePool(BlockPool):
-    """Slots; `found` hears of a content when a first slot holds it, `lost` after the last."""
+    """Pool of slots; it calls `found` when a content gets its first slot, and `lost` when it loses the last."""
 
     def __init__(
         self, num_blocks: int, found: Callable[[PrefixEntry], None], lost: Callable[[PrefixEntry], None]
@@ -145,7 +145,7 @@ class StateBlocks(GroupBlocks):
             pool.unpin([block])
 
     def is_superseded(self, block: int, entry: PrefixEntry) -> bool:
-        """Whether a checkpoint is evicted before others: its sequence went on, and no other went on from it."""
+        """Whether a checkpoint is evicted before others: its sequence has passed it, and no other continued from it."""
         return self._superseded.get(block) is entry and entry.prefix_id not in self.claimed
 
     def rewindable(self, table: list[int], num_blocks: int) -> int:

@@ -1,3 +1,3 @@
-"""Resumption: a request goes on in another engine, with the tokens that it had."""
+"""Resumption: a request continues in another engine, with the tokens that it had."""
 
 NEEDS = ("features.refusals", "features.sampling_params")

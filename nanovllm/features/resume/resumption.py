@@ -109,7 +109,7 @@ class Resuming:
     def resume(
         self: Any, output: RequestOutput, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
-        """Continue an output that a limit cut, as if it had not been; yields the whole output so far.
+        """Continue an output that a limit cut short; yields the whole output so far.
 
         Args:
             output: output of this model; its full blocks come from the prefix cache.

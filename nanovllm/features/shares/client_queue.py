@@ -39,8 +39,8 @@ LOOKS_PER_TURN = 8  # requests of one client that cannot start and are skipped b
 class Account:
     """A client in one priority level.
 
-    served: its counter.
-    num_waiting, first: Length and head of `waiting`, which each step asks of every client.
+    served: its service: the cost of its tokens over its weight.
+    num_waiting, first: Length and head of `waiting`, which each step reads for every client.
     """
 
     client: str
@@ -57,7 +57,7 @@ class Account:
 
 
 class ClientQueue:
-    """`Queue` of a scheduler: sequences by their keys, and in the order of shares; running ones count as unfinished.
+    """`Queue` that starts the sequences of the client with the least service per weight first.
 
     bound: Cost that may separate two waiting clients: the longest prompt's, or all tokens' that may run at once.
     is_shared: True if there are several clients; generated tokens of a single one are not counted.
@@ -113,7 +113,7 @@ class ClientQueue:
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended and is in no queue."""
+        """Forget a sequence that has ended; it waits no longer."""
         client, level = sequence.client, self._levels[sequence.priority]
         level[client].num_unfinished -= 1
         if not level[client].num_unfinished:
@@ -136,7 +136,7 @@ class ClientQueue:
     def rejoin(self, sequence: Sequence) -> None:
         """Queue a preempted sequence again; a client that had none waiting lags by at most `bound`.
 
-        A client that gets all it asks for cannot bank service either.
+        A client that got all it asked for cannot bank service, either.
         """
         account = sequence.account
         if self.is_shared and not account.num_waiting:
@@ -154,7 +154,7 @@ class ClientQueue:
         account.first = account.waiting[0]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, which runs now or has ended."""
+        """Take out a waiting sequence, which starts or has ended."""
         account = sequence.account
         self._waiting.remove(sequence)
         account.waiting.remove(sequence)
@@ -170,14 +170,14 @@ class ClientQueue:
     # ------------------------------------------------------------------------------------------------- counters
 
     def charge(self, sequence: Sequence, num_tokens: int, victim: Sequence | None = None) -> None:
-        """Count prompt tokens placed, negative ones as a refund; with `victim` also the tokens it computes again."""
+        """Charge the client for prompt tokens placed (negative: a refund), and for recomputing `victim`."""
         if victim is not None:
             num_tokens += self._num_lost_tokens(victim, sequence)
         account = sequence.account
         account.served += num_tokens * self.prefill_cost / account.weight
 
     def charge_generated(self, advanced: list[Sequence], without_token: list[Sequence]) -> None:
-        """Count one generated token of each advanced sequence, except these; all may have ended."""
+        """Charge one generated token for each advanced sequence except `without_token`; any may have ended."""
         if not self.is_shared:
             return
         for sequences, cost in ((advanced, self.decode_cost), (without_token, -self.decode_cost)):
@@ -204,11 +204,11 @@ class ClientQueue:
         return self._by_share(math.inf) if self.is_shared else self._waiting
 
     def startable(self) -> Iterable[Sequence]:
-        """See `Queue`; a sequence that did not start is passed by clients served at most `bound` more."""
+        """See `Queue`. Only clients served at most `bound` more may pass a sequence that did not start."""
         return self._by_share(self.bound) if self.is_shared else self._waiting
 
     def _by_share(self, bound: float) -> Iterator[Sequence]:
-        """Level by level; with ageing the level of the oldest is first."""
+        """Sequences by priority level, then service; with ageing, the level of the oldest sequence goes first."""
         held_back: dict[int, Account] = {}  # priority -> first account, so the least served
         heaps: dict[int, list[tuple[int, float, tuple[float, int], int, int, Account]]] = {}
         passed: set[Sequence] = set()
@@ -250,12 +250,12 @@ class ClientQueue:
     # --------------------------------------------------------------------------------------------------- victims
 
     def victims(self, running: SortedKeyList, sequence: Sequence) -> list[Sequence]:
-        """Younger sequences of the same or lower priority: among several clients the most-served one's go first."""
+        """Younger sequences of the same or lower priority, those of the most-served client first."""
         younger = running.irange_key(min_key=sequence.key, inclusive=(False, True), reverse=True)
         return sorted(younger, key=_precedence, reverse=True) if self.is_shared else list(younger)
 
     def make_way(self, running: SortedKeyList, preempt: Callable[[Sequence], None]) -> Sequence | None:
-        """Preempt for blocks of clients that were served less; returns the sequence that yields its slot, if any."""
+        """Preempt for less-served clients that lack blocks; returns the sequence that yields its slot, if any."""
         if not self.is_shared:
             return None
         for victim in self.block_victims(running):
@@ -264,10 +264,10 @@ class ClientQueue:
         return self._ready_slot_victim(running) if is_full and self._waiting else None
 
     def block_victims(self, running: SortedKeyList) -> Iterator[Sequence]:
-        """Yield running sequences that give up blocks for clients served less by more than `bound`.
+        """Yield running sequences to preempt for clients that were served less by more than `bound`.
 
-        The caller preempts each before the next. Blocks stay free for the next tokens of all running sequences, and for
-        the first waiting request of the client that was served less.
+        The caller preempts each before the next. They are enough once blocks are free for the next tokens of all
+        running sequences, and for the first waiting request of the less-served client.
         """
         blocks, blocks_lacking = self._blocks, self._admission.blocks_lacking
         for first, victims in self._lagging(running):
@@ -282,10 +282,10 @@ class ClientQueue:
                 yield victim
 
     def _lagging(self, running: SortedKeyList) -> Iterator[tuple[Sequence | None, list[Sequence]]]:
-        """Yield the least-served client of each priority in which others run that were served more by over `bound`.
+        """Yield, for each priority, (first waiting sequence of its least-served client, sequences to preempt for it).
 
-        The client by its first waiting sequence, None without one or while its token is in flight; with the running
-        sequences of the others, in the order of preemption.
+        Only where clients run that were served more by over `bound`: their sequences, in the order of preemption. The
+        first is None if that client has none waiting, or while its token is in flight.
         """
         for priority, level in self._levels.items():
             least = min(level.values(), key=SERVED)
@@ -312,9 +312,9 @@ class ClientQueue:
     def slot_victim(self, running: SortedKeyList) -> Sequence | None:
         """The running sequence that yields its slot to the first waiting one, of a client served less; None if none.
 
-        A client that was served less gets slots at once until it has as many as the most-served one, less one; its
-        first slot, if that is the other's last, once the difference of service pays for the tokens that both compute
-        again; further ones once it is `bound`.
+        A less-served client gets slots at once until it has one less than the most-served one. A client's last slot is
+        preempted only if its service lead exceeds the recompute cost of both sequences; further ones, if it exceeds
+        `bound`.
         """
         first = self.first
         account, client = first.account, first.client
@@ -338,7 +338,7 @@ class ClientQueue:
         return victim if num_slots or has_more or behind > due else None
 
     def _num_lost_tokens(self, victim: Sequence, successor: Sequence) -> int:
-        """Tokens computed again that the successor pays for: none for a client's last slot, or for a lower priority."""
+        """Tokens of `victim` to recompute, which the successor pays for; 0 for a client's last slot."""
         if victim.account.num_running == 1 or victim.priority != successor.priority:
             return 0
         is_kept = self._config.enable_prefix_caching and self._blocks.has_free(

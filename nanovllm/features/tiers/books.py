@@ -1,4 +1,4 @@
-"""Books of a tier: prefixes by the tokens on their path, and the slots of host memory with their content. No torch.
+"""State of a tier: prefixes by the tokens on their path, and the slots of host memory with their content. No torch.
 
 Invariant: a slot is free, or belongs to one `StoredBlock` and group, or to a read in progress. A queued copy pins the
 slot that it reads or writes: it is not free before its last pin has gone, even if its block is forgotten. A block in a
@@ -156,13 +156,13 @@ class TierBooks:
             self.on_change(node, group, True)
 
     def use(self, nodes: Sequence[StoredBlock], group: int) -> None:
-        """Mark blocks of a chain as used now, its tail first, since the tail is of no use without the head."""
+        """Mark blocks of a chain as used now, the tail first, so that the head is evicted last."""
         for node in reversed(nodes):
             if group in node.slots:
                 self._used[group].move_to_end(node)
 
     def count_use(self, node: StoredBlock, *, is_found: bool) -> None:
-        """Note that a block without hits so far is found in the tier, or leaves it; others say nothing of new ones."""
+        """Update `found_share` when a block without hits is found in the tier, or leaves it unfound."""
         if node.num_hits == 0:
             self.found_share += (is_found - self.found_share) / max(MIN_MEMORY, sum(self._num_slots))
 
