@@ -22,17 +22,7 @@ COMPOSITION_ROOT = "nanovllm.build"
 # The engine's front door, and what the composition root puts behind it where every folder is missing.
 ENTRIES = tuple(
     f"nanovllm.{name}"
-    for name in (
-        "llm",
-        "engine",
-        "scheduler",
-        "block_manager",
-        "model_runner",
-        "attention",
-        "flex",
-        "kv_cache",
-        "defaults",
-    )
+    for name in ("llm", "engine", "scheduler", "block_manager", "model_runner", "flex", "one_pool", "defaults")
 )
 # Files at the top that are not the engine's: what composes it with the folders, and a door to one of them.
 ROOTS = {"__init__.py", "build.py", "testing.py"}
