@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alone import measure, share_reached
+from capabilities import PAGE, differences
 from sources import (
     COMPOSITION_ROOT,
     ENTRIES,
@@ -91,6 +92,7 @@ def project_figures() -> Iterator[tuple[str, float, float]]:
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 21.3
     sizes = [tokens for path in PYTHON for _, _, tokens in functions(path)]
     yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 151
+    yield "stale rows of docs/capabilities.md", len(differences(PAGE.read_text(encoding="utf-8"))), 0
     names = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     yield "names at the top of the package", len(names), 38
     yield "parameters described by the rest of a sentence", num_loose_parameters(PYTHON), 185

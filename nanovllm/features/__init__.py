@@ -1,1 +1,1 @@
-"""Beam search and forks: sequences that go on from the KV of others."""
+"""Capabilities, a folder each, and the options of requests and engines that go with them."""
