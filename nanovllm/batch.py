@@ -32,7 +32,7 @@ SAMPLING_ERRORS = {
 
 
 def end_without_token(sequence: Sequence, answer: int) -> FinishReason:
-    """Note the error of a runner's answer; returns why its sequence ends."""
+    """Record the error that a runner's answer stands for; returns the finish reason of its sequence."""
     if answer == EMBEDDED:
         return "stop"
     sequence.error_kind, error = SAMPLING_ERRORS[answer]
@@ -41,7 +41,7 @@ def end_without_token(sequence: Sequence, answer: int) -> FinishReason:
     return "error"
 
 
-NULL_BLOCK = 0  # never handed out: padded reads and writes go there
+NULL_BLOCK = 0  # never allocated: padded reads and writes go there
 
 
 class ScheduledSequence(NamedTuple):
@@ -50,13 +50,13 @@ class ScheduledSequence(NamedTuple):
     sequence: Sequence
     start: int  # position of its first new token
     num_new_tokens: int  # 0 for a sample that draws from the last row of the entry before, of the same prompt
-    num_samples: int  # tokens drawn from its last rows: 1 if its last known token is computed, 0 if not; a run: more
+    num_samples: int  # tokens drawn from its last rows: 1 if these reach its last known token, else 0; several: a run
     block_table: list[int]  # the list at scheduling time: it may grow, but its blocks never change
-    num_computed_before: int  # Computed tokens before the step's hits; a failed step returns there
+    num_computed_before: int  # its computed tokens, without this step's hits: a failed step returns there
 
 
 class Copy(NamedTuple):
-    """A block to be copied within a cache group's pool: K and V of all its layers."""
+    """A copy of a block within a cache group's pool: K and V of all its layers."""
 
     group: int
     source: int
@@ -64,7 +64,7 @@ class Copy(NamedTuple):
 
 
 class NoDrafts(dict[Sequence, list[int]]):
-    """Tokens that a step guesses: none. `speculation` has others, which `around` shows to a launch or a draw."""
+    """Guesses of coming tokens in a step: none here. `around` shows those of `speculation` to a launch or a draw."""
 
     num_accepted: Mapping[Sequence, int] = MappingProxyType({})
 
@@ -72,7 +72,7 @@ class NoDrafts(dict[Sequence, list[int]]):
         return call
 
     def hide(self) -> None:
-        """Take shown guesses back."""
+        """Remove guesses that `around` has shown."""
 
 
 NO_DRAFTS = NoDrafts()
@@ -90,15 +90,15 @@ class ScheduledBatch:
     """The sequences of one step: decodes, then those with drafts, then chunks of prefills.
 
     num_decodes: entries of sequences that lacked just one token when the step began; each draws one.
-    copies: executed before the forward pass, which may write to their sources. All sources are read before any
-        destination is written; no block is a destination twice.
-    budget: tokens that the step might have.
-    drafts: of sequences that would decode otherwise. Their entries compute the last known token and the drafts, and
-        draw after each.
+    copies: block copies to run before the forward pass, which may write to their sources. All sources are read before
+        any destination is written; no block is a destination twice.
+    budget: token budget of the step.
+    drafts: guesses for sequences that would decode otherwise. Their entries compute the last known token and the
+        drafts, and draw after each.
     prefills: the chunks, and forks without rows.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, since their logits take memory.
-    draws_runs: whether some sequence draws more than one token.
+    draws_runs: True if some sequence draws more than one token.
     """
 
     step_id: int
@@ -121,12 +121,12 @@ class ScheduledBatch:
 
     @property
     def draws_late(self) -> bool:
-        """Whether a row is drawn only once the host has read a token in flight."""
+        """Whether some row can be drawn only once the host has read a token in flight."""
         return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, _, _ in self.entries if n)
 
     @property
     def runs(self) -> dict[Sequence, int]:
-        """Tokens of each sequence before those that it draws, of sequences that draw several."""
+        """Number of tokens before the drawn ones, of each sequence that draws several."""
         if not self.draws_runs:
             return {}
         runs = [entry for entry in self.entries[self.num_decodes :] if entry.num_samples > 1]

@@ -1,6 +1,6 @@
 """From a model's name or module and options to an engine that is ready to step: the only file that knows every part.
 
-A part whose folder is missing is skipped, and its options are refused by name.
+A part is skipped if its folder is missing; its options are then refused by name.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def build_engine(
         loaded, model_runner, digest = build_ranks(model, tokenizer, config, resolve_options)
     else:
         loaded = _load(model, tokenizer, config)
-        if _asks(config, "prefix_cache_dir"):  # before weights are packed
+        if _asks(config, "prefix_cache_dir"):  # the digest is of weights before they are packed
             digest = _part("models.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
         with computing_with(_free_threads(loaded)):
             binding = _build_binding(loaded)
@@ -81,7 +81,7 @@ def build_engine(
     config = model_runner.config
     if trace is not None:
         trace.begin(config)
-    # The seed: everything that the KV of a token depends on besides its prefix.
+    # The seed names all that the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     has_tiers = _asks(config, "prefix_cache_host_bytes") or digest is not None
     block_manager = _block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
@@ -99,20 +99,20 @@ def build_engine(
 
 
 def _config_class() -> type[EngineConfig]:
-    """The options of all parts, or of the engine alone."""
+    """The class of options: those of all parts, or of the engine alone."""
     declared: Any = _part("features.engine_config", "EngineConfig") or plain_config.EngineConfig
     return declared
 
 
 def _asks(config: EngineConfig, option: str) -> bool:
-    """Whether an option is not at its default; False without the feature that declares it."""
+    """Whether an option differs from its default; False if no part declares it."""
     return any(field.name == option and getattr(config, option) != field.default for field in fields(config))
 
 
 def _part(module: str, name: str, *, option: str | None = None) -> Any:
-    """A class or function of a part; None, said once in the log, if it is missing and no option asks for it.
+    """A class or function of a part; None, with a line in the log, if its folder is missing.
 
-    Raises ValueError that names the option and the folder.
+    Raises ValueError, naming `option` and the folder, if an option that is set needs the missing part.
     """
     try:
         return getattr(import_module(f"nanovllm.{module}"), name)
@@ -174,7 +174,7 @@ def _block_manager(config: EngineConfig, pools: Pools, *, hash_seed: str = "", w
 
 
 def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Drafter | None:
-    """The drafter of `config.draft_model`, whose cache holds as many tokens as the engine's; None without one."""
+    """The drafter of `config.draft_model`, with a cache for as many tokens as the engine's; None without one."""
     if config.draft_model is None:
         return None
     own = type(config)(
@@ -210,7 +210,7 @@ def _budget(
 def _scheduler(
     config: EngineConfig, block_manager: Any, budget: Any, costs: dict[str, float], clock: Callable[[], float]
 ) -> Scheduler:
-    """A scheduler whose queue keeps shares of clients, where that part is installed, or with the policies given."""
+    """The scheduler: its queue keeps shares of clients, if that part is installed; policies replace queue or budget."""
     option = "client_weights" if _asks(config, "client_weights") else None
     client_queue = _part("features.shares.client_queue", "ClientQueue", option=option)
     queue = None if client_queue is None else client_queue(config, block_manager, **costs)
@@ -269,15 +269,16 @@ def resolve_options(
 ) -> tuple[EngineConfig, Any, Pools, StepPaths]:
     """Resolve every option for the model and the device.
 
-    Limits come first, then the attention backend and CUDA graphs, then the KV cache's size, for which a GPU runs a
-    step.
+    Limits come first, then the attention backend and CUDA graphs, then the size of the KV cache: a GPU runs a step to
+    measure the memory that it leaves.
+
     Raises ValueError for options that contradict each other, the model or the device.
     """
     layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
     num_positions = loaded.max_position_embeddings if layers else loaded.num_positions(max_model_len)
     longest = max_model_len or num_positions
     within = _part("features.groups.state_kinds", "traits_within")
-    if within is not None and longest is not None:  # windows and chunks that hold the longest sequence are none
+    if within is not None and longest is not None:  # a window that holds the longest sequence hides nothing
         layers[:] = [replace(layer, traits=within(layer.traits, longest)) for layer in layers]
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)

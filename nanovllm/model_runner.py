@@ -38,7 +38,7 @@ class PendingTokens:
 
     @classmethod
     def send(cls, token_ids: Any, report: StepReport | None) -> Any:
-        """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
+        """Begin to copy token_ids [num_samples] int64 to the host; the next launch may overwrite them."""
         if not isinstance(token_ids, Tensor):  # a `LateDraw`, which sends them itself
             return token_ids
         if token_ids.device.type == "cpu":
@@ -49,7 +49,7 @@ class PendingTokens:
         return pending
 
     def result(self) -> list[int]:
-        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`; then `report` is there."""
+        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`, and complete `report`."""
         try:
             if self.arrival is not None:
                 self.arrival.synchronize()
@@ -59,7 +59,7 @@ class PendingTokens:
 
 
 class DirectExecutor:
-    """Serves every backend but a GPU's `flex`, with compiled layers or not."""
+    """Executor that calls the model directly: for every backend except a GPU's `flex`, with compiled layers or not."""
 
     def __init__(
         self,
@@ -74,20 +74,20 @@ class DirectExecutor:
         self._binding = binding
         self._block_size = block_size
         self._sampler = sampler
-        self._sampled: Tensor | None = None  # [num_samples] int64, of the step before
+        self._sampled: Tensor | None = None  # [num_samples] int64, tokens of the step before
         self._null_block_is_dirty = False
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepReport | None
     ) -> Callable[[], Tensor]:
-        """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device.
+        """Launch a step's forward pass with the masks `plan`; returns the draw of its tokens [num_samples] int64.
 
         Args:
-            report: None if every sequence is plain.
+            report: report of the sampler's stage; None if every sequence is plain.
         """
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
-        layouts = layout, *layout.others  # of each group
+        layouts = layout, *layout.others  # the rows in each cache group
         slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
         values = layout.token_ids, layout.positions, *slots_of_kinds
         inputs = np.zeros((len(values), num_rows), np.int64)
@@ -151,20 +151,20 @@ class Executor(Protocol):
         """Plans the masks of a layout: which blocks each row sees."""
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: Any, /) -> Callable[[], Tensor]:
-        """Compute a step with the masks of `backend`; returns its draw: of tokens [num_samples] int64.
+        """Launch a step's forward pass with the masks of `backend`; returns the draw of its tokens [num_samples] int64.
 
         Args:
             report: report of the sampler's stage; None if every sequence is plain.
         """
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Drop copies and graphs of weights; `in_place` if they have kept their addresses."""
+        """Drop copies of weights and captured graphs; `in_place`: the weights have kept their addresses."""
 
     def close(self) -> None: ...
 
 
 class Pools(Protocol):
-    """The blocks of the KV cache: one pool for all layers, or one for each group of layers that see the same."""
+    """The blocks of the KV cache: one pool for all layers, or one for each cache group."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -182,7 +182,7 @@ class Pools(Protocol):
 
 
 class StepPaths:
-    """How steps are computed: by default one by one, as the model is. Subclasses compute the same tokens faster.
+    """The way to compute steps: by default with the model's own modules. Subclasses compute the same tokens faster.
 
     Attributes:
         build_stage: builder of the sampler's stage; None serves plain requests alone.
@@ -211,7 +211,7 @@ class StepPaths:
         """Prepare the model and the executor for the first step."""
 
     def entries(self, batch: ScheduledBatch) -> SequenceABC[ScheduledSequence]:
-        """The entries of a step as they are laid out."""
+        """The entries of a step, as `build_layout` gets them."""
         return batch.entries
 
     def use_idle_time(self, runner: ModelRunner) -> bool:
@@ -224,10 +224,10 @@ class ModelRunner:
 
     Args:
         binding: the hooked model; its caches are allocated here.
-        config: fully resolved, by `build.resolve_options`.
+        config: configuration that `build.resolve_options` has resolved.
         choice: attention of the model and device, which builds the backend (`PlainAttention` in defaults.py).
         pools: blocks of the KV cache.
-        paths: ways to compute steps.
+        paths: way to compute steps.
     """
 
     workers: Any = None  # processes of the other ranks, on the first of several
@@ -236,12 +236,12 @@ class ModelRunner:
         self, binding: ModelBinding, config: EngineConfig, choice: Any, pools: Pools, paths: StepPaths
     ) -> None:
         self.binding, self.device = binding, binding.device
-        self.config: Any = config  # with the options of features, which `paths` reads
+        self.config: Any = config  # Any: `paths` reads options of features, too
         self.pools: Any = pools
         self.choice, self.paths = choice, paths
         self.sampler = self._build_sampler(**paths.sampler_parts(choice))
         self._last_stream: torch.cuda.Stream | None = None
-        self._in_flight: dict[Sequence, int] = {}  # sampled by the step launched last: the index of its newest token
+        self._in_flight: dict[Sequence, int] = {}  # sequences of the latest step -> index of their newest token
         pools.allocate(binding.caches, config.block_size)
         self.executor = paths.build_executor(self)
         self.backend = self.executor.backend
@@ -260,10 +260,10 @@ class ModelRunner:
         return self.launch(batch)()
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
-        """Launch one forward pass for decodes and chunks alike; returns its draw, to be called once, before the next.
+        """Launch one forward pass for decodes and chunks alike; returns its draw: call it once, before the next launch.
 
-        The step launched before may still sample a sequence's newest token. Both raise DeviceError if the device
-        failed, and whatever else the model raises.
+        The step before may still have to sample a sequence's newest token. Both raise DeviceError if the device failed,
+        and any error of the model.
         """
         drafts = batch.drafts
         return drafts.around(drafts.around(self._forward)(batch))
@@ -280,7 +280,7 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 self.follow_last_stream()
-            masks: Any = self.backend.plan(layout)  # which blocks each row sees
+            masks: Any = self.backend.plan(layout)  # the blocks that each row sees
             draw = self._launch(batch, layout, masks, report)
         except RuntimeError as error:
             raise_device_error(error)
@@ -296,10 +296,10 @@ class ModelRunner:
             raise_device_error(error)
 
     def draw_unread(self, steps: Iterable[Any]) -> None:
-        """Call `draw` of launched steps that nobody will read, where a peer of this runner waits for it."""
+        """Launch the draws of steps that nobody will read, if another process waits for them: here none does."""
 
     def follow_last_stream(self) -> None:
-        """Launches run in order on the device, whatever streams their callers have set."""
+        """Make launches run in order on the device, whatever streams their callers have set."""
         stream = torch.cuda.current_stream(self.device)
         if self._last_stream is not None and stream != self._last_stream:
             stream.wait_stream(self._last_stream)
@@ -325,7 +325,7 @@ class ModelRunner:
         """Whether the owner of a live module changed it since the last call.
 
         Args:
-            was_idle: check everything, since nothing ran meanwhile; else only weights.
+            was_idle: True checks the structure, too, since no step ran meanwhile; False checks only weights.
         """
         if (watch := self.binding.watch) is None:
             return False
@@ -335,7 +335,7 @@ class ModelRunner:
         return weights_changed or structure_changed
 
     def check_editable(self) -> None:
-        """Raise ValueError if nobody can have changed the model."""
+        """Raise ValueError if nobody outside of the engine can have changed the model: here never."""
 
     def forget_model(self) -> None:
         """Drop captured graphs: the model was changed in a way that `model_changed` cannot see."""

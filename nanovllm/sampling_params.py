@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from nanovllm.config import documented, integer, option, real, strings, token_ids, truth
 
 MIN_TEMPERATURE = 1e-6
-COLD_TEMPERATURE = 0.02  # below it float32 rounds away noise that is added to logits / temperature
+COLD_TEMPERATURE = 0.02  # the least at which float32 keeps the noise that is added to logits / temperature
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # all samples of a request are queued at once
 # SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): its i-th output is a mixed counter.
@@ -54,7 +54,7 @@ class SamplingParams:
     Raises TypeError or ValueError naming the parameter, its value and its limits.
     """
 
-    model_options: ClassVar[tuple[str, ...]] = ("temperature", *FILTERS)  # that a generation config may set
+    model_options: ClassVar[tuple[str, ...]] = ("temperature", *FILTERS)  # options that a generation config may set
 
     n: int = option(
         1,
@@ -105,7 +105,7 @@ class SamplingParams:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raise ValueError for values that only together, or only in part of their range, are none."""
+        """Raise ValueError for values that do not go together, and for gaps in the range of one."""
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature}; the smallest above 0 is {MIN_TEMPERATURE}. Use 0 for greedy."
@@ -133,7 +133,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own logits, and nothing else is asked of the prompt's rows."""
+        """Whether the request needs nothing but draws from the model's own logits."""
         return True
 
     @property
@@ -147,7 +147,7 @@ class SamplingParams:
         return False
 
     def begin(self, sequence: Any) -> None:
-        """Prepare a new `Sequence` for what its options report: nothing here."""
+        """Prepare a new `Sequence` for results that its options ask for: here none."""
 
 
 _CHECKS = checks_of(SamplingParams)
@@ -165,7 +165,7 @@ def sample_seeds(seed: int | None, count: int, *, engine_seed: int, request_numb
     """The seeds of a request's samples: the request's own for the first, another for each of the others.
 
     Args:
-        seed: None if the request has none of its own; then each request of an engine has another.
+        seed: seed of the request; with None each request of an engine gets another.
     """
     if seed is None:
         seed = mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)

@@ -167,7 +167,7 @@ class SamplingParams(plain.SamplingParams, _InOrder):
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own logits, and nothing else is asked of the prompt's rows."""
+        """Whether the request needs nothing but draws from the model's own logits."""
         return _STAGES(self) == _NO_STAGES and not self.embeds
 
     @property
