@@ -1,4 +1,4 @@
-"""What an installation may lack: libraries, which extras install, and parts of the package itself."""
+"""Checks of an installation: libraries that extras install, and parts of the package itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_installed(name: str) -> bool:
     """Whether a module can be imported; nothing but its parents is."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # of a parent
+    except ImportError:  # a parent is missing
         return False
 
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from traversing what a start makes."""
+"""Python's garbage collector, kept from traversing the objects that a start makes."""
 
 from __future__ import annotations
 

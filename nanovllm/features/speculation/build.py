@@ -1,4 +1,4 @@
-"""From the options of speculation to its `Speculation`, and the draft models that it does not work with."""
+"""Builds `Speculation` from its options, and refuses draft models that it does not work with."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_drafts(
         observers.append(proposer)
         observers.append(lengths)
     except BaseException:
-        target.close()  # and the processes of other ranks
+        target.close()  # this ends the processes of other ranks, too
         raise
 
 
@@ -74,8 +74,8 @@ def check_draft_model(
     """Raise ValueError for a draft model of another vocabulary, or with layers that do not keep every position.
 
     Args:
-        binding: of the draft model.
-        tokenizers: its own, and the engine's; None without one.
+        binding: draft model, hooked.
+        tokenizers: tokenizers of the draft model and of the engine; None without one.
     """
     name = f"draft_model is {config.draft_model!r}, but "
     if is_headless(binding.model):

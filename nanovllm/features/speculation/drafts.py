@@ -44,7 +44,7 @@ class Drafts(NoDrafts):
         """Free kept states that were not put back."""
 
     def around(self, call: Callable[..., T]) -> Callable[..., T]:
-        """The call with the drafts entered."""
+        """The function `call`, run while token_ids end with the drafts."""
 
         def entered(*args: Any) -> T:
             with self:
@@ -53,10 +53,10 @@ class Drafts(NoDrafts):
         return entered
 
     def hide(self) -> None:
-        """Take the drafts off token_ids, if they are there, and back out of matchers; the step must be in flight."""
+        """Remove the drafts from token_ids and matchers, if they are there; the step must be in flight."""
         for sequence, token_ids in self.items():
             del sequence.token_ids[sequence.num_known_tokens - len(token_ids) - 1 :]
             matcher = sequence.matcher
             if matcher is not None and matcher.num_tokens > sequence.num_output_tokens:
-                with suppress(GrammarError):  # over its limits; it says so again at the next mask
+                with suppress(GrammarError):  # a matcher over its limits raises again at the next mask
                     matcher.rollback(matcher.num_tokens - sequence.num_output_tokens)

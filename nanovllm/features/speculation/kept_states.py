@@ -18,14 +18,14 @@ from nanovllm.features.groups.state_blocks import StateBlocks
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.sequence import Sequence
 
-SPARE_SLOTS = 1  # left free, so that drafts hold up no other sequence
+SPARE_SLOTS = 1  # slots that stay free, so that drafts delay no other sequence
 
 
 class DraftsWithStates(Drafts):
     """Drafts, with the kept slot of each sequence until the step is read or undone.
 
     Args:
-        number: of the cache group of states.
+        number: index of the cache group of states.
     """
 
     def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
@@ -37,7 +37,7 @@ class DraftsWithStates(Drafts):
         super().hide()
 
     def hide(self) -> None:
-        """Also frees the kept slots, since the step is undone."""
+        """Hide the drafts and free the kept slots: the step is undone."""
         super().hide()
         self.free_kept()
 
@@ -76,8 +76,8 @@ class KeptStates:
 
     @classmethod
     def of_manager(cls, manager: BlockManager) -> KeptStates | None:
-        """None for a manager without states."""
-        groups = list(enumerate(getattr(manager, "groups", ())))  # of `CacheGroups`; states are the last
+        """The kept states of a manager; None for a manager without states."""
+        groups = list(enumerate(getattr(manager, "groups", ())))  # `CacheGroups` has states as its last group
         number, group = groups[-1] if groups else (0, None)
         return cls(manager, group, number) if isinstance(group, StateBlocks) else None
 

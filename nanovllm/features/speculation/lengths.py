@@ -1,11 +1,11 @@
-"""How many drafts a step verifies: fewer beside more running sequences, and none for a while after they lost time.
+"""Chooses the number of drafts in a step: fewer with more running sequences, and none for a while after a loss.
 
 ::
 
     steps of about so many sequences    | 64 with drafts | 16 without | 64 with drafts | 64 ... | 16 without | ...
     tokens a second were lower with drafts              ^ | 256 without, or more | 64 with drafts | ...
 
-No figure is needed before: steps are measured as they come. Outputs depend on no length.
+Steps are measured as they come, without a calibration. Outputs are the same for any number of drafts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 from nanovllm.batch import ScheduledBatch
 from nanovllm.observability.step_records import Observer, StepRecord
 
-BOUNDS = ((16, 7), (64, 3))  # up to so many running sequences, so many drafts of each; beyond them none
-WINDOW = 64  # Steps with drafts until they are compared
-PLAIN_WINDOW = 16  # Steps without; their times differ less, since no luck of drafts is in them
-WINDOWS = 16  # Comparisons that drafts win until steps without them are measured anew
-REST, LONGEST_REST = 256, 4096  # Steps without drafts after a loss; twice as many after each one in a row
-SLOWEST = 8  # One step of so many is left out: compilations, captures, and what else the machine does
+BOUNDS = ((16, 7), (64, 3))  # (most running sequences, drafts of each); no drafts with more sequences
+WINDOW = 64  # Steps with drafts in a comparison
+PLAIN_WINDOW = 16  # Steps without drafts in it; their times vary less: no luck of drafts is in them
+WINDOWS = 16  # Comparisons after which steps without drafts are measured anew
+REST, LONGEST_REST = 256, 4096  # Steps without drafts after a loss; each further loss in a row doubles them
+SLOWEST = 8  # The slowest of so many steps does not count: it compiles, captures, or the machine is busy
 
 
 @dataclass(slots=True)
 class BatchSize:
     """Measured steps of about one number of running sequences.
 
-    drafted: (seconds, tokens of a sequence) of each step with drafts, or that waited for them in vain.
-    plain: The same of the last steps without.
-    num_left: Steps that still run without drafts.
-    rest: Such steps after the next loss.
+    drafted: (seconds, tokens of a sequence) of each step that had drafts, or waited for them in vain.
+    plain: (seconds, tokens of a sequence) of the last steps without drafts.
+    num_left: Steps that are still to run without drafts.
+    rest: Steps to run without drafts after the next loss.
     num_won: Comparisons since steps without drafts were measured.
     """
 
@@ -43,7 +43,7 @@ class BatchSize:
     num_won: int = 0
 
     def note(self, seconds: float, num_tokens: float, *, is_drafted: bool) -> None:
-        """Note a step; once there are enough of both ways, compare them."""
+        """Record a step; once there are enough with and without drafts, compare them."""
         self.num_left -= self.num_left > 0
         (self.drafted if is_drafted else self.plain).append((seconds, num_tokens))
         if len(self.drafted) < WINDOW or self.num_left:
@@ -64,30 +64,30 @@ class BatchSize:
 
 
 def _rate(steps: Iterable[tuple[float, float]]) -> float:
-    """Tokens a second of one sequence."""
+    """Tokens a second of one sequence, without the slowest steps."""
     ordered = sorted(steps)
     seconds, num_tokens = zip(*ordered[: len(ordered) - len(ordered) // SLOWEST], strict=True)
     return float(sum(num_tokens) / max(sum(seconds), 1e-9))
 
 
 class DraftLengths(Observer):
-    """Most drafts of a sequence in a step, by the number of running ones and the steps that ended.
+    """Chooses the most drafts of a sequence in a step, by the number of running ones and measured steps.
 
-    asks: Whether the step placed last asked for drafts.
+    asks: True if the last scheduled step asked for drafts.
 
     Args:
-        most: bound of the engine's options.
-        overlap: Whether steps without drafts run ahead.
+        most: Limit of the engine's options.
+        overlap: True if steps without drafts are launched while the one before runs.
     """
 
     def __init__(self, most: int, *, overlap: bool) -> None:
         self.asks = False
         self._most, self._overlap = most, overlap
-        self._sizes: defaultdict[int, BatchSize] = defaultdict(BatchSize)  # by the power of two
+        self._sizes: defaultdict[int, BatchSize] = defaultdict(BatchSize)  # number of sequences, in bits -> steps
         self._last: StepRecord | None = None
 
     def limit(self, num_running: int) -> int:
-        """Most drafts of each of so many running sequences in the next step."""
+        """Most drafts of each sequence in the next step, with `num_running` running sequences."""
         if self._size(num_running).num_left:
             return 0
         return min(self._most, next((most for count, most in BOUNDS if num_running <= count), 0))

@@ -44,9 +44,9 @@ class ModelDrafter:
     """Proposes the draws of a small model; prompts are computed a slice per step before their first draft.
 
     Args:
-        config: of the small model, resolved.
-        block_manager: of its cache alone.
-        runner: of the small model.
+        config: configuration of the small model, resolved.
+        block_manager: block manager of the small model's cache.
+        runner: runner of the small model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelDrafter:
         self._turn += 1
         try:
             return self._drafts(requests)
-        except BaseException:  # placed tokens of shadows may not be computed
+        except BaseException:  # tokens that shadows have placed may not be computed
             for target, shadow in list(self._shadows.items()):
                 if shadow.sequence.placed_in_step == self._turn:
                     self.end(target)
@@ -88,7 +88,7 @@ class ModelDrafter:
         return [drafts.get(request.sequence, []) for request in requests]
 
     def end(self, sequence: Sequence) -> None:
-        """A target sequence ended: its shadow goes."""
+        """Drop the shadow of a target sequence that has ended."""
         if (shadow := self._shadows.pop(sequence, None)) is not None:
             self._manager.release(shadow.sequence)
 
@@ -98,7 +98,7 @@ class ModelDrafter:
         self._runner.close()
 
     def _limit(self, request: DraftRequest) -> int:
-        """Drafts for which the small model has positions."""
+        """Number of drafts for which the small model has positions."""
         return min(request.max_tokens, self._config.max_model_len - request.num_tokens)
 
     def _compute_known(self, targets: list[Sequence]) -> dict[Sequence, list[int]]:
@@ -115,7 +115,7 @@ class ModelDrafter:
         return {target: [token_id] for target, token_id in self._run(entries) if token_id >= 0}
 
     def _follow(self, target: Sequence) -> Sequence:
-        """The target's shadow, cut to the tokens that both have, followed by the target's other tokens."""
+        """The target's shadow, cut to the tokens that both have, and extended by the target's other tokens."""
         shadow = self._shadows.pop(target, None) or Shadow(_shadow_of(target, self._config))
         self._shadows[target] = shadow  # the one used last
         sequence, known = shadow.sequence, target.token_ids
@@ -134,7 +134,7 @@ class ModelDrafter:
             self._manager.release(sequence, self._manager.num_blocks_for(num_tokens))
 
     def _place(self, sequence: Sequence, size: int) -> ScheduledSequence | None:
-        """An entry of a shadow's next `size` tokens; None if even without the shadows of others it lacks blocks."""
+        """An entry for a shadow's next `size` tokens; None if it lacks blocks even after dropping all other shadows."""
         manager, start = self._manager, sequence.num_computed_tokens
         end = start + size
         lacking = manager.num_blocks_for(end) - len(sequence.block_table)
@@ -163,7 +163,7 @@ class ModelDrafter:
 
 
 def _shadow_of(target: Sequence, config: EngineConfig) -> Sequence:
-    """A sequence that draws as the target does, without its grammar."""
+    """A sequence with the target's sampling options and noise, without its grammar."""
     params = target.params
     own = SamplingParams(
         temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,

@@ -63,10 +63,10 @@ class SpeculationCounts:
 class DraftState:
     """Drafts of one sequence, kept at `Sequence.drafting`.
 
-    is_off: it goes on without drafts.
-    next_try: with so many known tokens it waits for its tokens in flight, to be drafted after them.
+    is_off: True if the sequence gets no drafts any more.
+    next_try: number of known tokens from which on it waits for its tokens in flight, to be drafted after them.
     pause: tokens until the next try after a failed one; doubles up to MAX_PAUSE.
-    source: of the drafts in flight.
+    source: source of the drafts in flight.
     """
 
     is_off: bool = False
@@ -75,7 +75,7 @@ class DraftState:
     source: str = ""
 
     def note(self, num_tokens: int, num_accepted: int) -> None:
-        """Note the outcome of a try after `num_tokens` known tokens."""
+        """Record the outcome of a try after `num_tokens` known tokens."""
         self.pause = 1 if num_accepted else min(2 * self.pause, MAX_PAUSE)
         self.next_try = num_tokens + (0 if num_accepted else self.pause)
 
@@ -104,7 +104,7 @@ class Speculation(Observer):
         self.counts = SpeculationCounts()
         self.drafter, self.lengths = drafter, lengths
         self._source = source
-        self._may_draft = True  # in a step like the last one
+        self._may_draft = True  # True if a step like the last one may have drafts
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
         self._suffixes = drafter if isinstance(drafter, SuffixDrafter) else None
         self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
@@ -162,7 +162,7 @@ class Speculation(Observer):
         return drafts
 
     def _requests(self, entries: Iterable[ScheduledSequence], limit: int, room: int) -> list[DraftRequest]:
-        """Requests that may have drafts, with equal parts of the room, at most `limit` each; the oldest if it lacks."""
+        """Requests that may have drafts, `limit` or an equal part of `room` each; only the oldest if room is short."""
         found = []
         for sequence, start, *_ in entries:
             num_known = len(sequence.token_ids)
@@ -181,7 +181,7 @@ class Speculation(Observer):
         return [DraftRequest(sequence, min(count, part)) for sequence, count in found[:room]]
 
     def _proposed(self, requests: list[DraftRequest]) -> list[SequenceABC[int]]:
-        """The drafter's answers; empty ones if it fails, which is logged once."""
+        """The drafter's proposals; empty ones if it fails, which is logged once."""
         nothing: list[SequenceABC[int]] = [()] * len(requests)
         try:
             proposed = list(self.drafter.propose(requests))
@@ -205,7 +205,7 @@ class Speculation(Observer):
         return checked
 
     def _usable(self, request: DraftRequest, proposed: SequenceABC[int]) -> list[int]:
-        """The drafts before the first that cannot be drawn or ends the sequence; tokens forced by a grammar first."""
+        """The drafts before the first that cannot be drawn or ends the sequence; a grammar's forced tokens go first."""
         sequence, limit = request.sequence, request.max_tokens
         matcher = sequence.matcher
         if not proposed and matcher is None:
@@ -222,12 +222,12 @@ class Speculation(Observer):
             if forced and usable[: len(forced)] != forced:
                 sequence.drafting.source, usable = GRAMMAR, forced
             del usable[matcher.accepted(usable) :]
-        except Exception:  # over its limits, as its next mask will say, or of ids beyond its vocabulary
+        except Exception:  # a matcher over its limits raises again at its next mask; ids may exceed its vocabulary
             return []
         return usable
 
     def _allocate(self, sequence: Sequence, count: int) -> int:
-        """Allocate blocks for so many drafts; returns how many of them free blocks hold."""
+        """Allocate blocks for `count` drafts; returns the number of drafts that free blocks hold."""
         manager, num_known = self._manager, len(sequence.token_ids)
         num_slots = (len(sequence.block_table) + manager.num_free_blocks) * manager.block_size
         count = max(0, min(count, num_slots - num_known))
@@ -238,7 +238,7 @@ class Speculation(Observer):
 
     @staticmethod
     def _extend(entries: list[ScheduledSequence], drafts: Drafts) -> None:
-        """Give the entries their drafts, after all decodes; the drafts take their order."""
+        """Move the entries with drafts after all decodes, in the order of the drafts."""
         decodes, drafted = [], []
         for entry in entries:
             sequence = entry.sequence
@@ -274,7 +274,7 @@ class Speculation(Observer):
     def _accept(
         self, entry: ScheduledSequence, step: Drafts, drawn: list[int], requeue: Callable[[Sequence], None]
     ) -> tuple[ScheduledSequence, list[int]]:
-        """Cut a sequence back to the draws that count: the first that differs from its draft is the last of them."""
+        """Cut a sequence back to the draws that count: up to the first one that differs from its draft."""
         sequence, manager = entry.sequence, self._manager
         drafts = step[sequence]
         is_finite = NON_FINITE not in drawn
@@ -285,7 +285,7 @@ class Speculation(Observer):
         kept = drawn[: num_accepted + 1] if is_finite else []
         num_cut = len(drawn) - len(kept)
         sequence.num_known_tokens -= num_cut
-        if kept and kept[-1] >= 0:  # else it is the error of this row
+        if kept and kept[-1] >= 0:  # a negative draw is this row's own error
             sequence.error = None
         has_blocks = sequence.is_running and sequence.block_table is entry.block_table  # not preempted since
         if not is_finite:

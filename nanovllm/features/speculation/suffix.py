@@ -16,13 +16,13 @@ from nanovllm.features.speculation.drafter import DraftRequest
 from nanovllm.sequence import Sequence
 
 LEAST_MATCH = 3  # tokens; shorter matches are mostly chance
-LONGEST_MATCH = 32  # compared at most
-MAX_PLACES = 4  # kept for each key, the newest
+LONGEST_MATCH = 32  # tokens; no more are compared
+MAX_PLACES = 4  # places of each key: the newest
 SLICE = 256  # tokens indexed per step, so that no step waits for a long prompt
-ROOT_TOKENS = 16  # of the prompt, which texts that share drafts begin with
-MANY, TOGETHER = 16, 4  # of so many running requests, so many tokens are indexed at a time: drafts bring less there
-BYTES_PER_TOKEN = 140  # of the index, at most as measured
-MAX_UNREAD = 64  # finished outputs that wait to be indexed
+ROOT_TOKENS = 16  # first tokens of the prompt, which must be equal in texts that share drafts
+MANY, TOGETHER = 16, 4  # MANY running requests index TOGETHER tokens at once: drafts gain less there
+BYTES_PER_TOKEN = 140  # most bytes of the index, as measured
+MAX_UNREAD = 64  # most finished outputs that wait to be indexed
 TOKEN_BITS = 20
 KEY_MASK = (1 << TOKEN_BITS * LEAST_MATCH) - 1
 PLACE_BITS = 32
@@ -102,9 +102,9 @@ class SuffixIndex:
 class OwnText:
     """Index of one request's own tokens.
 
-    root: of the finished outputs that it drafts from.
-    num_indexed: tokens.
-    is_repeat: whether the last of these stood there before.
+    root: prefix root of the finished outputs that it drafts from.
+    num_indexed: number of tokens indexed.
+    is_repeat: True if the last of these tokens end a match of earlier text.
     """
 
     root: tuple[object, ...]
@@ -120,14 +120,14 @@ class SuffixDrafter:
     Outputs serve requests of the same cache salt and first prompt tokens, and are forgotten in their order.
 
     Args:
-        max_bytes: of all that is indexed; a running request's tokens beyond it are not.
+        max_bytes: limit of the index; tokens of running requests beyond it are not indexed.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._own: dict[Sequence, OwnText] = {}
-        self._shared: dict[tuple[object, ...], SuffixIndex] = {}  # by root
+        self._shared: dict[tuple[object, ...], SuffixIndex] = {}  # prefix root -> index
         self._outputs: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # number -> root, the oldest first
         self._unread: deque[tuple[tuple[object, ...], array[int]]] = deque(maxlen=MAX_UNREAD)  # outputs
         self._next_number = 1
@@ -146,7 +146,7 @@ class SuffixDrafter:
         return drafts
 
     def expects(self, sequence: Sequence) -> bool:
-        """Whether the tokens read so far were seen before: without that, those in flight hardly were."""
+        """Whether the last known tokens repeat earlier text: otherwise the tokens in flight hardly do."""
         own, num_tokens = self._own.get(sequence), len(sequence.token_ids)
         if own is None or own.num_indexed < num_tokens:
             if own is not None and num_tokens - own.num_indexed < TOGETHER and len(self._own) >= MANY:
@@ -168,7 +168,8 @@ class SuffixDrafter:
             return []
         longest = max(length for length, _ in found)
         best = [tokens for length, tokens in found if length == longest]
-        votes = Counter(tokens[0] for tokens in reversed(best))  # of equal counts the first seen comes first
+        # `most_common` prefers the first seen among equal counts.
+        votes = Counter(tokens[0] for tokens in reversed(best))
         first = votes.most_common(1)[0][0]
         return next(tokens for tokens in reversed(best) if tokens[0] == first)[:longest]
 
@@ -206,7 +207,7 @@ class SuffixDrafter:
         return max(0, left)
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Forget the oldest outputs until so many tokens more can be indexed; False if that does not suffice."""
+        """Forget the oldest outputs until `num_tokens` more can be indexed; False if that does not suffice."""
         limit = self._max_bytes - BYTES_PER_TOKEN * num_tokens
         while self.num_bytes > limit and self._outputs:
             number, root = self._outputs.popitem(last=False)
@@ -218,7 +219,7 @@ class SuffixDrafter:
         return self.num_bytes <= limit
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence ended: its index goes, and its output will be drafted from."""
+        """Drop the index of a sequence that has ended, and queue its output for the shared index."""
         if (own := self._own.pop(sequence, None)) is not None:
             self.num_bytes -= BYTES_PER_TOKEN * own.num_indexed
         text = sequence.token_ids[max(0, sequence.num_prompt_tokens - LEAST_MATCH) :]

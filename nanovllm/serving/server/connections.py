@@ -279,7 +279,7 @@ class BoundedH11Parser(h11.Connection):
             self.part = HEAD
             self._check(event.headers, len(event.target))
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
-                # A gateway may believe the length, and take what is behind it for another request (RFC 9112, 6.1).
+                # A gateway may believe the length, and take the bytes after it for another request (RFC 9112, 6.1).
                 raise h11.RemoteProtocolError("the body has a length and is in chunks")
             self.part = BODY
         elif isinstance(event, h11.EndOfMessage):

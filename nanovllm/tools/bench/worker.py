@@ -46,7 +46,7 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
         job["engine"], job["model"], dict(job["options"]), longest, sampling=job.get("sampling"), trace=trace
     )
     load_seconds = time.perf_counter() - begin
-    gc.freeze()  # no engine's time has collections of what was loaded
+    gc.freeze()  # no engine's time includes collections of loaded objects
     try:
         runs = []
         for workload in workloads:
