@@ -66,7 +66,7 @@ def root_hash(hash_seed: str, cache_salt: str) -> bytes:
 
 @dataclass(slots=True)
 class PrefixEntry:
-    """A findable content: a block's tokens after a given prefix.
+    """Content that lookups find ("findable"): a block's tokens after a given prefix.
 
     `parent` is the prefix id of the block before, or the request's cache salt for a first block (a string, so that it
     equals no prefix id).
@@ -266,7 +266,7 @@ class BlockManager(BlockPool):
         return num_tokens
 
     def trim(self, sequence: Sequence) -> None:
-        """Free blocks that only the undoing of a step would need, when blocks are short."""
+        """When blocks are short, free the ones that are kept only in case a step fails."""
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
@@ -430,7 +430,7 @@ class BlockManager(BlockPool):
 
     def take_copies(self, step_id: int) -> tuple[Copy, ...]:
         """The copies to run in step `step_id`, which is being scheduled."""
-        # The last into a block.
+        # Of several copies into a block, the last counts.
         copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []
         return tuple(copies.values())
 

@@ -127,7 +127,7 @@ class Engine:
     Args:
         model_runner: runner that is ready to execute; its config is fully resolved.
         scheduler: scheduler with the same config, and no sequences yet.
-        input_processor: maker of the requests that `add` takes; its clock is the engine's.
+        input_processor: processor that makes the requests for `add`; its clock is the engine's.
         observers: observers of every request and step.
     """
 

@@ -34,7 +34,7 @@ class PendingTokens:
 
     token_ids: Tensor  # [num_samples] int64, on the host
     report: StepReport | None  # None if nothing but tokens was asked for
-    arrival: torch.cuda.Event | None  # None if they are there
+    arrival: torch.cuda.Event | None  # None if the tokens are there already
 
     @classmethod
     def send(cls, token_ids: Any, report: StepReport | None) -> Any:

@@ -135,7 +135,7 @@ class Sample:
         if sequence.is_finished and self.finished_time is None:
             self.finished_time = now
         text, token_ids = self.text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
-        # Some tokenizers do not skip it as special.
+        # Some tokenizers do not skip the stop token as special.
         if sequence.stop_reason in self._ends and self._tokenizer is not None:
             text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
         if request.output_kind is OutputKind.DELTA:

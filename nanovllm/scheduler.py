@@ -372,8 +372,8 @@ class Scheduler:
     def rollback(self, batch: ScheduledBatch, *, has_failed: bool = True) -> list[Sequence]:
         """Undo `batch` and every batch launched after it; returns the unfinished sequences of all.
 
-        Blocks that these steps registered become unfindable, and the sequences return to their computed tokens of
-        before. has_failed=False undoes steps without counting them as failed: nobody needs their results any more.
+        Blocks that these steps registered become unfindable, and the sequences return to the tokens computed before.
+        has_failed=False undoes steps without counting them as failed: nobody needs their results any more.
         """
         if batch not in self.in_flight:
             raise RuntimeError(f"step {batch.step_id} is not in flight")

@@ -11,14 +11,14 @@ from nanovllm.model_runner import StepPaths
 
 
 class LivePaths(StepPaths):
-    """Steps one by one, as the model is; draws alone are faster."""
+    """Steps by the model's own modules, as for a live module; only draws are faster."""
 
     def sampler_parts(self, choice: AttentionChoice) -> dict[str, Any]:
         return sampler_parts(build_stage=self.build_stage)
 
 
 def choose_paths(choice: AttentionChoice, binding: ModelBinding) -> StepPaths:
-    """The paths of a model and its backend; one by one, as the model is, where no other would differ."""
+    """The paths of a model and its backend; plain `StepPaths` where no other would differ."""
     if choice.uses_graphs:
         from nanovllm.fast.graph_paths import GraphPaths
 

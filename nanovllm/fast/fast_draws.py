@@ -1,4 +1,4 @@
-"""Draws the tokens of `draw.draw` faster: row by row on a CPU, by kernels on either device.
+"""Draws the tokens of `sampler.draw` faster: row by row on a CPU, by kernels on either device.
 
 On a CPU, rows stay within the cache, only those with noise take some, and filters sort no more than they need.
 """

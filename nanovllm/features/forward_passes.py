@@ -63,7 +63,7 @@ class ForwardPasses:
         return states.new_empty(len(sample_rows), 0)
 
     def whole(self, report: StepLogprobs | None, *inputs: Tensor, **kwargs: Any) -> Tensor:
-        """As `of_step`, with logits even if the report needs none."""
+        """Logits of a step, computed even if the report needs none; fills the report, like `of_step`."""
         if report is None or not report.reads_rows:
             return self.of_step(None, *inputs, **kwargs)
         return self.reported(report, *inputs, **kwargs)
@@ -74,7 +74,7 @@ class ForwardPasses:
     def reported(
         self, report: StepLogprobs, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
     ) -> Tensor:
-        """As `logits`; also fills the report (prompt logprobs, embeddings) from the same pass of the layers."""
+        """Logits, like `logits`; fills the report (prompt logprobs, embeddings) from the same pass of the layers."""
         inputs = token_ids, positions
         with self._base_model_runs_once() as outputs:
             for rows in report.prompt_rows_in_pieces(token_ids.device):

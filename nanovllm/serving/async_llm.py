@@ -295,7 +295,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
             return  # the engine is closed or dead, and its requests have ended
 
     async def _run(self, call: Callable[[EngineInterface], Result]) -> Result:
-        """In the engine's thread, between two steps."""
+        """Run a call in the engine's thread, between two steps, and return its result."""
         return await asyncio.wrap_future(self._engine_thread.submit(call))
 
     # ---------------------------------------------------------------------------------------------------- requests
@@ -315,7 +315,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         return await self._run(abort)
 
     def _abort_in(self, engine: EngineInterface, request_id: str) -> bool:
-        """From the engine's thread."""
+        """Abort a request, in the engine's thread; returns whether it ran."""
         if (output := engine.abort(request_id)) is not None:
             self._router.deliver([output])
         return output is not None

@@ -39,7 +39,7 @@ class AttentionChoice:
 
     @classmethod
     def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> AttentionChoice:
-        """Raises ValueError, naming the missing part, for an unavailable backend that the user set."""
+        """The backend for a model; raises ValueError, naming the missing part, if the user set an unavailable one."""
         compiles = may_compile(config, device)
         kernels: tuple[Kernels, ...] = ()
         wanted = config.attention_backend
@@ -81,7 +81,7 @@ class AttentionChoice:
     def beside_mixers(
         cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig
     ) -> AttentionChoice:
-        """For a model with recurrent layers: nothing is compiled on a CPU.
+        """The backend for a model with recurrent layers: nothing is compiled on a CPU.
 
         Raises ValueError as `for_model`, and for a backend that the user set where no layer attends.
         """

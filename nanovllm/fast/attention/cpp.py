@@ -84,7 +84,7 @@ class _KindKernels:
         self._without_sinks = (*self._traits, None)
 
     def arguments(self, sinks: Tensor | None) -> tuple[int | float | None, ...]:
-        """Args: sinks: [num_heads] float32, to be kept until the kernels have run."""
+        """Arguments of a call; sinks: [num_heads] float32, which must live until the kernels have run."""
         return self._without_sinks if sinks is None else (*self._traits, sinks.data_ptr())
 
 

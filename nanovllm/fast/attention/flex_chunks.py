@@ -91,7 +91,7 @@ def chunk_tables(sight: Sight, max_tiles: int, width: int, num_blocks: int, devi
 def fill_tiles(
     to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, blocks: Tensor, is_used: Tensor, max_blocks: int
 ) -> None:
-    """`to`: `chunk_tables` of full attention."""
+    """Fill `to`, the `chunk_tables` of full attention."""
     num_own, own_block, num_full, full_blocks = to
     num_tiles = len(starts)
     num_own[0, 0, :num_tiles] = is_used
@@ -112,7 +112,7 @@ def fill_tiles_in_sight(
     window: int | None,
     chunk: int | None,
 ) -> None:
-    """`to`: `chunk_tables` of another sight. Counts all rows of a tile, also rows missing from the step."""
+    """Fill `to`, the `chunk_tables` of another sight. Counts all rows of a tile, also rows missing from the step."""
     num_partial, partial, num_full, full, indices, own_blocks = to
     num_tiles, positions = len(starts), blocks * block_size
     border = first_seen_on_device(positions, window, chunk) // block_size  # first block that the first row sees

@@ -155,7 +155,7 @@ class KindCalls:
         return SharedPrefixes.from_layout(layout, self._block_size, rule)
 
     def fill(self, step: StepTables, *, shares: bool) -> None:
-        """Args: shares: whether the step's shared prefixes are those of this kind."""
+        """Fill the tables for a step; shares: True if the step's shared prefixes are those of this kind."""
         if len(step.decode_blocks):
             self.decodes.fill(
                 step.tables, step.decode_tables, step.decode_blocks, step.decode_positions,

@@ -24,7 +24,7 @@ CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
 
 
 class DecodeEntry(NamedTuple):
-    """For batches up to this one."""
+    """Measured options, for batches of up to this many decodes."""
 
     batch: int
     kv_tile: int  # slots of a block that are read or left out together, at most
@@ -59,7 +59,7 @@ class Gpu(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """For a fixed number of decodes."""
+    """Options of the decode kernel, for a fixed number of decodes."""
 
     kv_tile: int  # slots; divides a block
     kernel: dict[str, Any]
@@ -123,7 +123,7 @@ class KernelOptions:
         return 1 << (self.num_groups - 1).bit_length()
 
     def for_decodes(self, num_decodes: int) -> DecodeOptions:
-        """For a fixed number of decodes."""
+        """Options for a fixed number of decodes."""
         block_m = max(16, self.padded_groups)
         entry = self._entry_for(num_decodes)
         kv_tile = min(entry.kv_tile, self.block_size)
@@ -132,7 +132,7 @@ class KernelOptions:
         return DecodeOptions(kv_tile, {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
 
     def for_chunks(self) -> dict[str, Any]:
-        """For tiles of `block_size` rows."""
+        """Options for tiles of `block_size` rows."""
         block_m = min(64, self.block_size)
         sizes = self._fitting(CHUNK_STAGES, block_m, self.block_size)
         fixed = {"num_warps": CHUNK_WARPS, "IS_DIVISIBLE": True, "FORCE_USE_FLEX_ATTENTION": True}

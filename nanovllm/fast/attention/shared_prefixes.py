@@ -58,7 +58,7 @@ class SharingRule(NamedTuple):
 
     @classmethod
     def for_kernel(cls, kernel: Any, token_bytes: int) -> SharingRule:
-        """Args: token_bytes: of a token's K and V in one layer."""
+        """The rule for a kernel; token_bytes: bytes of a token's K and V in one layer."""
         costs = _MEMBER_BYTES / token_bytes, _STEP_BYTES / token_bytes
         wide = kernel.wide_members, kernel.wide_pieces, kernel.least_wide, WIDE_TOKENS, WIDE_READS
         return cls(kernel.bundle_members, 0, *costs, *wide)
@@ -94,7 +94,7 @@ class SharedPrefixes:
 
     @classmethod
     def from_layout(cls, layout: BatchLayout, block_size: int, rule: SharingRule) -> SharedPrefixes | None:
-        """None where no decodes share enough."""
+        """The groups of a step's decodes; None where no decodes share enough."""
         tables = [entry.block_table for entry in layout.decodes]
         if len(tables) - len({table[0] for table in tables}) < MIN_MEMBERS - 1:
             return None

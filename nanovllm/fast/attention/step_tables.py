@@ -63,7 +63,7 @@ class StepTables:
 
     @classmethod
     def from_inputs(cls, inputs: Any, group: int | None = None) -> StepTables:
-        """Those of a packed step, in one of several cache groups or in the only one (None)."""
+        """The tables of a packed step, in one of several cache groups or in the only one (None)."""
         starts: list[Any] = [inputs.decode_tables, inputs.tile_tables, getattr(inputs, "span_tables", None)]
         if group is not None:
             starts = [None if part is None else part[group] for part in starts]
@@ -78,7 +78,7 @@ class StepTables:
 
     @property
     def sharing(self) -> tuple[Tensor, ...]:
-        """Which decodes read blocks together."""
+        """The decodes that read blocks together."""
         return self.shared_blocks, self.members, self.shared_bundles, self.wide_parts, self.wide_pieces
 
 
@@ -113,7 +113,7 @@ class TableInputs(StepFeature):
         self.inputs = tuple(StepInput(name, np.int32, size) for name, size in sizes.items())
 
     def num_more_words(self, layout: BatchLayout) -> int:
-        """Those of the block tables, which are equally long in all groups."""
+        """32-bit words of the block tables, which are equally long in all groups."""
         return len(self._tables) * int(self._lengths(layout).sum())
 
     def _lengths(self, layout: BatchLayout) -> NDArray[np.int64]:

@@ -46,7 +46,7 @@ class Tiles:
         *,
         with_spans: bool = False,
     ) -> Tiles:
-        """Args: with_spans: whether a kernel reads them."""
+        """The tiles of a layout's chunks; with_spans: True if a kernel reads spans."""
         entries = layout.chunks
         if not entries:
             nothing = np.zeros(0, np.int64)

@@ -126,7 +126,7 @@ def why_not(sizes: DenseSizes, dtype: torch.dtype, device: torch.device) -> str 
 
 
 def compiled_rows(sizes: DenseSizes) -> tuple[int, ...]:
-    """Those of NUM_ROWS for which it is faster than a layer's products one by one."""
+    """The sizes of NUM_ROWS for which the kernel is faster than a layer's products one by one."""
     most = _MOST_ROWS_OF_LARGE if sizes.num_bytes > _LARGE_BYTES else NUM_ROWS[-1]
     return tuple(size for size in NUM_ROWS if size <= most)
 

@@ -60,7 +60,7 @@ class AllParts(RequestParts):
         return GrammarCompiler(self._tokenizer, self._limits.num_logits, ends)
 
     def ended(self, prompt: Any, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Token ids of a chat with its own ends, and of a structured output with those too."""
+        """See `RequestParts`: attaches the template's end tokens to chats, and to prompts of structured outputs."""
         if not params.embeds and not self._limits.has_head:
             raise ValueError(without_head(self._limits))
         start, length = params.prompt_logprobs_start, len(token_ids)

@@ -60,7 +60,7 @@ class Forking:
 
 
 def add_fork(engine: Engine, source_id: str, request: NewRequest) -> None:
-    """Queue a request; where a running one has computed all but its last token, it goes on from there at once."""
+    """Queue a fork; it starts at once on the KV of its source if that runs and lacks at most its last token."""
     engine.add(request)
     source_request = engine.requests.get(source_id)
     if source_request is not None and request.params.n == 1:

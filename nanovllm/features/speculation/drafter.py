@@ -28,7 +28,7 @@ class DraftRequest:
 
     @property
     def index(self) -> int:
-        """Which of the request's samples."""
+        """Number of the sample in its request."""
         return self.sequence.index
 
     @property

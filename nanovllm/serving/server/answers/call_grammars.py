@@ -42,7 +42,7 @@ def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str])
 
 
 def _json_call(rules: Rules, key: str, more: str = "") -> Callable[[str, Tool], str]:
-    """Args: more: rule for the text after the arguments."""
+    """A function that makes the rule of one tool's call; more: rule for the text after the arguments."""
 
     def call(name: str, tool: Tool) -> str:
         head = '{"name": ' + rules.literal(name) + f', "{key}": '
@@ -122,7 +122,7 @@ def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def _deepseek(rules: Rules, tools: Sequence[Tool], before: str, behind: str, end: str) -> CallRules:
-    """Args: the texts before a call's name, after it, and after the arguments."""
+    """DeepSeek's calls, with the texts before a call's name, after it, and after the arguments."""
     opening, closing = rules.marker("<｜tool▁call▁begin｜>"), rules.marker("<｜tool▁call▁end｜>")
 
     def call(name: str, tool: Tool) -> str:
