@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm import config as plain_config
 from nanovllm.config import documented, integer, matching, one_of, option, real, share
 from nanovllm.features import option_checks
-from nanovllm.features.extras import check_parts
+from nanovllm.features.extras import check_extra, check_parts
 from nanovllm.features.option_checks import MIN_GOAL_S, weights
 from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.features.sampling_params import SamplingParams
@@ -228,6 +228,8 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
         check_parts(self)
         self._check_together()
         option_checks.check_policies(self)
+        if self.kv_events is not None:
+            check_extra("kv_events", "kv-events", "zmq", "msgspec")
         option_checks.check_kv_events(self)
         if self.speculation is not None or self.draft_model is not None:
             check_speculation(self)

@@ -1,3 +1,3 @@
 """KV events: which blocks the prefix cache gains and loses, for routers of requests."""
 
-NEEDS = ("features.engine_config", "features.extras", "features.groups", "features.tiers", "observability")
+NEEDS = ("features.engine_config", "features.groups", "features.tiers", "observability")

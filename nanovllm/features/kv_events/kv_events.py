@@ -26,7 +26,6 @@ from typing import Any
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.extras import check_extra
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.kv_events.block_events import (
@@ -59,11 +58,10 @@ class KvEventPublisher(Observer):
 
     The first batch is AllBlocksCleared: subscribers may know an earlier engine at this endpoint.
 
-    Raises RuntimeError without the packages of the extra `kv-events`, ValueError for an unusable endpoint.
+    Raises ValueError for an unusable endpoint.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_extra("kv_events", "kv-events", "zmq", "msgspec")
         from msgspec.msgpack import Encoder
         from zmq import ROUTER, XPUB, Context
 
