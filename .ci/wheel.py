@@ -1,13 +1,16 @@
 """Builds sdist and wheel, installs the wheel outside of the checkout, and runs it: help, generate, serve, kernels.
 
+A second installation has the wheel's dependencies alone, without those of any extra.
+
     python .ci/wheel.py
 
-The second environment borrows the dependencies of the one that runs this file, so it is made in a second. The model is
+Both environments borrow the dependencies of the one that runs this file, so they are made in a second. The model is
 tiny, random and on disk; all caches begin empty.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import queue
@@ -25,6 +28,8 @@ import urllib.request
 import zipfile
 from pathlib import Path
 from typing import IO
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Once upon a time there was"
@@ -50,10 +55,12 @@ def main() -> None:
         if libraries != ["kernels", "sampling"]:
             raise SystemExit(f"generate left the kernel libraries {libraries} in an empty cache; it must build two.")
         served = serve(scripts, model, work, environ)
+        check_bare(wheel, model, text, work, environ)
     if served != text:
         raise SystemExit(f"the server answers {served!r} where generate prints {text!r}.")
     print(
-        f"{sdist.name} builds {wheel.name}, which built its kernels, generated and served the same {MAX_TOKENS} tokens"
+        f"{sdist.name} builds {wheel.name}, which built its kernels, generated and served the same {MAX_TOKENS} "
+        "tokens, and generated them without any extra"
     )
 
 
@@ -123,21 +130,91 @@ def check_help(scripts: Path, work: Path, environ: dict[str, str]) -> None:
         raise SystemExit(f"nanovllm {version} says of itself: {text}")
 
 
-def install(wheel: Path, environment: Path) -> Path:
-    """A new environment with the wheel and, behind it on the path, this one's packages; returns its scripts' folder."""
+def install(wheel: Path, environment: Path, *, is_bare: bool = False) -> Path:
+    """A new environment with the wheel and this one's packages; returns its scripts' folder.
+
+    Args:
+        is_bare: whether the packages are those that the wheel needs without an extra, or all, behind it on the path.
+    """
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
     python = environment / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)])
     variables = {"base": str(environment), "platbase": str(environment)}
     own = Path(sysconfig.get_path("purelib", "venv", variables))
-    borrowed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    (own / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed), encoding="utf-8")
+    if is_bare:
+        link_requirements(own)
+    else:
+        borrowed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+        (own / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed), encoding="utf-8")
     environ = clean_environ(environment)
     where = run([str(python), "-c", "import nanovllm; print(nanovllm.__file__)"], cwd=environment, environ=environ)
     if not Path(where.strip()).is_relative_to(own):
         raise SystemExit(f"nanovllm is imported from {where.strip()}, not from {own}.")
     return environment / "bin"
+
+
+def link_requirements(packages: Path) -> None:
+    """Link this environment's distributions that the wheel in a folder needs without an extra, and those they need."""
+    (wheel,) = importlib.metadata.distributions(name="nanovllm", path=[str(packages)])
+    pending, found = list(wheel.requires or ()), set()
+    while pending:
+        requirement = Requirement(pending.pop())
+        if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(requirement.name)
+        distribution = importlib.metadata.distribution(requirement.name)
+        if not requirement.specifier.contains(distribution.version, prereleases=True):
+            raise SystemExit(f"{requirement} is needed, and {distribution.version} is installed.")
+        pending += distribution.requires or ()
+        for name in {path.parts[0] for path in distribution.files or ()} - {".."}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(distribution.locate_file(name))
+
+
+# A module in training, text prompts, and a request that needs an extra, after which the engine goes on.
+LOADED_MODULE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from nanovllm import LLM, SamplingParams, StructuredOutput
+
+module = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]))
+with LLM(module, tokenizer=AutoTokenizer.from_pretrained(sys.argv[1])) as llm:
+    try:
+        llm.generate(sys.argv[2], SamplingParams(structured_output=StructuredOutput(regex="a+")))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+    print(llm.generate(sys.argv[2], params)[0].outputs[0].text, end="")
+"""
+# Commands that need an extra -> its name.
+REFUSED = {
+    ("serve",): "serve",
+    ("run-batch", "--input-file", "a", "--output-file", "b"): "serve",
+    ("generate", "--regex", "a+", PROMPT): "structured",
+    ("generate", PROMPT): "gguf",  # the default model
+    ("ps",): "cli",
+}
+
+
+def check_bare(wheel: Path, model: Path, text: str, work: Path, environ: dict[str, str]) -> None:
+    """Without any extra the command and a loaded module generate the same text; what needs one says which."""
+    scripts = install(wheel, work / "bare", is_bare=True)
+    check_help(scripts, work, environ)
+    if (found := generate(scripts, model, work, environ)) != text:
+        raise SystemExit(f"without any extra generate prints {found!r}, not {text!r}.")
+    command = [str(scripts / "python"), "-c", LOADED_MODULE, str(model), PROMPT, str(MAX_TOKENS)]
+    done = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.stdout != text or "pip install 'nanovllm[structured]'" not in done.stderr:
+        raise SystemExit(f"without any extra a loaded module answers {done.stdout!r}, not {text!r}:\n{done.stderr}")
+    before = sorted((work / "cache").rglob("*"))
+    for arguments, extra in REFUSED.items():
+        command = [str(scripts / "nanovllm"), *arguments]
+        done = subprocess.run(command, cwd=work, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+        if done.returncode != 2 or f"pip install 'nanovllm[{extra}]'" not in done.stderr:
+            raise SystemExit(f"without its extra {' '.join(arguments)} ends with {done.returncode}:\n{done.stderr}")
+    if sorted((work / "cache").rglob("*")) != before:
+        raise SystemExit(f"commands that were refused have left something in {work / 'cache'}.")
 
 
 def clean_environ(cache: Path) -> dict[str, str]:
