@@ -167,7 +167,7 @@ def kernels(monkeypatch) -> Kernels:
     threads = mask_threads.MaskThreads
     monkeypatch.setattr(mask_threads, "MaskThreads", lambda: threads(2))
     monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     monkeypatch.setattr(logprobs, "to_host", lambda tensor: tensor.clone())
     monkeypatch.setattr(PendingTokens, "send", classmethod(send_copies))
     empty = torch.empty

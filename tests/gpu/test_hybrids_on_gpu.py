@@ -158,7 +158,7 @@ def test_a_loaded_model_answers_as_a_live_one(tmp_path):
 @pytest.mark.parametrize("class_name", DENSE)
 def test_tokens_with_drafts_are_those_without(class_name, options, monkeypatch):
     """A rejected draft leaves no trace in a state; verify steps run as chunks, outside of the graphs of decodes."""
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     choice = random.Random(6)
 
     def mostly_right(_: Any, drafts: list[int]) -> list[int]:

@@ -293,7 +293,7 @@ class ExactDrafter:
 
 def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(tmp_path, monkeypatch):
     """Cold, and with prompts from the prefix cache; in blocks that hold large K and V before."""
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     chains: list[bool] = []
 
     def noted(*step: Any) -> bool:

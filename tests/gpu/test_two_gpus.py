@@ -77,7 +77,7 @@ def test_embeddings_are_those_of_one_gpu(folder, options):
 
 
 def test_drafts_change_no_token(folder, monkeypatch):
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     params = SamplingParams(seed=5, temperature=0.8, top_p=0.9, max_tokens=30)
     with LLM(folder, **SMALL, enforce_eager=True) as llm:
         expected = generate(llm, params)

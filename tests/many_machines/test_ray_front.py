@@ -262,7 +262,7 @@ def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_mid
 
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
     monkeypatch.setattr(SpeculationCounts, "add", counted)
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     drafts = {"speculation": source} | ({"draft_model": folder} if source == "draft" else {})
     found, handle = answers(folder, list(REQUESTS.values()), kills, **drafts)
     assert handle.num_deaths == 1 and sum(accepted) >= least

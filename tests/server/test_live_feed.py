@@ -136,7 +136,7 @@ async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(mo
 
 @bounded
 async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_tokens(monkeypatch):
-    monkeypatch.setattr(lengths, "WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
     params = SamplingParams(temperature=0.0, max_tokens=30)
     options = OPTIONS | {"speculation": "suffix"}

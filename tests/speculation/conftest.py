@@ -11,5 +11,5 @@ from nanovllm.features.speculation import lengths
 
 @pytest.fixture(autouse=True)
 def _steps_are_free(monkeypatch):
-    monkeypatch.setattr(lengths, "WINDOW", sys.maxsize)
+    monkeypatch.setattr(lengths, "PLAIN_WINDOW", sys.maxsize)
     monkeypatch.setattr(lengths, "BOUNDS", ((sys.maxsize, sys.maxsize),))

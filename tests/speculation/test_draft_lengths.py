@@ -28,7 +28,7 @@ from tests.support.mock_drafts import KnownAnswers
 
 @pytest.fixture(autouse=True)
 def _steps_take_time(_steps_are_free, monkeypatch):
-    monkeypatch.setattr(rule, "WINDOW", WINDOW)
+    monkeypatch.setattr(rule, "PLAIN_WINDOW", PLAIN_WINDOW)
     monkeypatch.setattr(rule, "BOUNDS", BOUNDS)
 
 
@@ -89,11 +89,19 @@ def runs_of(steps: list[bool]) -> list[int]:
 
 def test_drafts_rest_while_tokens_a_second_are_lower_with_them():
     steps = Steps((3e-3, 1e-3), accepted=1.5)  # 2.5 tokens in the time of three
-    resting = [REST + PLAIN_WINDOW, 2 * REST, 4 * REST, 8 * REST, LONGEST_REST, LONGEST_REST]
-    steps.run(sum(resting) + 7 * WINDOW)
-    assert runs_of(steps.drafted[1:]) == [part for rest in resting for part in (WINDOW, rest)] + [WINDOW]
+    first = [PLAIN_WINDOW, PLAIN_WINDOW, WINDOW - PLAIN_WINDOW]
+    resting = [REST, 2 * REST, 4 * REST, 8 * REST, LONGEST_REST, LONGEST_REST]
+    steps.run(PLAIN_WINDOW + sum(resting) + 7 * WINDOW)
+    then = [part for rest in resting for part in (rest, WINDOW)]
+    assert runs_of(steps.drafted[1:]) == first + then
     steps = Steps((3e-3, 1e-3), accepted=2.5)  # 3.5 tokens: they go on but for a few steps that are measured
-    assert runs_of(steps.run(2000)) == [WINDOW, PLAIN_WINDOW, WINDOWS * WINDOW, PLAIN_WINDOW, 2000 - 1088 - 32]
+    won = WINDOWS * WINDOW
+    assert runs_of(steps.run(2000)) == [*first[:2], won, PLAIN_WINDOW, 2000 - won - 3 * PLAIN_WINDOW]
+
+
+def test_a_clear_loss_ends_drafts_early():
+    steps = Steps((3e-3, 1e-3), accepted=1.0)  # two tokens in the time of three
+    assert runs_of(steps.run(3 * PLAIN_WINDOW + REST)) == [PLAIN_WINDOW, PLAIN_WINDOW + REST, PLAIN_WINDOW]
 
 
 def test_another_number_of_sequences_is_measured_by_itself():
@@ -104,7 +112,7 @@ def test_another_number_of_sequences_is_measured_by_itself():
 
 def test_drafts_come_back_once_they_are_right():
     steps = Steps((2e-3, 1e-3))
-    steps.run(WINDOW + PLAIN_WINDOW)
+    steps.run(2 * PLAIN_WINDOW)
     steps.accepted = 6
     assert not any(steps.run(REST)) and all(steps.run(4 * WINDOW))
 

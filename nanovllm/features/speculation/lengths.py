@@ -2,8 +2,8 @@
 
 ::
 
-    steps of about so many sequences    | 64 with drafts | 16 without | 64 with drafts | 64 ... | 16 without | ...
-    tokens a second were lower with drafts              ^ | 256 without, or more | 64 with drafts | ...
+    steps of about so many sequences    | 16 with drafts | 16 without | 48 with drafts | 64 ... 64 | 16 without | 64 ...
+    tokens a second were lower with drafts                           ^ | 256 without, or more | 64 with drafts | ...
 
 Steps are measured as they come, without a calibration. Outputs are the same for any number of drafts.
 """
@@ -20,6 +20,7 @@ from nanovllm.observability.step_records import Observer, StepRecord
 BOUNDS = ((16, 7), (64, 3))  # (most running sequences, drafts of each); no drafts with more sequences
 WINDOW = 64  # Steps with drafts in a comparison
 PLAIN_WINDOW = 16  # Steps without drafts in it; their times vary less: no luck of drafts is in them
+CLEAR_LOSS = 0.75  # Drafts with at most this share of the tokens a second end after each PLAIN_WINDOW
 WINDOWS = 16  # Comparisons after which steps without drafts are measured anew
 REST, LONGEST_REST = 256, 4096  # Steps without drafts after a loss; each further loss in a row doubles them
 SLOWEST = 8  # The slowest of so many steps does not count: it compiles, captures, or the machine is busy
@@ -46,15 +47,18 @@ class BatchSize:
         """Record a step; once there are enough with and without drafts, compare them."""
         self.num_left -= self.num_left > 0
         (self.drafted if is_drafted else self.plain).append((seconds, num_tokens))
-        if len(self.drafted) < WINDOW or self.num_left:
+        count = len(self.drafted)
+        if self.num_left or not count or count % PLAIN_WINDOW:
             return
         if lacking := PLAIN_WINDOW - len(self.plain):
             self.num_left = lacking
             return
-        has_won = _rate(self.drafted) >= _rate(self.plain)
+        gain = _rate(self.drafted) / _rate(self.plain)
+        if count < WINDOW and gain > CLEAR_LOSS:
+            return
         self.drafted.clear()
         self.num_won += 1
-        if has_won:
+        if gain >= 1.0:
             self.rest = REST
         else:
             self.num_left, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
