@@ -48,8 +48,7 @@ FEATURES = {
     "resumption": r"\bresum|Resum",
     "late draws": r"late_draw|LateDraw|draws_late|needs_host_tokens",
     "CUDA graphs": r"[Gg]raphShape|HeadShape|uses_graphs|GraphExecutor|cuda_graphs",
-    "host memory and threads": r"numa|huge_page|HugePages|collector_paused|first_touch|"
-    r"take_some_memory|fresh_pages",
+    "host memory and threads": r"numa|huge_page|HugePages|collector_paused|take_some_memory|fresh_pages",
 }
 # Relative clauses and idioms where the field has a noun or a verb.
 DIALECT = re.compile(

@@ -17,13 +17,11 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from nanovllm import config as plain_config
 from nanovllm.block_manager import BlockManager
 from nanovllm.defaults import LoadedModel, PlainAttention, load_plain, memory_share
-from nanovllm.device import computing_with
 from nanovllm.engine import Engine, EngineObservers, NoObservers
 from nanovllm.model import ModelBinding
 from nanovllm.model_runner import ModelRunner, Pools, StepPaths
@@ -71,11 +69,8 @@ def build_engine(
         loaded = _load(model, tokenizer, config)
         if _asks(config, "prefix_cache_dir"):  # the digest is of weights before they are packed
             digest = _part("models.fingerprint", "digest_for_files", option="prefix_cache_dir")(loaded, config)
-        with computing_with(_free_threads(loaded)):
-            binding = _build_binding(loaded)
-        binding.memory = loaded.memory
+        binding = _build_binding(loaded)
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
-        binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
     budget, costs = _budget(model_runner, observers, clock)
     config = model_runner.config
@@ -186,11 +181,9 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
     loaded = _load(str(config.draft_model), None, own)
     own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
     binding = _build_binding(loaded)
-    binding.memory = loaded.memory
     check_draft_model = _part("features.speculation.build", "check_draft_model", option="draft_model")
     check_draft_model(config, binding, (loaded.tokenizer, input_processor.tokenizer), input_processor.limits)
     runner = ModelRunner(binding, *resolve_options(binding, loaded, own))
-    binding.memory = None
     drafter = _part("features.speculation.model_drafter", "ModelDrafter", option="draft_model")
     own_drafter: Drafter = drafter(runner.config, _block_manager(runner.config, runner.pools), runner)
     return own_drafter
@@ -218,12 +211,6 @@ def _scheduler(
     if _asks(config, "policies"):
         _part("features.policies.opening", "set_policies")(scheduler, clock)
     return scheduler
-
-
-def _free_threads(loaded: LoadedModel) -> int | None:
-    """All threads but one while a thread takes memory: a pass with more threads than cores takes five times as long."""
-    is_taking = loaded.memory is not None and loaded.memory.is_taking
-    return max(1, torch.get_num_threads() - 1) if is_taking else None
 
 
 def _build_input_processor(

@@ -32,7 +32,6 @@ class LoadedModel:
     is_live: bool  # the module was passed in, and its owner continues to use it
     identity: str  # distinguishes its KV from other models'
     head: Any = None  # `ShardedHead`, if it is sharded among ranks
-    memory: Any = None  # `HugePages` for packed weights on a CPU
 
     @property
     def text_config(self) -> Any:

@@ -280,7 +280,6 @@ class ModelBinding:
         watch: detects changes of a live module; None if it is not live.
         ranks: `Ranks` of a sharded model.
         head_shards: `ShardedHead`, if logits cover only this rank's tokens.
-        memory: `HugePages` for packed weights, until the engine is built.
         unshared: linear layers with plain weights that no other module reads, and that may be freed.
     """
 
@@ -288,7 +287,6 @@ class ModelBinding:
         self.model = model
         self.is_live = is_live
         self.ranks: Any = None
-        self.memory: Any = None
         self.head_shards: Any = None
         self.unshared: set[nn.Linear] = set()
         self.watch: Watch | None = None

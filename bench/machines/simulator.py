@@ -27,7 +27,7 @@ from random_models import NoText, checkpoint
 
 from nanovllm.build import build_engine
 from nanovllm.engine import Engine
-from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.fast.host.memory import take_memory
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.sampling_params import SamplingParams

@@ -104,7 +104,7 @@ def _memory(config: EngineConfig) -> tuple[str, int]:
             return "cuda", min(free, int(config.gpu_memory_utilization * total) - (total - free))
         if config.device != "auto":
             raise ValueError(f"device is {config.device!r}, and this machine has no such GPU. Leave it at 'auto'.")
-    from nanovllm.fast.host.first_touch import available_memory  # imports torch
+    from nanovllm.fast.host.memory import available_memory  # imports torch
 
     return "cpu", available_memory()
 

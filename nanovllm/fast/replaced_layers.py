@@ -47,6 +47,7 @@ class FastLayers:
             run_batches: runners of the batches by which layers, and then whole passes, are compared.
         """
         binding = self._binding
+        memory = None if kernels is None else packed_linears.memory_for_packing(binding.model)
         if kernels is not None and binding.passes_keywords and binding.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.fast.layers.fused_layers import fuse_layers
 
@@ -57,14 +58,14 @@ class FastLayers:
                     [(keys, values) for keys, values in binding.caches.of_layers], kernels,
                     max_rows=max_rows, run_batches=run_batches[0],
                     on_fused=lambda fused: packed_linears.free_weights(fused.linears, binding.unshared),
-                    memory=binding.memory,
+                    memory=memory,
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
         binding.uninstall()
         packed = {linear for layer in binding.fused_layers for linear in layer.linears}
         packed_linears.pack_linear_layers(
-            binding.model, kernels, unshared=binding.unshared, packed=packed, memory=binding.memory
+            binding.model, kernels, unshared=binding.unshared, packed=packed, memory=memory
         )
         if kernels is not None:
             pack_experts(binding.model, kernels)

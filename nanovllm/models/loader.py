@@ -43,23 +43,12 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     source = find_source(model, tokenizer, config)
     try:
         loaded = load_weights(source, config)
-        memory = None
-        if _may_pack(config, loaded.model):
-            from nanovllm.models.packed_linears import memory_for_packing
-
-            memory = memory_for_packing(loaded.model)
-        return replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config), memory=memory)
+        return replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config))
     finally:
         if is_gguf(source):
             from nanovllm.models.gguf.file import forget_opened
 
             forget_opened()
-
-
-def _may_pack(config: EngineConfig, model: nn.Module) -> bool:
-    """Whether the options allow the C++ kernels to pack the model's weights."""
-    is_on_cpu = next(model.parameters()).device.type == "cpu"
-    return is_on_cpu and config.attention_backend in ("auto", "cpp") and not config.enforce_eager
 
 
 def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,10 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.device import find_kernel
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.fast.host.first_touch import available_memory
-from nanovllm.fast.host.huge_pages import HugePages
+from nanovllm.fast.host.memory import HugePages, available_memory
 from nanovllm.model import modules_of
 from nanovllm.models.guard import Hiding
 from nanovllm.models.quantised import QuantisedLinear
@@ -132,21 +129,11 @@ class OneDnnLinear:
 
 
 def memory_for_packing(model: nn.Module) -> HugePages | None:
-    """Memory for all packed weights in addition to the plain ones; a thread starts to touch its pages.
+    """Memory for all packed weights in addition to the plain ones; None if both do not fit."""
+    from nanovllm.fast.kernels.packed_product import packed_bytes
 
-    None without kernels or their compiler, or if plain and packed weights do not both fit.
-    """
-    dtype, compiler = next(model.parameters()).dtype, find_kernel("cpp", "cpp_compiler")
-    if dtype not in _PACKED_DTYPES or compiler is None or shutil.which(compiler()) is None:
-        return None
-    from nanovllm.fast.kernels.packed_product import can_pack, packed_bytes
-
-    linears = [module for module in modules_of(model) if isinstance(module, AnyLinear)]
-    num_bytes = packed_bytes(linears)
-    if available_memory() <= 2 * num_bytes:
-        return None
-    sure = [linear for linear in linears if can_pack([linear], dtype)]
-    return HugePages(num_bytes, num_taken=packed_bytes(sure, growth=1))
+    num_bytes = packed_bytes([module for module in modules_of(model) if isinstance(module, AnyLinear)])
+    return None if available_memory() <= 2 * num_bytes else HugePages(num_bytes)
 
 
 def pack_linear_layers(

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.build import _free_threads
-from nanovllm.fast.gpu.memory import memory_for_cache
-from nanovllm.fast.host import huge_pages
-from nanovllm.fast.host.huge_pages import HugePages
+from nanovllm.fast.host import memory as host_memory
+from nanovllm.fast.host.memory import HugePages
 from nanovllm.fast.kernels.packed_product import PackedProduct, pack, packed_bytes
-from nanovllm.features.engine_config import EngineConfig
 from tests.support.tiny_models import save_tiny
 
 HUGE_PAGE = 2**21
@@ -59,25 +52,6 @@ def test_a_product_packs_into_the_memory_that_it_is_given(dtype):
         torch.testing.assert_close(product._weight, pack(linear.weight.detach()), rtol=0, atol=0)
 
 
-def test_memory_that_a_thread_takes_is_whole_before_the_first_tensor_is_written(monkeypatch):
-    """The thread writes zeros, which nobody may find among weights."""
-    begun, goes_on = threading.Event(), threading.Event()
-    touch = huge_pages._touch
-
-    def late(*args: Any) -> None:
-        begun.set()
-        goes_on.wait(10)
-        touch(*args)
-
-    monkeypatch.setattr(huge_pages, "_touch", late)
-    memory = HugePages(2 * HUGE_PAGE, num_taken=2 * HUGE_PAGE)
-    assert begun.wait(10)
-    threading.Timer(0.05, goes_on.set).start()
-    tensor = memory.allocate([2 * HUGE_PAGE], torch.uint8).fill_(9)
-    assert goes_on.is_set()
-    assert tensor.eq(9).all()
-
-
 def test_memory_serves_others_when_its_tensors_are_forgotten():
     memory = HugePages(HUGE_PAGE)
     first = memory.allocate([HUGE_PAGE], torch.uint8)
@@ -85,37 +59,14 @@ def test_memory_serves_others_when_its_tensors_are_forgotten():
     assert memory.allocate([HUGE_PAGE], torch.uint8).data_ptr() == first.data_ptr()
 
 
-def test_a_models_packed_weights_have_the_memory_that_was_taken_for_them(tmp_path, monkeypatch):
-    """Nothing is taken where they are not packed by our own kernels, and nothing beside it where they are."""
-    taken: list[int] = []
-    monkeypatch.setattr(huge_pages, "_touch", lambda pages, num_bytes: taken.append(num_bytes))
-    monkeypatch.setattr(huge_pages, "HUGE_PAGE_BYTES", 1)
+def test_a_models_packed_weights_lie_one_behind_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "HUGE_PAGE_BYTES", 1)
     folder = save_tiny(tmp_path / "model")
-    options = {"block_size": 16, "num_kv_blocks": 9, "max_model_len": 64}
-    for backend in ("sdpa", "cpp"):
-        with LLM(folder, attention_backend=backend, enforce_eager=backend == "sdpa", **options) as llm:
-            binding = llm._engine.model_runner.binding
-            assert binding.memory is None
-            products = [product for layer in binding.fused_layers for product in layer._keep[1]]
-        assert bool(taken) == bool(products) == (backend == "cpp")
-    head = vars(binding.model.get_output_embeddings())["forward"]._product
-    weights = [product._weight for product in (*products, head)]
-    assert taken == [sum(weight.nbytes for weight in weights)]
-    first, end = min(w.data_ptr() for w in weights), max(w.data_ptr() + w.nbytes for w in weights)
-    assert end - first == taken[0]  # one behind another
-
-
-def test_the_cache_counts_what_packed_weights_took_early_and_passes_leave_the_thread_a_core(monkeypatch):
-    """Plain weights, whose place the packed ones take, are still there when the cache's size is chosen."""
-    memory = HugePages(1 << 22, num_taken=1 << 22)
-    binding = SimpleNamespace(device=torch.device("cpu"), memory=memory)
-    monkeypatch.setattr("nanovllm.fast.gpu.memory.available_memory", lambda: 1 << 30)
-    config = EngineConfig()
-    assert memory_for_cache(binding, config, None) == ((1 << 30) + (1 << 22)) // 2
-    binding.memory = None
-    assert memory_for_cache(binding, config, None) == 1 << 29
-    assert not memory.is_taking
-    assert _free_threads(SimpleNamespace(memory=memory)) is None
-    assert _free_threads(SimpleNamespace(memory=None)) is None
-    monkeypatch.setattr(HugePages, "is_taking", True)
-    assert _free_threads(SimpleNamespace(memory=memory)) == max(1, torch.get_num_threads() - 1)
+    with LLM(folder, attention_backend="cpp", block_size=16, num_kv_blocks=9, max_model_len=64) as llm:
+        binding = llm._engine.model_runner.binding
+        products = [product for layer in binding.fused_layers for product in layer._keep[1]]
+        assert products
+        products.append(vars(binding.model.get_output_embeddings())["forward"]._product)
+        weights = [product._weight for product in products]
+        first, end = min(w.data_ptr() for w in weights), max(w.data_ptr() + w.nbytes for w in weights)
+        assert end - first == sum(weight.nbytes for weight in weights)

@@ -12,7 +12,7 @@ import pytest
 from nanovllm import EngineConfig
 from nanovllm.build import build_engine
 from nanovllm.cli.main import main
-from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.fast.host.memory import take_memory
 from nanovllm.features.costs.buckets import RowSizes
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
 from nanovllm.model_runner import ModelRunner

@@ -50,7 +50,7 @@ def test_a_window_bounds_what_a_sequence_keeps():
 @pytest.fixture
 def memory(monkeypatch):
     def set_available(num_bytes: int) -> None:
-        monkeypatch.setattr("nanovllm.fast.host.first_touch.available_memory", lambda: num_bytes)
+        monkeypatch.setattr("nanovllm.fast.host.memory.available_memory", lambda: num_bytes)
 
     return set_available
 

@@ -7,7 +7,7 @@ import torch
 from nanovllm.device import DEVICE_LOCK, raise_device_error
 from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.gpu.gpu_memory import free_earlier_engines, measure_peaks, workspace_bytes
-from nanovllm.fast.host.first_touch import available_memory
+from nanovllm.fast.host.memory import available_memory
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model import ModelBinding
 
@@ -21,9 +21,7 @@ GPU_RESERVE_BYTES = 512 * 2**20
 def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that the cache may take by default; 0 where the user has set its size, on a GPU."""
     if binding.device.type == "cpu":
-        # The packed weights will replace the plain ones, which are not freed yet.
-        num_early = 0 if binding.memory is None else binding.memory.num_taken()
-        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, (available_memory() + num_early) // 2)
+        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
         return available // (config.data_parallel_size * config.tensor_parallel_size)
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return 0

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.fast.host.huge_pages import HugePages
+from nanovllm.fast.host.memory import HugePages
 
 LANES = 16  # elements per vector of the kernels
 PANEL = 2 * LANES  # adjacent outputs in a packed weight
@@ -127,13 +127,13 @@ def _words(weight: Tensor) -> Tensor:
     return weight.detach().view(torch.int32)
 
 
-def packed_bytes(linears: Sequence[Any], *, growth: int = 2) -> int:
-    """Bytes of these layers in `HugePages`: at most, since Q6_K grows from 210 bytes to 320; at least with growth 1."""
+def packed_bytes(linears: Sequence[Any]) -> int:
+    """Most bytes of these layers in `HugePages`: Q6_K grows from 210 bytes to 320."""
     plain, quantised = (
         [linear.blocks if _kind_of(linear) else linear.weight for linear in linears if bool(_kind_of(linear)) == which]
         for which in (False, True)
     )
-    return sum(weight.nbytes for weight in plain) + growth * sum(blocks.nbytes for blocks in quantised)
+    return sum(weight.nbytes for weight in plain) + 2 * sum(blocks.nbytes for blocks in quantised)
 
 
 def _interleaved(first: Tensor, second: Tensor) -> Tensor:

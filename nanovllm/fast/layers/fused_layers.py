@@ -24,7 +24,7 @@ from nanovllm.models.packed_linears import AnyLinear
 from nanovllm.models.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
-    from nanovllm.fast.host.huge_pages import HugePages
+    from nanovllm.fast.host.memory import HugePages
     from nanovllm.fast.kernels.cpp import Kernels
     from nanovllm.fast.kernels.packed_product import NormStruct, PackedProduct, StackedLayerStruct
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.fast.host.first_touch import LazyMemory
+from nanovllm.fast.host.memory import LazyMemory
 from nanovllm.features.forward_passes import split_passes
 from nanovllm.features.groups.mask_probe import MaskProbe
 from nanovllm.features.headless import is_headless

@@ -32,7 +32,7 @@ class NanoVLLM:
         trace: TraceWriter | None = None,
     ) -> None:
         from nanovllm.build import build_engine
-        from nanovllm.fast.host.first_touch import take_memory
+        from nanovllm.fast.host.memory import take_memory
         from nanovllm.features.refusals import check_one_process
 
         check_one_process("nanovllm bench", options)

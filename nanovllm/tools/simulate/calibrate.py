@@ -27,7 +27,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.build import build_engine
 from nanovllm.defaults import LoadedModel
 from nanovllm.engine import Engine
-from nanovllm.fast.host.first_touch import take_memory
+from nanovllm.fast.host.memory import take_memory
 from nanovllm.features.costs.buckets import RowSizes
 from nanovllm.features.costs.cost_model import CostModel, StepWork
 from nanovllm.features.engine_config import EngineConfig

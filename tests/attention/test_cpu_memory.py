@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.fast.host import first_touch
-from nanovllm.fast.host.first_touch import PIECE_BYTES, RESERVE_BYTES, LazyMemory
+from nanovllm.fast.host import memory as host_memory
 from nanovllm.fast.host.gc_control import collector_paused
+from nanovllm.fast.host.memory import PIECE_BYTES, RESERVE_BYTES, LazyMemory
 from nanovllm.kv_cache import KVCaches
 from tests.support import async_llms
 from tests.support.async_llms import bounded, comes_true
@@ -120,9 +120,9 @@ def test_the_first_blocks_of_all_layers_are_taken_first():
 
 def test_nothing_is_taken_after_the_release_nor_where_memory_is_short(monkeypatch):
     with pool() as caches:
-        monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES - 1)
+        monkeypatch.setattr(host_memory, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES - 1)
         assert not caches.memory.take_some_memory() and resident_bytes(caches.of_layers) == 0
-        monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES)
+        monkeypatch.setattr(host_memory, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES)
         assert caches.memory.take_some_memory()  # there is room again
     assert not caches.memory.take_some_memory()
 
@@ -131,7 +131,7 @@ def test_a_system_that_refuses_is_asked_once(monkeypatch):
     asked = []
     with pool() as caches:
         monkeypatch.setattr(
-            first_touch, "_madvise", lambda: lambda *call: asked.append(call) or ctypes.set_errno(22) or -1
+            host_memory, "_madvise", lambda: lambda *call: asked.append(call) or ctypes.set_errno(22) or -1
         )
         assert not caches.memory.take_some_memory() and not caches.memory.take_some_memory()
         assert len(asked) == 1 and resident_bytes(caches.of_layers) == 0
@@ -144,8 +144,8 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("3000000\n")
         (folder / "memory.stat").write_text("anon 100\ninactive_file 500000\n")
-    monkeypatch.setattr(first_touch, "_groups", lambda: (inner, tmp_path / "pod", tmp_path))
-    assert first_touch.free_memory() == 2_500_000
+    monkeypatch.setattr(host_memory, "_groups", lambda: (inner, tmp_path / "pod", tmp_path))
+    assert host_memory.free_memory() == 2_500_000
 
 
 def test_parts_smaller_than_a_page_take_nothing():
@@ -160,8 +160,8 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
     with open_llm() as plain:
         expected = token_ids(generate(plain, [[5, 6, 7], [8, 9]]))
     allowed = threading.Event()
-    free_memory = first_touch.free_memory
-    monkeypatch.setattr(first_touch, "free_memory", lambda: allowed.wait(20.0) and free_memory())
+    free_memory = host_memory.free_memory
+    monkeypatch.setattr(host_memory, "free_memory", lambda: allowed.wait(20.0) and free_memory())
     taken, take = [], LazyMemory.take_some_memory
 
     def take_and_note(memory: LazyMemory) -> bool:
@@ -226,7 +226,7 @@ def test_statistics_tell_memory_that_was_touched_from_memory_that_can_be_hit():
 def test_closing_ends_the_thread_of_an_llm(monkeypatch):
     monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before, taken = idle_threads(), []
-    monkeypatch.setattr(first_touch, "_populate", lambda *_: taken.append(time.sleep(0.01)) or 0)
+    monkeypatch.setattr(host_memory, "_populate", lambda *_: taken.append(time.sleep(0.01)) or 0)
     with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16):
         [thread] = [each for each in idle_threads() if each not in before]
     thread.join(5.0)
@@ -236,7 +236,7 @@ def test_closing_ends_the_thread_of_an_llm(monkeypatch):
 def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
     monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before = idle_threads()
-    monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
+    monkeypatch.setattr(host_memory, "_populate", lambda *_: time.sleep(0.01) or 0)
     llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
     [thread] = [each for each in idle_threads() if each not in before]
     engine = weakref.ref(llm._engine)
@@ -256,7 +256,7 @@ def test_an_llm_that_is_dropped_gives_its_memory_back_without_a_collection():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads, which is what is tested
 def test_a_forked_child_takes_nothing(monkeypatch):
-    monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
+    monkeypatch.setattr(host_memory, "_populate", lambda *_: time.sleep(0.01) or 0)
     with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16) as llm:
         assert idle_threads()
         child = os.fork()

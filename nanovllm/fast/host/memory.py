@@ -1,4 +1,4 @@
-"""A CPU's memory of the KV cache: fresh pages, faulted in before steps write to them, piece by piece."""
+"""A CPU's memory: huge pages for packed weights; for the KV cache, pages faulted in before steps write to them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.fast.host.huge_pages import fresh_pages, use_huge_pages, use_small_pages
 from nanovllm.kv_cache import CacheMemory, KVCaches
 
 logger = logging.getLogger("nanovllm")
 
+HUGE_PAGE_BYTES = 2 * 2**20  # size on most systems
+_ALIGNMENT = 64  # bytes: a cache line
+_MARGIN = 2**16  # bytes, for padding between tensors
 # Bytes touched per call: one huge page, 1–4 ms, during which an arriving request shares the machine.
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = HUGE_PAGE_BYTES
 # Left to the rest of the machine, or of the container: beyond that, memory is taken by the steps that need it.
 RESERVE_BYTES = 2**30
 # Linux 5.14: faults pages in as for a write without writing, so that blocks in use keep their contents.
@@ -30,6 +33,47 @@ MADV_POPULATE_WRITE = 23
 # At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _fresh_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed anonymous memory, allocated at the first write."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
+
+
+def _use_huge_pages(pages: mmap.mmap, begin: int, end: int) -> None:
+    """Request huge pages from `begin`, a multiple of the page size, to `end`, if at least one fits."""
+    if end - begin >= HUGE_PAGE_BYTES:
+        with suppress(OSError, AttributeError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+
+
+class HugePages:
+    """One mapping in huge pages for consecutive tensors; it lives as long as any of them.
+
+    Args:
+        num_bytes: bytes of all tensors; pages are allocated at the first write.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pages: mmap.mmap | None = None
+        self._used = 0
+        if num_bytes >= HUGE_PAGE_BYTES:
+            with suppress(OSError):  # a limit of the process: tensors then come from torch's allocator
+                self._pages = _fresh_pages(num_bytes + _MARGIN)
+                _use_huge_pages(self._pages, 0, len(self._pages))
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor; from torch's allocator if there is no mapping or no room in it."""
+        count = math.prod(shape)
+        if self._pages is None or self._used + count * dtype.itemsize > len(self._pages):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._used).view(shape)
+        self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return tensor
+
+    def forget_tensors(self) -> None:
+        """Reuse the mapping from its start; all earlier tensors must be dead."""
+        self._used = 0
 
 
 class LazyMemory(CacheMemory):
@@ -45,8 +89,8 @@ class LazyMemory(CacheMemory):
         self._pieces: Iterator[tuple[int, int, Tensor]] = iter(())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        pages = fresh_pages(math.prod(shape) * dtype.itemsize)
-        _use_huge_pages(pages, len(pages) // shape[0])
+        pages = _fresh_pages(math.prod(shape) * dtype.itemsize)
+        _spare_first_pages(pages, len(pages) // shape[0])
         return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
     def begin(self, caches: Sequence[Tensor]) -> None:
@@ -75,15 +119,16 @@ class LazyMemory(CacheMemory):
         self._pieces = iter(())
 
 
-def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:
+def _spare_first_pages(pages: mmap.mmap, part_bytes: int) -> None:
     """Ask for huge pages, but not at the start of each part.
 
     The first request writes little to K and V of each layer: of a model of 30 layers huge pages would be 120 MB, all of
     it cleared before the first token.
     """
-    use_small_pages(pages)
+    with suppress(OSError, AttributeError):  # some systems use huge pages by default
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
     for begin in range(0, len(pages), part_bytes):
-        use_huge_pages(pages, -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, begin + part_bytes)
+        _use_huge_pages(pages, -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, begin + part_bytes)
 
 
 def _pieces(caches: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
