@@ -279,7 +279,8 @@ def resolve_options(
     obstacle = paths.obstacle_to_graphs(binding, config)
     config = replace(config, cuda_graphs=choice.captures(config, device, obstacle), attention_backend=choice.backend)
     paths.prepare_layers(binding, config)
-    memory = (_part("fast.gpu.memory", "memory_for_cache") or memory_share)(binding, config, choice)
+    of_device = "fast.gpu.memory" if device.type == "cuda" else "fast.host.memory"
+    memory = (_part(of_device, "memory_for_cache") or memory_share)(binding, config, choice)
     if binding.ranks is not None:
         memory = binding.ranks.least(memory)
     split = _part("features.groups.cache_pools", "pools_of") or one_pool

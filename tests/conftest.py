@@ -215,7 +215,7 @@ def sigint_is_heeded():
 @pytest.fixture
 def small_default_cache(monkeypatch):
     """256 MiB instead of 4 GiB: engines with the defaults touch all of their KV cache while they are idle."""
-    monkeypatch.setattr("nanovllm.fast.gpu.memory.MAX_DEFAULT_CPU_CACHE_BYTES", 256 * 2**20)
+    monkeypatch.setattr("nanovllm.fast.host.memory.MAX_DEFAULT_CPU_CACHE_BYTES", 256 * 2**20)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,8 @@ def _memory(config: EngineConfig) -> tuple[str, int]:
 
 def _cache_bytes(config: EngineConfig, sizes: ModelSizes, device: str, available: int) -> int:
     """Bytes of the KV cache that an engine would take; 0 or less if the weights do not fit."""
-    from nanovllm.fast.gpu.memory import GPU_RESERVE_BYTES, MAX_DEFAULT_CPU_CACHE_BYTES  # imports torch
+    from nanovllm.fast.gpu.memory import GPU_RESERVE_BYTES  # imports torch
+    from nanovllm.fast.host.memory import MAX_DEFAULT_CPU_CACHE_BYTES
 
     left = available - sizes.weight_bytes
     if config.kv_cache_memory_bytes is not None:

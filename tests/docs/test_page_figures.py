@@ -15,7 +15,8 @@ from nanovllm import EngineConfig, attention
 from nanovllm.block_manager import HASH_BYTES
 from nanovllm.cli import tune
 from nanovllm.config import DEVICE_DEFAULTS
-from nanovllm.fast.gpu import forward_graphs, memory
+from nanovllm.fast.gpu import forward_graphs
+from nanovllm.fast.host import memory
 from nanovllm.fast.kernels import layer_stack, processor_classes
 from nanovllm.features.costs import buckets
 from nanovllm.features.grammar.compiler import MAX_CACHED_BYTES, STATES_BYTES

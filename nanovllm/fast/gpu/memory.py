@@ -7,22 +7,15 @@ import torch
 from nanovllm.device import DEVICE_LOCK, raise_device_error
 from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.gpu.gpu_memory import free_earlier_engines, measure_peaks, workspace_bytes
-from nanovllm.fast.host.memory import available_memory
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model import ModelBinding
 
-# The cache on a CPU competes with everything else in memory: by default it takes at most half of the available bytes
-# and at most this, enough for 64 requests of 2,800 tokens with the default model.
-MAX_DEFAULT_CPU_CACHE_BYTES = 4 * 2**30
 # GPU memory left free beyond the measured peak, for allocator fragmentation and kernels' own workspaces.
 GPU_RESERVE_BYTES = 512 * 2**20
 
 
 def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
-    """Bytes that the cache may take by default; 0 where the user has set its size, on a GPU."""
-    if binding.device.type == "cpu":
-        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
-        return available // (config.data_parallel_size * config.tensor_parallel_size)
+    """Bytes that the cache may take on a GPU by default; 0 where the user has set its size."""
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return 0
     free_earlier_engines(binding)

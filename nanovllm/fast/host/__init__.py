@@ -1,3 +1,3 @@
 """The host: threads, memory in huge pages, NUMA nodes, garbage collection, start of the process."""
 
-NEEDS = ()
+NEEDS = ("features.engine_config",)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.kv_cache import CacheMemory, KVCaches
 
 logger = logging.getLogger("nanovllm")
@@ -32,6 +33,9 @@ RESERVE_BYTES = 2**30
 MADV_POPULATE_WRITE = 23
 # At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20
+# The cache on a CPU competes with everything else in memory: by default it takes at most half of the available bytes
+# and at most this, enough for 64 requests of 2,800 tokens with the default model.
+MAX_DEFAULT_CPU_CACHE_BYTES = 4 * 2**30
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -157,6 +161,12 @@ def _madvise() -> Any:
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
     return function
+
+
+def memory_for_cache(binding: object, config: EngineConfig, choice: object) -> int:
+    """Bytes that the cache may take on a CPU by default; arguments as of `defaults.memory_share`."""
+    available = min(MAX_DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
+    return available // (config.data_parallel_size * config.tensor_parallel_size)
 
 
 def available_memory() -> int:
