@@ -82,7 +82,7 @@ class StepResults(Protocol):
     """Results of a step besides its tokens."""
 
     def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
-        """Write them into the sequences of `ScheduledBatch.sampling`, before these take their tokens."""
+        """Write the results into the sequences of `ScheduledBatch.sampling`, before these take their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ class Progress(Protocol):
 class NewRequest:
     """A checked request, as the input processor hands it to `Engine.add`.
 
-    prompt: the prompt as text, if it was given as text.
-    prompt_token_ids: the tokens to compute, at least one.
+    prompt: text of the prompt, if it was given as text.
+    prompt_token_ids: tokens to compute, at least one.
     params: SamplingParams, of the engine or a subclass with options of features.
-    bad_words: the token ids that spell each of the bad words.
-    priority: lower runs first.
-    cache_salt: requests share cached prefixes only within one salt.
-    client: clients of one priority get equal shares of the engine, or those of `EngineConfig.client_weights`.
+    bad_words: token ids that spell each of the bad words.
+    priority: priority level; the lowest runs first.
+    cache_salt: name of a separate part of the prefix cache; requests share prefixes only under equal salts.
+    client: name of a client; clients of one priority get shares of the engine by `EngineConfig.client_weights`.
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
     resumed: progress in an earlier engine.
@@ -65,7 +65,7 @@ class Sequence:
                      | block | block | block | bl..|            block_table
 
     Nothing says "prefill" or "decode": a step computes some of the difference between known and computed tokens.
-    When a sequence gives all its blocks back it gets a *new* block table, so that a batch in flight keeps the old one
+    A sequence that releases all its blocks gets a *new* block table, so that a batch in flight keeps the old one
     unchanged.
     """
 
