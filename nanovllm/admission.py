@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import NO_DRAFTS, NoDrafts, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
 from nanovllm.sequence import SCHEDULING_KEY, Sequence
 
@@ -156,8 +156,8 @@ class Proposer(Protocol):
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
         """Whether scheduling waits for the steps in flight, since guesses depend on their tokens."""
 
-    def place(self, step: OpenStep) -> NoDrafts:
-        """Turn some decodes into entries that draw several tokens, placed last, from leftover budget and blocks."""
+    def place(self, step: OpenStep) -> int:
+        """Give some decodes drafts, from leftover budget and blocks; they become the last entries. Returns how many."""
 
     def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
         """(entries, cut to the rows that stay; (sequence, token) of the draws that count); also cuts the sequences.
@@ -165,6 +165,9 @@ class Proposer(Protocol):
         Args:
             requeue: Callback that requeues a sequence to be computed again, without guesses.
         """
+
+    def undo(self, batch: ScheduledBatch) -> None:
+        """Take back the guesses of a step that nobody reads."""
 
     def stats(self) -> Any: ...
 
@@ -175,11 +178,14 @@ class NoProposer:
     def waits(self, running: Iterable[Sequence], in_flight: Collection[ScheduledBatch]) -> bool:
         return False
 
-    def place(self, step: OpenStep) -> NoDrafts:
-        return NO_DRAFTS
+    def place(self, step: OpenStep) -> int:
+        return 0
 
     def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
         return batch.entries, zip(batch.sampling, token_ids, strict=True)
+
+    def undo(self, batch: ScheduledBatch) -> None:
+        pass
 
     def stats(self) -> None:
         return None

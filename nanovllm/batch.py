@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from nanovllm.outputs import ErrorKind, FinishReason
 from nanovllm.sequence import Sequence
 
-T = TypeVar("T")
 # The runner's answers in place of a token: a row of the model's logits is not finite, or the request's options forbid
 # every token.
 NON_FINITE = -1
@@ -53,6 +50,7 @@ class ScheduledSequence(NamedTuple):
     num_samples: int  # tokens drawn from its last rows: 1 if these reach its last known token, else 0; several: a run
     block_table: list[int]  # the list at scheduling time: it may grow, but its blocks never change
     num_computed_before: int  # its computed tokens, without this step's hits: a failed step returns there
+    draft: tuple[int, ...] = ()  # guesses at the tokens after its last known one, which its last rows verify
 
 
 class Copy(NamedTuple):
@@ -61,21 +59,6 @@ class Copy(NamedTuple):
     group: int
     source: int
     destination: int
-
-
-class NoDrafts(dict[Sequence, list[int]]):
-    """Guesses of coming tokens in a step: none here. `around` shows those of `speculation` to a launch or a draw."""
-
-    num_accepted: Mapping[Sequence, int] = MappingProxyType({})
-
-    def around(self, call: Callable[..., T]) -> Callable[..., T]:
-        return call
-
-    def hide(self) -> None:
-        """Remove guesses that `around` has shown."""
-
-
-NO_DRAFTS = NoDrafts()
 
 
 class StepResults(Protocol):
@@ -93,7 +76,7 @@ class ScheduledBatch:
     copies: block copies to run before the forward pass, which may write to their sources. All sources are read before
         any destination is written; no block is a destination twice.
     budget: token budget of the step.
-    drafts: guesses for sequences that would decode otherwise. Their entries compute the last known token and the
+    drafted: entries with drafts, of sequences that would decode otherwise. They compute the last known token and the
         drafts, and draw after each.
     prefills: the chunks, and forks without rows.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
@@ -106,23 +89,25 @@ class ScheduledBatch:
     num_decodes: int = 0
     copies: tuple[Copy, ...] = ()
     budget: int = 0
-    drafts: NoDrafts = field(default_factory=lambda: NO_DRAFTS)
+    drafted: tuple[ScheduledSequence, ...] = field(init=False)
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
-    sampling: list[Sequence] = field(init=False)
+    sampling: tuple[Sequence, ...] = field(init=False)
     draws_runs: bool = field(init=False)
 
     def __post_init__(self) -> None:
         others = self.entries[self.num_decodes :]
         sampling = [entry.sequence for entry in self.entries[: self.num_decodes]]
         sampling += [entry.sequence for entry in others for _ in range(entry.num_samples)]
-        object.__setattr__(self, "prefills", others[len(self.drafts) :])
-        object.__setattr__(self, "sampling", sampling)
+        drafted = tuple([entry for entry in others if entry.draft])
+        object.__setattr__(self, "drafted", drafted)
+        object.__setattr__(self, "prefills", others[len(drafted) :])
+        object.__setattr__(self, "sampling", tuple(sampling))
         object.__setattr__(self, "draws_runs", any(entry.num_samples > 1 for entry in others))
 
     @property
     def draws_late(self) -> bool:
         """Whether some row can be drawn only once the host has read a token in flight."""
-        return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, _, _ in self.entries if n)
+        return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, *_ in self.entries if n)
 
     @property
     def runs(self) -> dict[Sequence, int]:

@@ -270,9 +270,12 @@ def _token_ids(
 ) -> NDArray[np.int64]:
     token_ids = np.empty(num_tokens, np.int64)
     row = 0
-    for sequence, start, count, *_ in entries:
+    for sequence, start, count, _, _, _, draft in entries:
         known = sequence.token_ids
-        if count == 1:
+        if draft:  # maybe some of its rows
+            tokens = *known[start:], *draft[max(0, start - len(known)) :]
+            token_ids[row : row + count] = tokens[:count]
+        elif count == 1:
             token_ids[row] = known[start] if start < len(known) else -1 - in_flight[sequence]
         else:
             token_ids[row : row + count] = known[start : start + count]

@@ -265,10 +265,6 @@ class ModelRunner:
         The step before may still have to sample a sequence's newest token. Both raise DeviceError if the device failed,
         and any error of the model.
         """
-        drafts = batch.drafts
-        return drafts.around(drafts.around(self._forward)(batch))
-
-    def _forward(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         entries = self.paths.entries(batch)
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             entries, self.config.block_size, self._in_flight, longest_first=self.choice.uses_graphs

@@ -147,13 +147,12 @@ class Scheduler:
             else:
                 self._schedule_next_chunk(step, sequence)
         self._spend_what_is_left(step)
-        drafts = self.proposer.place(step)
+        num_decodes = len(step.entries) - self.proposer.place(step)
         if not step.entries and not step.chunks:
             return None
-        num_decodes = len(step.entries) - len(drafts)
         copies = self.block_manager.take_copies(self._step_id)
         self._enter_chunks(step)
-        batch = ScheduledBatch(self._step_id, tuple(step.entries), num_decodes, copies, step.total, drafts)
+        batch = ScheduledBatch(self._step_id, tuple(step.entries), num_decodes, copies, step.total)
         self.in_flight.append(batch)
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += step.total - step.budget
@@ -380,12 +379,12 @@ class Scheduler:
         affected: dict[Sequence, None] = {}
         while self.in_flight and self.in_flight[-1].step_id >= batch.step_id:
             undone = self.in_flight.pop()
-            undone.drafts.hide()
+            self.proposer.undo(undone)
             self.stats.num_failed_steps += has_failed
             self.block_manager.withdraw(undone.step_id)
             for entry in undone.prefills:
                 self.waiting.charge(entry.sequence, -entry.num_new_tokens)
-            for sequence, _, _, num_samples, table, num_computed_before in reversed(undone.entries):
+            for sequence, _, _, num_samples, table, num_computed_before, _ in reversed(undone.entries):
                 sequence.num_known_tokens -= num_samples
                 if sequence.is_finished:
                     continue

@@ -102,6 +102,7 @@ class Sequence:
     samples: SequenceABC[Sequence] = ()  # all samples of its request, if there are several
 
     drafting: Any = None  # state of its drafts, which `speculation` sets
+    draft: tuple[int, ...] = ()  # guesses at its tokens in flight, which the step that computes them verifies
     account: Any = field(init=False)  # its client's counter, which the queue of clients sets
     is_running: bool = False
     is_finished: bool = False  # a sequence that neither runs nor is finished waits, and holds no blocks
@@ -152,6 +153,14 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    def history(self, first: int, end: int) -> array[int]:
+        """The tokens from position `first` to before `end` that a row sees, as far as known; drafts come last."""
+        tokens = self.token_ids[first:end]
+        if self.draft:
+            num_known = len(self.token_ids)
+            tokens.extend(self.draft[max(0, first - num_known) : max(0, end - num_known)])
+        return tokens
 
     @property
     def num_findable_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -64,6 +65,10 @@ def begin_masks(
         matcher = sequence.matcher
         if matcher is None or sequence.is_finished:  # nobody reads the draw of one that ended after the launch
             masks[row] = -1
+        elif sequence.draft:
+            num_prompt = sequence.num_prompt_tokens
+            rewind(sequence, position - num_prompt)
+            rows.append((row, matcher, sequence.history(num_prompt, position), 0, position - num_prompt))
         else:
             rows.append((row, matcher, sequence.token_ids, sequence.num_prompt_tokens, position))
     failed: dict[int, GrammarError] = {}
@@ -81,6 +86,14 @@ def begin_masks(
             wait()  # no other call may use the matchers before
         raise
     return BegunMasks(sequences, masks, failed, wait)
+
+
+def rewind(sequence: Sequence, num_tokens: int) -> None:
+    """Take drafts that its matcher has consumed back, to this number of output tokens."""
+    matcher = sequence.matcher
+    if matcher is not None and matcher.num_tokens > num_tokens:
+        with suppress(GrammarError):  # over its limits; it says so again at the next mask
+            matcher.rollback(matcher.num_tokens - num_tokens)
 
 
 class BegunMasks(NamedTuple):

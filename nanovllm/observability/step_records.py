@@ -147,7 +147,7 @@ class StepObservers:
             time,
             times.start_time,
             len(batch.entries),
-            batch.num_decodes + len(batch.drafts),
+            batch.num_decodes + len(batch.drafted),
             sum([entry.num_new_tokens for entry in prefills]),
             sum([entry.start - entry.num_computed_before for entry in prefills if entry.num_new_tokens]),  # no forks
             len(scheduler.running),
@@ -163,8 +163,8 @@ class StepObservers:
             group_stats(manager),
             batch.budget,
             None if self.predict is None else self.predict(batch),
-            sum(map(len, batch.drafts.values())),
-            sum(batch.drafts.num_accepted.values()),
+            sum([len(entry.draft) for entry in batch.drafted]),
+            sum([entry.sequence.drafting.num_accepted for entry in batch.drafted]),
         )
         self.notify("step_ended", record, batch)
         for sequence in advanced:

@@ -223,15 +223,16 @@ class TraceWriter(Observer):
 
     def _step(self, record: StepRecord, batch: ScheduledBatch) -> None:
         begin = max(record.start_time, self._last_end)
-        decoding = [entry[0] for entry in batch.entries[: batch.num_decodes + len(batch.drafts)]]
+        decoding = [entry[0] for entry in batch.entries[: batch.num_decodes + len(batch.drafted)]]
         # Fast path, and most steps: the decodes of the previous step again change no state.
         if self._has_chunks or len(decoding) < len(batch.entries) or decoding != self._decoding:
             self._change_states(begin, record.step_id, batch)
         self._decoding = decoding
         self._num_steps += 1
-        for sequence, num_accepted in batch.drafts.num_accepted.items():
-            if (lane := self._lanes.get(sequence)) is not None:
-                lane.num_steps_before -= num_accepted  # each accepted draft is one token more than the number of steps
+        for entry in batch.drafted:
+            if (lane := self._lanes.get(entry.sequence)) is not None:
+                # Each accepted draft is one token more than the number of steps.
+                lane.num_steps_before -= entry.sequence.drafting.num_accepted
         self._now = self._last_end = record.time
         self._items.append((record, begin))
 
@@ -250,8 +251,8 @@ class TraceWriter(Observer):
                 stalled.add(sequence)
             if state is not lane.state:
                 self._enter(lane, state, begin, {})
-        has_chunks, num_decoding = bool(stalled), batch.num_decodes + len(batch.drafts)
-        for number, (sequence, start, num_tokens, _, _, before) in enumerate(batch.entries):
+        has_chunks, num_decoding = bool(stalled), batch.num_decodes + len(batch.drafted)
+        for number, (sequence, start, num_tokens, _, _, before, _) in enumerate(batch.entries):
             lane = lanes.get(sequence)  # None for a sequence that ended while this step was in flight
             if lane is None or (number < num_decoding and lane.state is DECODE):
                 continue

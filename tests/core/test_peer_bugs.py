@@ -85,9 +85,9 @@ def test_an_unfinished_chunk_samples_nothing():
     loop = make_loop(max_num_batched_tokens=8)
     sequence = loop.add(prompt(20), max_tokens=3)
     for _ in range(2):
-        assert loop.step().sampling == []
+        assert loop.step().sampling == ()
         assert sequence.num_output_tokens == 0
-    assert loop.step().sampling == [sequence]
+    assert loop.step().sampling == (sequence,)
     finish(loop)
 
 
@@ -99,7 +99,7 @@ def test_a_preempted_request_with_output_is_computed_in_chunks_like_any_other():
     loop.scheduler.preempt_all()
     steps = [loop.step() for _ in range(3)]
     assert [chunks(step)["0"] for step in steps] == [(0, 8), (8, 13), (13, 14)]
-    assert [step.sampling for step in steps] == [[], [sequence], [sequence]]
+    assert [step.sampling for step in steps] == [(), (sequence,), (sequence,)]
     finish(loop)
 
 

@@ -282,7 +282,7 @@ class Needs(WaitingQueue):
         ({"queue": "nowhere_to_be:Found"}, ValueError, "'nowhere_to_be:Found' cannot be imported.*as module:Class"),
         ({"queue": "nanovllm.scheduler:Found"}, ValueError, "cannot be imported .AttributeError"),
         ({"queue": "nanovllm.scheduler:SCHEDULING_KEY.missing"}, ValueError, "cannot be imported"),
-        ({"queue": "nanovllm.batch:NO_DRAFTS"}, TypeError, "it must be a class or a function"),
+        ({"queue": "nanovllm.batch:NULL_BLOCK"}, TypeError, "it must be a class or a function"),
         ({"queue": "unknown"}, ValueError, "entry point of the group nanovllm.features; installed are: "),
     ],
 )

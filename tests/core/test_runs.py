@@ -48,7 +48,7 @@ def launch_run(scheduler: Scheduler, *sequences: Sequence, length: int = 3) -> S
 def test_a_sequence_is_sampled_as_often_as_it_draws():
     one, run, chunk = (make_sequence(range(20), arrival=arrival) for arrival in range(3))
     batch = ScheduledBatch(0, (entry(one, 4, 1, 1), entry(chunk, 0, 8, 0), entry(run, 6, 5, 3)), num_decodes=1)
-    assert batch.sampling == [one, run, run, run] and batch.draws_runs
+    assert batch.sampling == (one, run, run, run) and batch.draws_runs
     assert not ScheduledBatch(0, batch.entries[:2], num_decodes=1).draws_runs
 
 

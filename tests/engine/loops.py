@@ -161,7 +161,7 @@ class MockModel:
         entries = batch.entries
         assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
         assert len({entry.sequence for entry in entries}) == len(entries) <= self.config.max_num_seqs
-        assert batch.sampling == [entry.sequence for entry in entries if entry.num_samples]
+        assert [*batch.sampling] == [entry.sequence for entry in entries if entry.num_samples]
         assert all((entry.num_new_tokens, entry.num_samples) == (1, 1) for entry in entries[: batch.num_decodes])
         for number, entry in enumerate(entries):
             end = entry.start + entry.num_new_tokens

@@ -88,5 +88,5 @@ def test_a_batch_says_what_it_decodes_samples_and_computes():
     decode, chunk, last = (make_sequence(range(9), arrival=n) for n in range(3))
     entries = (entry(decode, 8, 1, [1, 2, 3]), entry(chunk, 0, 4, [4], 0), entry(last, 4, 5, [5, 6, 7]))
     batch = ScheduledBatch(1, entries, num_decodes=1)
-    assert batch.sampling == [decode, last] and batch.prefills == entries[1:] and batch.num_tokens == 10
+    assert batch.sampling == (decode, last) and batch.prefills == entries[1:] and batch.num_tokens == 10
     assert not batch.draws_runs and not batch.draws_late

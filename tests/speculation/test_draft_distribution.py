@@ -76,7 +76,7 @@ def outputs(drafter: Any, params: dict[str, Any]) -> tuple[Tensor, Any]:
                 sequences.append(Sequence(new, arrival=seed, max_model_len=64, seed=seed))
                 scheduler.add(sequences[-1])
             continue
-        layout = batch.drafts.around(build_layout)(batch.entries, 4)
+        layout = build_layout(batch.entries, 4)
         rows = torch.from_numpy(layout.token_ids[layout.sample_rows])
         drawn = drawn_from(MODEL[rows], batch.sampling, layout.sampled_positions.tolist())
         scheduler.update(batch, drawn.tolist())

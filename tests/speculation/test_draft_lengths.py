@@ -224,7 +224,7 @@ def test_decodes_wait_for_those_with_drafts():
         llm._engine.scheduler.schedule = lambda: batches.append(schedule()) or batches[-1]
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == wanted
-    drafted = [batch for batch in batches if batch is not None and batch.drafts]
+    drafted = [batch for batch in batches if batch is not None and batch.drafted]
     assert len(drafted) > 5 and all(len(batch.entries) == 3 for batch in drafted)
 
 
@@ -240,7 +240,7 @@ def test_no_prompt_runs_ahead_of_drafts():
         schedule, ahead = engine.scheduler.schedule, []
 
         def watched() -> ScheduledBatch | None:
-            has_drafts = any(batch.drafts for batch in engine.scheduler.in_flight)
+            has_drafts = any(batch.drafted for batch in engine.scheduler.in_flight)
             batch = schedule()
             ahead.append((has_drafts, batch))
             return batch

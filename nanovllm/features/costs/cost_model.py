@@ -50,7 +50,7 @@ class StepWork(NamedTuple):
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         state_bytes, groups = sum(group.kind.record_bytes or 0 for group in groups), _paged(groups)
         num_single, num_runs, run_rows, run_context, run_shared = num_decodes, 0, 0, 0, 0
-        for _, start, size, num_drawn, _, _ in batch.entries[num_decodes:]:
+        for _, start, size, num_drawn, *_ in batch.entries[num_decodes:]:
             num_tokens += size
             num_samples += num_drawn
             pairs = _num_pairs(groups, start, size)

@@ -363,7 +363,7 @@ class CacheGroups(BlockManager):
 
     def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
         super().commit(step_id)
-        for sequence, start, num_new_tokens, _, table, _ in entries:
+        for sequence, start, num_new_tokens, _, table, *_ in entries:
             end = start + num_new_tokens
             if start // self.block_size != end // self.block_size and sequence.block_table is table:
                 self._free_unseen(sequence, end)

@@ -130,13 +130,13 @@ def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
     sure: list[int] = []  # indices into the flattened logits
     unsure: list[tuple[int, int, int]] = []  # (index, entry of `previous`, its token id that would complete the word)
     for row in rows:
-        token_ids, position = step.sequences[row].token_ids, step.positions[row]
+        position = step.positions[row]
         for *beginning, last in step.sequences[row].bad_words:
             if last >= vocab_size:  # no logit: never drawn
                 continue
             place = row * vocab_size + last
             # The host may not have read the newest token yet.
-            known = token_ids[max(0, position - len(beginning)) : position].tolist()
+            known = step.sequences[row].history(max(0, position - len(beginning)), position).tolist()
             if len(beginning) > position or known != beginning[: len(known)]:
                 continue
             if len(known) == len(beginning):
@@ -243,7 +243,7 @@ def penalty_entries(
     for place, row in enumerate(rows):
         sequence, params = sequences[row], sequences[row].params
         first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others: output only
-        length = min(positions[row], len(sequence.token_ids)) - first
+        length = min(positions[row], len(sequence.token_ids) + len(sequence.draft)) - first
         entries[place, :4] = row, start, length, sequence.num_prompt_tokens - first
         floats[place] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         start += length
@@ -266,7 +266,10 @@ def write_tokens(
     """Write the tokens that these rows' entries refer to."""
     for row, (_, start, length, num_prompt, *_) in zip(rows, entries.tolist(), strict=True):
         if length:
-            token_ids, first = sequences[row].token_ids, sequences[row].num_prompt_tokens - num_prompt
+            sequence = sequences[row]
+            token_ids, first = sequence.token_ids, sequence.num_prompt_tokens - num_prompt
+            if sequence.draft:
+                token_ids, first = sequence.history(first, first + length), 0
             # A view for this line only, since an array cannot grow while it has views.
             to[start : start + length] = np.frombuffer(token_ids, np.int32, length, first * token_ids.itemsize)
 
@@ -275,7 +278,7 @@ def _penalise_by_counts(logits: Tensor, rows: list[int], step: _Step) -> None:
     places = to_device(rows, logits.device)
     sequences = [step.sequences[row] for row in rows]
     ends = [step.positions[row] for row in rows]
-    outputs = [s.token_ids[s.num_prompt_tokens : end] for s, end in zip(sequences, ends, strict=True)]
+    outputs = [s.history(s.num_prompt_tokens, end) for s, end in zip(sequences, ends, strict=True)]
     counts = _counts(outputs, logits)
     if step.latest is not None and step.latest.previous is not None:
         _count_in_flight(counts, step.latest.token_ids[rows], step.latest.previous)

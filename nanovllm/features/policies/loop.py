@@ -128,7 +128,7 @@ class Loop:
             check(tuple(now) == table, "a launched batch's block table changed")
         advanced: list[Sequence] = []
         dropped: list[Sequence] = []
-        drafted = launched.batch.drafts
+        drafted = {entry.sequence for entry in launched.batch.drafted}
         again = {s for s, t in zip(launched.batch.sampling, launched.sampled, strict=True) if t < 0 and s in drafted}
         for sequence in dict.fromkeys(launched.batch.sampling):
             if sequence not in again or sequence.is_finished:

@@ -89,10 +89,12 @@ class MockModel(MockBlocks):
             key = batch.step_id, entry.sequence.request_id
             self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
         self._check_batch(batch)
-        for sequence, drafts in batch.drafts.items():
-            state = self._state_of(sequence)
-            check(state.token_ids == sequence.token_ids.tolist(), f"{sequence} has drafts and tokens in flight")
-            self._learn(state, drafts, state.prefixes[-1])
+        for entry in batch.drafted:
+            state, known = self._state_of(entry.sequence), entry.sequence.token_ids
+            check(state.token_ids == known.tolist(), f"{entry.sequence} has drafts and tokens in flight")
+            seen = entry.sequence.history(0, entry.start + entry.num_new_tokens).tolist()
+            check(seen == [*known, *entry.draft], f"the rows of {entry.sequence} see other tokens than its drafts")
+            self._learn(state, entry.draft, state.prefixes[-1])
         self._copy(batch)
         written_by: dict[tuple[int, int], str] = {}
         for entry in batch.entries:
@@ -168,7 +170,7 @@ class MockModel(MockBlocks):
         check(len(entries) <= self.config.max_num_seqs, f"{len(entries)} sequences in a step")
         check(len({id(entry.sequence) for entry in entries}) == len(entries), "a sequence is in a step twice")
         drawn = [entry.sequence for entry in entries for _ in range(entry.num_samples)]
-        check(batch.sampling == drawn, "sampling is out of order")
+        check([*batch.sampling] == drawn, "sampling is out of order")
         check(len(drawn) <= self.config.max_num_seqs, f"{len(drawn)} tokens are drawn in a step")
         check(all(entry.num_samples == 1 for entry in entries[: batch.num_decodes]), "a decode does not draw one token")
         check(entries[0].num_new_tokens > 0, "the first entry computes nothing")

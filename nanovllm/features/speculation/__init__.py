@@ -7,6 +7,6 @@ NEEDS = (
     "features.headless",
     "features.sampling_params",
     "features.speculation_options",
-    "features.structured_output",
+    "features.token_masks",
     "observability",
 )

@@ -15,31 +15,32 @@ from __future__ import annotations
 from nanovllm.batch import Copy
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.groups.state_blocks import StateBlocks
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.sequence import Sequence
 
 SPARE_SLOTS = 1  # slots that stay free, so that drafts delay no other sequence
 
 
-class DraftsWithStates(Drafts):
-    """Drafts, with the kept slot of each sequence until the step is read or undone.
+class KeptStates:
+    """The kept slot of each sequence in the step with drafts, the only one in flight, until it is read or undone.
 
     Args:
         number: index of the cache group of states.
     """
 
     def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
-        super().__init__()
         self._manager, self._group, self._number = manager, group, number
         self._kept: dict[Sequence, int] = {}
 
-    def __exit__(self, *_: object) -> None:
-        super().hide()
+    @classmethod
+    def of_manager(cls, manager: BlockManager) -> KeptStates | None:
+        """The kept states of a manager; None for a manager without states."""
+        groups = list(enumerate(getattr(manager, "groups", ())))  # `CacheGroups` has states as its last group
+        number, group = groups[-1] if groups else (0, None)
+        return cls(manager, group, number) if isinstance(group, StateBlocks) else None
 
-    def hide(self) -> None:
-        """Hide the drafts and free the kept slots: the step is undone."""
-        super().hide()
-        self.free_kept()
+    def num_left(self, num_known: int) -> int:
+        """Positions from `num_known` on in the block of the last known token: a state is kept at ends of blocks."""
+        return -num_known % self._group.block_size
 
     def keep(self, sequence: Sequence) -> bool:
         """Keep the state before the step being scheduled, once the sequence is placed; False without free slots."""
@@ -51,8 +52,8 @@ class DraftsWithStates(Drafts):
         self._manager.copies.append(Copy(self._number, self._table(sequence)[-1], slot))
         return True
 
-    def put_back(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return to the state before the step, which began at position `start`."""
+    def put_back(self, sequence: Sequence, start: int) -> int:
+        """Return to the state before the step, which began at position `start`; returns the computed tokens."""
         if (slot := self._kept.pop(sequence, None)) is None:
             return self._manager.rewindable(sequence, start)
         self._group.put_back(self._table(sequence), slot)
@@ -66,24 +67,3 @@ class DraftsWithStates(Drafts):
     def _table(self, sequence: Sequence) -> list[int]:
         assert sequence.group_tables is not None
         return sequence.group_tables.further[self._number - 1]
-
-
-class KeptStates:
-    """Makes the drafts of steps over a manager with states."""
-
-    def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
-        self._manager, self._group, self._number = manager, group, number
-
-    @classmethod
-    def of_manager(cls, manager: BlockManager) -> KeptStates | None:
-        """The kept states of a manager; None for a manager without states."""
-        groups = list(enumerate(getattr(manager, "groups", ())))  # `CacheGroups` has states as its last group
-        number, group = groups[-1] if groups else (0, None)
-        return cls(manager, group, number) if isinstance(group, StateBlocks) else None
-
-    def drafts(self) -> DraftsWithStates:
-        return DraftsWithStates(self._manager, self._group, self._number)
-
-    def num_left(self, num_known: int) -> int:
-        """Positions from `num_known` on in the block of the last known token: a state is kept at ends of blocks."""
-        return -num_known % self._group.block_size

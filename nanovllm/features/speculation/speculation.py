@@ -20,15 +20,15 @@ from itertools import islice, takewhile
 from operator import eq
 
 from nanovllm.admission import NoProposer, OpenStep, Outcome
-from nanovllm.batch import NO_DRAFTS, NON_FINITE, NoDrafts, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import SpeculationStats
 from nanovllm.features.speculation.drafter import Drafter, DraftRequest
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.speculation.kept_states import KeptStates
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.suffix import SuffixDrafter
+from nanovllm.features.token_masks import rewind
 from nanovllm.observability.step_records import Observer
 from nanovllm.sequence import Sequence
 
@@ -67,12 +67,14 @@ class DraftState:
     next_try: number of known tokens from which on it waits for its tokens in flight, to be drafted after them.
     pause: tokens until the next try after a failed one; doubles up to MAX_PAUSE.
     source: source of the drafts in flight.
+    num_accepted: number of its last drafts that equal the draws, once their step is read.
     """
 
     is_off: bool = False
     next_try: int = 0
     pause: int = 1
     source: str = ""
+    num_accepted: int = 0
 
     def note(self, num_tokens: int, num_accepted: int) -> None:
         """Record the outcome of a try after `num_tokens` known tokens."""
@@ -117,7 +119,7 @@ class Speculation(Observer):
         # has no goal, though decodes wait for its end.
         if self._suffixes is not None and self._may_draft:
             self._suffixes.begin_step()
-        if any(batch.drafts for batch in in_flight):
+        if any(batch.drafted for batch in in_flight):
             return True
         return self._may_draft and bool(in_flight) and any(map(self._waits, running))
 
@@ -136,7 +138,7 @@ class Speculation(Observer):
     def _may_have_drafts(self, sequence: Sequence) -> bool:
         return self._suffixes is None or sequence.matcher is not None or self._suffixes.expects(sequence)
 
-    def place(self, step: OpenStep) -> NoDrafts:
+    def place(self, step: OpenStep) -> int:
         entries = step.entries
         # Each row takes memory for its logits, so there are at most max_num_seqs of them.
         room = min(step.budget, self._max_num_seqs - len(entries) - len(step.chunks))
@@ -145,21 +147,21 @@ class Speculation(Observer):
         requests = self._requests(entries, limit, room) if self._may_draft else []
         self.lengths.asks = bool(requests)
         if not requests:
-            return NO_DRAFTS
-        drafts = Drafts() if self._states is None else self._states.drafts()
+            return 0
+        drafts: dict[Sequence, tuple[int, ...]] = {}
         for request, proposed in zip(requests, self._proposed(requests), strict=True):
             sequence = request.sequence
             token_ids = self._usable(request, proposed)
             count = self._allocate(sequence, len(token_ids))
-            if count and drafts.keep(sequence):
-                drafts[sequence] = token_ids[:count]
+            if count and (self._states is None or self._states.keep(sequence)):
+                drafts[sequence] = tuple(token_ids[:count])
             else:
                 sequence.drafting.note(request.num_tokens, 0)
         if drafts:
             self._extend(entries, drafts)
             step.num_more_samples = sum(map(len, drafts.values()))
             step.budget -= step.num_more_samples
-        return drafts
+        return len(drafts)
 
     def _requests(self, entries: Iterable[ScheduledSequence], limit: int, room: int) -> list[DraftRequest]:
         """Requests that may have drafts, `limit` or an equal part of `room` each; only the oldest if room is short."""
@@ -237,46 +239,60 @@ class Speculation(Observer):
         return count
 
     @staticmethod
-    def _extend(entries: list[ScheduledSequence], drafts: Drafts) -> None:
-        """Move the entries with drafts after all decodes, in the order of the drafts."""
+    def _extend(entries: list[ScheduledSequence], drafts: dict[Sequence, tuple[int, ...]]) -> None:
+        """Move the entries with drafts after all decodes."""
         decodes, drafted = [], []
         for entry in entries:
             sequence = entry.sequence
-            if (token_ids := drafts.pop(sequence, None)) is None:
+            if (draft := drafts.get(sequence)) is None:
                 decodes.append(entry)
                 continue
-            drafts[sequence] = token_ids
-            sequence.num_computed_tokens += len(token_ids)
-            sequence.num_known_tokens += len(token_ids)
-            num_rows = 1 + len(token_ids)
-            drafted.append(entry._replace(num_new_tokens=num_rows, num_samples=num_rows))
+            sequence.draft, sequence.drafting.num_accepted = draft, 0
+            sequence.num_computed_tokens += len(draft)
+            sequence.num_known_tokens += len(draft)
+            num_rows = 1 + len(draft)
+            drafted.append(entry._replace(num_new_tokens=num_rows, num_samples=num_rows, draft=draft))
         entries[:] = decodes + drafted
 
     # --------------------------------------------------------------------------------------------------- outcome
 
     def accept(self, batch: ScheduledBatch, token_ids: Iterable[int], requeue: Callable[[Sequence], None]) -> Outcome:
-        if not isinstance(batch.drafts, Drafts):
+        if not batch.drafted:
             return NoProposer().accept(batch, token_ids, requeue)
+        self._end_drafts(batch)
         draws = iter(token_ids)
         entries: list[ScheduledSequence] = []
         taken: list[tuple[Sequence, int]] = []
         for entry in batch.entries:
             sequence = entry.sequence
             drawn = list(islice(draws, entry.num_samples))
-            if sequence in batch.drafts and not sequence.is_finished:
-                entry, drawn = self._accept(entry, batch.drafts, drawn, requeue)
-                batch.drafts.num_accepted[sequence] = max(0, len(drawn) - 1)
+            if entry.draft and not sequence.is_finished:
+                entry, drawn = self._accept(entry, drawn, requeue)
+                sequence.drafting.num_accepted = max(0, len(drawn) - 1)
             entries.append(entry)
             taken += [(sequence, token_id) for token_id in drawn]
-        batch.drafts.free_kept()
+        if self._states is not None:
+            self._states.free_kept()
         return tuple(entries), taken
 
+    def undo(self, batch: ScheduledBatch) -> None:
+        self._end_drafts(batch)
+        if self._states is not None and batch.drafted:
+            self._states.free_kept()
+
+    @staticmethod
+    def _end_drafts(batch: ScheduledBatch) -> None:
+        """The host's tokens come next, for matchers too; drafts have been seen by all rows that read them."""
+        for entry in batch.drafted:
+            entry.sequence.draft = ()
+            rewind(entry.sequence, entry.sequence.num_output_tokens)
+
     def _accept(
-        self, entry: ScheduledSequence, step: Drafts, drawn: list[int], requeue: Callable[[Sequence], None]
+        self, entry: ScheduledSequence, drawn: list[int], requeue: Callable[[Sequence], None]
     ) -> tuple[ScheduledSequence, list[int]]:
         """Cut a sequence back to the draws that count: up to the first one that differs from its draft."""
         sequence, manager = entry.sequence, self._manager
-        drafts = step[sequence]
+        drafts = entry.draft
         is_finite = NON_FINITE not in drawn
         num_accepted = sum(takewhile(bool, map(eq, drafts, drawn))) if is_finite else 0
         state: DraftState = sequence.drafting
@@ -297,7 +313,9 @@ class Speculation(Observer):
                 manager.forget(sequence)
                 requeue(sequence)
         elif has_blocks and num_cut:
-            end = step.put_back(sequence, entry.start, sequence.num_computed_tokens - num_cut)
+            end = sequence.num_computed_tokens - num_cut
+            if self._states is not None:
+                end = self._states.put_back(sequence, entry.start)
             manager.release(sequence, manager.num_blocks_for(end))
             sequence.num_computed_tokens = end
             return entry._replace(num_new_tokens=end - entry.start), kept

@@ -51,7 +51,6 @@ class SimulatedDrafts:
     def draws(self, batch: ScheduledBatch) -> Iterator[int]:
         """The tokens of a step, in order: at right drafts these, else unique ones."""
         for entry in batch.entries:
-            drafts = batch.drafts.get(entry.sequence, ())
             for row in range(entry.num_samples):
-                is_right = row < len(drafts) and self._choice.random() < self._acceptance
-                yield drafts[row] if is_right else next(self._draw_token)
+                is_right = row < len(entry.draft) and self._choice.random() < self._acceptance
+                yield entry.draft[row] if is_right else next(self._draw_token)
