@@ -252,7 +252,7 @@ class BlockManager(BlockPool):
         freed = () if victim is None else {*victim.block_table}.difference(hits)
         return num_blocks <= len(self.free_blocks) + sum(self.ref_counts[block] == 1 for block in freed)
 
-    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int]) -> int:
         """Free blocks that the sequence needs to hold `num_tokens`, if it claims `hits` first."""
         in_use = [block for block in hits if self.ref_counts[block]]  # a claim takes the other hits from the free ones
         return self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(in_use)

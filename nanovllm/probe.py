@@ -154,7 +154,7 @@ def plain_probe(model: Any) -> Probe:
 def probe_model(
     model: Any,
     probing: Probing,
-    probe_for: Callable[[Any], Probe] = plain_probe,
+    probe_for: Callable[[Any], Probe],
 ) -> Probe:
     """Probe a causal language model's attention layers with one batch; raises UnsupportedModelError.
 

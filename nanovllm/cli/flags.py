@@ -84,7 +84,7 @@ def model_source(model: str) -> str:
     return str(ensure_default_model()) if model == DEFAULT_MODEL else model
 
 
-def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str]) -> None:
     """Add a flag for each option of `EngineConfig`."""
     group = command.add_argument_group("engine options")
     add_flags(group, EngineConfig, {}, leave_out=leave_out)

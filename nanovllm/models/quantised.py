@@ -290,19 +290,6 @@ class QuantisedLinear(_Quantised):
         self._kept = KeptWeight()
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
-    @classmethod
-    def from_blocks(
-        cls, kind: str, blocks: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
-    ) -> QuantisedLinear:
-        """See the class."""
-        return cls(kind, blocks, bias, dtype=dtype)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, option: str) -> QuantisedLinear:
-        """Quantise a linear layer; option: "int8" (one scale per output) or "int4" (GGUF's Q4_1)."""
-        kind = KIND_OF_OPTION[option]
-        return cls(kind, quantise(linear.weight, kind), linear.bias, dtype=linear.weight.dtype)
-
     def padded(self, multiple: int) -> QuantisedLinear:
         """Pads the output dimension with zeros to a multiple; returns itself if it is one already."""
         missing = -self.out_features % multiple

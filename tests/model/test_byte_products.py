@@ -42,7 +42,7 @@ def kernels(request) -> Kernels:
 
 def layer(kind: str, num_outputs: int = 96, depth: int = DEPTH) -> QuantisedLinear:
     bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return QuantisedLinear.from_blocks(kind, random_blocks(kind, num_outputs, depth), bias, dtype=torch.bfloat16)
+    return QuantisedLinear(kind, random_blocks(kind, num_outputs, depth), bias, dtype=torch.bfloat16)
 
 
 def rows_of(num_rows: int, depth: int = DEPTH) -> torch.Tensor:

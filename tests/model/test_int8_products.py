@@ -33,7 +33,7 @@ def has_integer_tiles(kernels: Kernels) -> bool:
 def layer(num_outputs: int, depth: int, *, bias: bool = False, seed: int = 0) -> QuantisedLinear:
     vector = torch.randn(num_outputs, generator=torch.Generator().manual_seed(seed)).bfloat16() if bias else None
     blocks = random_blocks("int8", num_outputs, depth, seed=seed)
-    return QuantisedLinear.from_blocks("int8", blocks, vector, dtype=torch.bfloat16)
+    return QuantisedLinear("int8", blocks, vector, dtype=torch.bfloat16)
 
 
 def rows_of(num_rows: int, depth: int) -> torch.Tensor:
@@ -92,11 +92,11 @@ def test_sums_of_the_deepest_weights_do_not_overflow(depth, kernels):
     blocks = torch.full((32, 4 + depth), 127, dtype=torch.int8).view(torch.uint8)
     blocks[16:] = 128  # the least byte
     blocks[:, :4] = torch.full((32, 1), 2.0**-20).view(torch.uint8)
-    head = PackedHead(QuantisedLinear.from_blocks("int8", blocks, dtype=torch.bfloat16), kernels)
+    head = PackedHead(QuantisedLinear("int8", blocks, dtype=torch.bfloat16), kernels)
     for size in (1.0, -1.0, 127.9 / 128):
         rows = torch.full((6, depth), size).bfloat16()
         rows[:, 0] = 1.0
-        expected = exact(QuantisedLinear.from_blocks("int8", blocks, dtype=torch.bfloat16), rows)
+        expected = exact(QuantisedLinear("int8", blocks, dtype=torch.bfloat16), rows)
         for some in (rows[:2], rows):
             torch.testing.assert_close(head(some).double(), expected[: len(some)], rtol=1e-4, atol=0)
 

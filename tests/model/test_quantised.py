@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models import kept_weights
-from nanovllm.models.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.models.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
 
 GGUF_KINDS = [kind for kind in FORMATS if kind != "int8"]
@@ -21,13 +21,13 @@ GGUF_KINDS = [kind for kind in FORMATS if kind != "int8"]
 def test_blocks_are_dequantised_bit_for_bit_as_gguf_does(kind):
     blocks = random_blocks(kind, 40, 512)
     expected = dequantize(blocks.numpy(), GGMLQuantizationType[kind])
-    assert np.array_equal(QuantisedLinear.from_blocks(kind, blocks).dequantise().numpy(), expected)
+    assert np.array_equal(QuantisedLinear(kind, blocks).dequantise().numpy(), expected)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_is_that_of_a_plain_layer_of_the_dequantised_weights(kind, dtype):
-    layer = QuantisedLinear.from_blocks(kind, random_blocks(kind, 48, 256), torch.randn(48, dtype=dtype), dtype=dtype)
+    layer = QuantisedLinear(kind, random_blocks(kind, 48, 256), torch.randn(48, dtype=dtype), dtype=dtype)
     states = torch.randn(2, 3, 256).to(dtype)
     plain = F.linear(states, layer.dequantise().to(dtype)) + layer.bias
     assert torch.equal(layer(states), plain)
@@ -43,11 +43,11 @@ def test_an_embedding_looks_up_the_rows_of_the_dequantised_weight(kind):
 def test_int8_is_within_half_a_step_of_its_output_and_q4_1_within_half_a_step_of_its_block():
     weight = torch.randn(32, 96)
     weight[3] = 0
-    eight = QuantisedLinear.from_linear(_linear(weight), "int8")
+    eight = _quantised(weight, "int8")
     assert eight.kind == "int8"
     steps = weight.abs().amax(1, keepdim=True) / 127
     assert ((eight.dequantise() - weight).abs() <= 0.5001 * steps).all()
-    four = QuantisedLinear.from_linear(_linear(weight), "int4")
+    four = _quantised(weight, "int4")
     blocks, own = weight.unflatten(1, (3, 32)), four.dequantise().unflatten(1, (3, 32))
     steps = (blocks.amax(2, keepdim=True) - blocks.amin(2, keepdim=True)) / 15
     assert ((own - blocks).abs() <= 0.51 * steps + 2e-3).all()  # float16 rounds the minimum and the scale
@@ -58,14 +58,14 @@ def test_what_q4_1_holds_already_is_quantised_without_a_loss():
     blocks = random_blocks("Q4_1", 32, 256)
     blocks[:, 4::20] |= 0xF0  # both ends of the range occur in each block
     blocks[:, 5::20] &= 0xF0
-    weight = QuantisedLinear.from_blocks("Q4_1", blocks).dequantise()
+    weight = QuantisedLinear("Q4_1", blocks).dequantise()
     again = QuantisedLinear("Q4_1", quantise(weight, "Q4_1")).dequantise()
     assert (again - weight).abs().max() <= 1e-3 * weight.abs().max()
 
 
 def test_a_weight_that_something_else_reads_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="Leave quantization out"):
-        _ = QuantisedLinear.from_linear(_linear(torch.randn(32, 64)), "int8").weight
+        _ = _quantised(torch.randn(32, 64), "int8").weight
 
 
 def test_blocks_that_are_no_whole_rows_are_refused():
@@ -77,14 +77,13 @@ def test_blocks_that_are_no_whole_rows_are_refused():
         QuantisedLinear("Q8_0", torch.zeros(4, 34))
 
 
-def _linear(weight):
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight.data = weight
-    return linear
+def _quantised(weight, option):
+    kind = KIND_OF_OPTION[option]
+    return QuantisedLinear(kind, quantise(weight.detach(), kind), dtype=weight.dtype)
 
 
 def test_the_first_passes_dequantise_a_weight_once(monkeypatch):
-    linear, before = QuantisedLinear.from_linear(nn.Linear(64, 32), "int4"), kept_weights._total
+    linear, before = _quantised(nn.Linear(64, 32).weight, "int4"), kept_weights._total
     states, calls = torch.randn(3, 64), []
     dequantise = linear.dequantise
     monkeypatch.setattr(linear, "dequantise", lambda rows: calls.append(rows) or dequantise(rows))
@@ -98,7 +97,7 @@ def test_the_first_passes_dequantise_a_weight_once(monkeypatch):
 
 @pytest.mark.parametrize("frees", [True, False])
 def test_a_weight_that_is_freed_makes_room_for_others(frees):
-    linear, before = QuantisedLinear.from_linear(nn.Linear(64, 32), "int4"), kept_weights._total
+    linear, before = _quantised(nn.Linear(64, 32).weight, "int4"), kept_weights._total
     linear(torch.randn(3, 64))
     assert kept_weights._total == before + 64 * 32 * 4
     if frees:

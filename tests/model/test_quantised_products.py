@@ -30,7 +30,7 @@ def kernels(request) -> Kernels:
 
 def layer(kind: str, dtype: torch.dtype, num_outputs: int = 160, depth: int = 512, *, bias: bool = True):
     vector = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).to(dtype) if bias else None
-    return QuantisedLinear.from_blocks(kind, random_blocks(kind, num_outputs, depth), vector, dtype=dtype)
+    return QuantisedLinear(kind, random_blocks(kind, num_outputs, depth), vector, dtype=dtype)
 
 
 def plain(quantised: QuantisedLinear) -> nn.Linear:

@@ -202,7 +202,7 @@ def fuse_layers(
     max_rows: int,
     run_batches: Callable[[], Any],
     on_fused: Callable[[FusedLayer], None],
-    memory: HugePages | None = None,
+    memory: HugePages | None,
 ) -> list[FusedLayer]:
     """Fused layers, one per module, each compared with its module.
 

@@ -19,11 +19,11 @@ MEMORY_MB = 256  # limit of one trial, on top of the parent's memory
 NICENESS = 10  # the engine's steps have priority
 
 
-def main(descriptor: int, niceness: int = NICENESS) -> None:
+def main(descriptor: int) -> None:
     """Serve trials, one connection each, until the other end of this socket closes."""
     from nanovllm.features.grammar.compilation import load_library
 
-    os.nice(niceness)
+    os.nice(NICENESS)
     load_library()  # here, so that no child loads it again
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     vocabularies: dict[int, Any] = {}

@@ -165,7 +165,7 @@ class CacheGroups(BlockManager):
             counts = list(map(int.__sub__, counts, freed))
         return all(n <= len(group.pool.free_blocks) for n, group in zip(counts, self.groups, strict=True))
 
-    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> GroupCounts:
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int]) -> GroupCounts:
         """Counts for a window group at most the blocks that one sequence holds at a time."""
         lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
         first_held = self._group_tables(sequence).first_held

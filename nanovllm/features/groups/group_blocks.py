@@ -91,7 +91,7 @@ class GroupBlocks:
         self.pool.forget_content(entry)
         self.claimed.discard(entry.prefix_id)
 
-    def longest_hit(self, entries: AnySequence[PrefixEntry], first: int, end: int, *, with_fresh: bool = False) -> int:
+    def longest_hit(self, entries: AnySequence[PrefixEntry], first: int, end: int, *, with_fresh: bool) -> int:
         """Length of the longest hit in entries[:end]; entries[0] is block `first` of the sequence.
 
         Scanned from the right; the sequence holds the blocks before `first`. K and V that the step being scheduled

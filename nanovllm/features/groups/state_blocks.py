@@ -122,7 +122,7 @@ class StateBlocks(GroupBlocks):
         holders = self.pool.holders.get(entry.prefix_id, ())
         return next((block for block in holders if with_fresh or block not in self.fresh), NULL_BLOCK)
 
-    def longest_hit(self, entries: Sequence[PrefixEntry], first: int, end: int, *, with_fresh: bool = False) -> int:
+    def longest_hit(self, entries: Sequence[PrefixEntry], first: int, end: int, *, with_fresh: bool) -> int:
         """Length of the longest prefix in entries[:end] with a state after it."""
         while end and self.find(entries[end - 1], with_fresh=with_fresh) == NULL_BLOCK:
             end -= 1

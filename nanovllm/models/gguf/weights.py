@@ -222,7 +222,7 @@ def _keep_blocks(model: nn.Module, path: str, source: Source, dtype: torch.dtype
     tied = path == "lm_head" and source.tensors[0].name != "output.weight"
     blocks: Any = model.get_submodule("model.embed_tokens").blocks if tied else source.blocks()
     if isinstance(module, nn.Linear):
-        quantised: nn.Module = QuantisedLinear.from_blocks(source.kind, blocks, module.bias, dtype=dtype)
+        quantised: nn.Module = QuantisedLinear(source.kind, blocks, module.bias, dtype=dtype)
     elif (scale := getattr(module, "embed_scale", None)) is not None:
         quantised = ScaledEmbedding(source.kind, blocks, dtype=dtype, scale=scale, padding_idx=module.padding_idx)
     else:

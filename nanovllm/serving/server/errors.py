@@ -195,7 +195,7 @@ def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
             return ApiError(500, "the server failed to answer this request; see its log.", code="internal_error")
 
 
-def from_validation(found: Sequence[Any], known: Sequence[str] = (), body: Any = None) -> ApiError:
+def from_validation(found: Sequence[Any], known: Sequence[str], body: Any = None) -> ApiError:
     """Convert pydantic's errors: the first invalid field and its allowed values.
 
     Args:

@@ -57,7 +57,7 @@ def format_of(first_line: str) -> str | None:
     return MOONCAKE if "timestamp" in value else RECORD
 
 
-def read_recorded(path: Path, kind: str, *, first: int | None = None) -> Workload:
+def read_recorded(path: Path, kind: str, *, first: int | None) -> Workload:
     """Read a file as a workload.
 
     Args:
