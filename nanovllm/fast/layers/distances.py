@@ -42,9 +42,29 @@ def check_change(kind: str, before: Tensor, expected: Tensor, own: Tensor, *, ha
         raise NotFusedError(f"{kind} computes something else: the change differs by up to {worst:.1e} of its size")
 
 
-def difference_of_rows(own: Tensor, expected: Tensor) -> str | None:
-    """Text that describes a difference of rows [..., size] beyond the tolerances; None if they agree."""
-    worst, scale = row_distances(own, expected).max().item(), _scale_error(own, expected)
+@contextmanager
+def in_another_way(call: str, *more: type[Exception]) -> Iterator[None]:
+    """Raise NotFusedError for errors of a call with other arguments or results than expected.
+
+    Args:
+        call: Beginning of the error, such as "LlamaAttention is called".
+        more: Further types of such errors.
+    """
+    errors: tuple[type[Exception], ...] = (TypeError, KeyError, AttributeError, IndexError, *more)
+    try:
+        yield
+    except errors as error:
+        raise NotFusedError(f"{call} in another way: {error!r}") from error
+
+
+def difference_of_rows(own: Tensor, expected: Tensor, *, least_scaled: int = 0) -> str | None:
+    """Text that describes a difference of rows [..., size] beyond the tolerances; None if they agree.
+
+    Args:
+        least_scaled: Number of elements from which on the scale counts.
+    """
+    worst = row_distances(own, expected).max().item()
+    scale = _scale_error(own, expected) if own.numel() >= least_scaled else 0.0
     if worst <= ROW_TOLERANCE[own.dtype] and abs(scale) <= SCALE_TOLERANCE[own.dtype]:
         return None
     return f"by up to {worst:.1e} a row, by {scale:.1e} in scale"
@@ -64,10 +84,7 @@ def rewriting(kind: str, cache: Tensor, slots: Tensor) -> Iterator[None]:
     finally:
         cache[:, slots] = expected
     for name, *pair in zip(("keys", "values"), own.flatten(2), expected.flatten(2), strict=True):
-        worst = row_distances(*pair).max().item()
-        scale = _scale_error(*pair) if pair[0].numel() >= _LEAST_SCALED else 0.0
-        if not (worst <= ROW_TOLERANCE[cache.dtype] and abs(scale) <= SCALE_TOLERANCE[cache.dtype]):
-            differs = f"by up to {worst:.1e} a row, by {scale:.1e} in scale"
+        if (differs := difference_of_rows(*pair, least_scaled=_LEAST_SCALED)) is not None:
             raise NotFusedError(f"{kind} computes something else: its {name} differ {differs}")
 
 

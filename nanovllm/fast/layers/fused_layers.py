@@ -18,7 +18,7 @@ from nanovllm.attention import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, r
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.attention.cpp import CppPlan
 from nanovllm.fast.layers.decoder_block import Parts, describe_blocks
-from nanovllm.fast.layers.distances import check_change
+from nanovllm.fast.layers.distances import check_change, in_another_way
 from nanovllm.fast.layers.layer_equations import LayerEquations
 from nanovllm.models.packed_linears import AnyLinear
 from nanovllm.models.quantised import QuantisedLinear
@@ -264,12 +264,10 @@ def _compare(index: int, fused: FusedLayer, equations: LayerEquations, args: Any
     kind = equations.blocks[index].kind
     if not isinstance(output, Tensor):
         raise NotFusedError(f"{kind} returns {type(output).__name__}, not one tensor")
-    try:
+    with in_another_way(f"{kind} is called"):
         before = args[0] if args else kwargs["hidden_states"]
         num_rows = cast("CppPlan", running_step(kwargs[STEP_HANDLE]).plan).rows_of_sequences()
         equations.check(index, kwargs, output, num_rows)
         own = fused(*args, **kwargs)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
     for parts in zip(*(states[0].split(num_rows) for states in (before, output, own)), strict=True):
         check_change(kind, *parts, has_byte_rows=fused.has_byte_rows)

@@ -21,7 +21,7 @@ from nanovllm.attention import STEP_SLOT_MAPPING, AttentionLayer, attend_in_step
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import Parts, describe_blocks, model_parts
-from nanovllm.fast.layers.distances import check_change, difference_of_rows
+from nanovllm.fast.layers.distances import check_change, difference_of_rows, in_another_way
 from nanovllm.fast.layers.layer_equations import LayerEquations
 from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, SkinnyLinear
 from nanovllm.fast.layers.rotary_attention import RotaryAttention
@@ -151,10 +151,8 @@ class KernelLayers:
             raise NotFusedError(f"{kind} returns something else than one tensor of its input's shape")
         count = int((kwargs[STEP_SLOT_MAPPING] > 0).sum())
         self.equations.check(index, kwargs, expected, [count])
-        try:
+        with in_another_way(f"{kind} is called", RuntimeError):  # also if memory runs out
             own = self._layers[index](before, *args, **kwargs)
-        except (TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:  # also if memory runs out
-            raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
         check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
         self.num_compared += 1
         return expected

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from nanovllm.attention import attention_function
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import Parts
-from nanovllm.fast.layers.distances import difference_of_rows
+from nanovllm.fast.layers.distances import difference_of_rows, in_another_way
 from nanovllm.fast.layers.rotary_attention import RotaryAttention
 
 _Equations = dict[str, tuple[Tensor, Tensor]]  # (observed, expected), [1, num_rows, ...], by place in the layer
@@ -96,15 +96,13 @@ class LayerEquations:
             num_rows: rows of each sequence; later rows are padding.
         """
         kind, total = self.blocks[index].kind, sum(num_rows)
-        try:
+        with in_another_way(f"{kind} is called", ValueError, RuntimeError):
             exact, rounded = self._block_equations(output)
             if index in self._fused_attention:
                 exact["before attention"] = self._got["attention"], self._gave["input norm"]
             else:
                 exact_heads, rounded_heads = self._attention_equations(kwargs["position_embeddings"], kind)
                 exact, rounded = exact | exact_heads, rounded | rounded_heads
-        except (TypeError, KeyError, AttributeError, ValueError, RuntimeError) as error:
-            raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
         for place, (seen, expected) in exact.items():
             if seen.dtype != expected.dtype or not torch.equal(seen[:, :total], expected[:, :total]):
                 raise NotFusedError(f"{kind} computes something else {place}")

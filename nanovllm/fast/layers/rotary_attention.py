@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.attention import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import check_attention, describe_attention
-from nanovllm.fast.layers.distances import difference_of_rows
+from nanovllm.fast.layers.distances import difference_of_rows, in_another_way
 from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart
 
 # Allowed operators: a module with others could depend on its rows, and differ on rows that are not compared.
@@ -159,7 +159,7 @@ class RotaryProbe:
             raise NotFusedError(f"{name} computes with {min(unexpected)!r} too")
         if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
             raise NotFusedError(f"{name} returns something else than a tensor and no weights")
-        try:
+        with in_another_way(f"{name} is called"):
             hidden = args[0] if args else kwargs["hidden_states"]
             turns = args[1] if len(args) > 1 else kwargs["position_embeddings"]
             assert states is not None
@@ -171,8 +171,6 @@ class RotaryProbe:
             attended = cache[1].repeat_interleave(query.shape[1] // key.shape[1], dim=1)[None]
             pairs = {"query": (own_query, query), "key": (cache[0], key), "value": (cache[1], value),
                      "output": (fused.projected(attended), output[0])}  # fmt: skip
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
-            raise NotFusedError(f"{name} is called in another way: {error!r}") from error
         for what, (ours, theirs) in pairs.items():
             if ours.shape != theirs.shape:
                 raise NotFusedError(f"{name} has a {what} of shape {[*theirs.shape]}")

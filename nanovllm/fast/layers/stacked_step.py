@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import ModelParts, find_norm, is_rms_norm, model_parts
+from nanovllm.fast.layers.distances import in_another_way
 from nanovllm.fast.layers.merged_linears import is_plain_linear
 from nanovllm.fast.layers.stacked_layers import StackedLayers
 
@@ -100,7 +101,7 @@ def _check_equations(model: Any, parts: ModelParts, layers: Sequence[nn.Module],
         for module in watched:
             hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, return_dict=True).logits
-    try:
+    with in_another_way(f"{type(model).__name__} calls its parts"):
         embed, first, last, norm, head = (seen[module] for module in watched)
         equations = {
             "of its embedding": (embed[2], parts.embed.weight[tokens]),
@@ -110,7 +111,5 @@ def _check_equations(model: Any, parts: ModelParts, layers: Sequence[nn.Module],
             "with its logits": (logits, head[2]),
         } | {f"of its angles {at}": (first[1]["position_embeddings"][at], turns[at][:4][None]) for at in range(2)}
         differs = next((place for place, pair in equations.items() if not torch.equal(*pair)), None)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise NotFusedError(f"{type(model).__name__} calls its parts in another way: {error!r}") from error
     if differs is not None:
         raise NotFusedError(f"{type(model).__name__} computes something else {differs}")
