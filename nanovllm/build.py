@@ -176,7 +176,7 @@ def _draft_model(config: EngineConfig, input_processor: InputProcessor) -> Draft
         device=config.device, block_size=config.block_size, num_kv_blocks=config.num_kv_blocks,
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, overlap=False,
         enable_prefix_caching=False, enforce_eager=config.enforce_eager, trust_remote_code=config.trust_remote_code,
-        skip_tokenizer_init=input_processor.tokenizer is None, kv_cache_touch="none",
+        skip_tokenizer_init=input_processor.tokenizer is None,
     )  # fmt: skip
     loaded = _load(str(config.draft_model), None, own)
     own = replace(own, max_model_len=min(config.max_model_len, loaded.num_positions(config.max_model_len)))
