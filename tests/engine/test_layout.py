@@ -90,3 +90,20 @@ def test_a_batch_says_what_it_decodes_samples_and_computes():
     batch = ScheduledBatch(1, entries, num_decodes=1)
     assert batch.sampling == (decode, last) and batch.prefills == entries[1:] and batch.num_tokens == 10
     assert not batch.draws_runs and not batch.draws_late
+
+
+def test_rows_of_drafts_follow_the_last_known_token_also_as_decodes():
+    sequence = make_sequence([5, 6, 7])
+    run = ScheduledSequence(sequence, 2, 3, 3, [1, 2], 2, (8, 9))
+    sequence.draft = run.draft
+    decodes = [run._replace(start=start, num_new_tokens=1, num_samples=1) for start in (2, 3, 4)]
+    for entries in ([run], decodes):
+        layout = build_layout(entries, 4)
+        assert layout.token_ids.tolist() == [7, 8, 9] and layout.positions.tolist() == [2, 3, 4]
+    assert [sequence.history(1, end).tolist() for end in (2, 3, 4, 5, 6)] == [
+        [6],
+        [6, 7],
+        [6, 7, 8],
+        *[[6, 7, 8, 9]] * 2,
+    ]
+    assert sequence.token_ids.tolist() == [5, 6, 7] and ScheduledBatch(1, (run,)).drafted == (run,)

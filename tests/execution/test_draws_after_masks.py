@@ -220,5 +220,5 @@ def test_masks_of_each_step_are_sent_whole_with_the_rows_that_have_none(monkeypa
 
 def sample(compiled: Any) -> Any:
     return SimpleNamespace(
-        matcher=compiled.copy(), token_ids=[5, 6], num_prompt_tokens=2, is_finished=False, request_id="r"
+        draft=(), matcher=compiled.copy(), token_ids=[5, 6], num_prompt_tokens=2, is_finished=False, request_id="r"
     )

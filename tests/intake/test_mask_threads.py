@@ -33,6 +33,7 @@ def samples(forms: list[StructuredOutput], count: int, *, compiler: GrammarCompi
     compiler = compiler or grammars()
     return [
         SimpleNamespace(
+            draft=(),
             matcher=compiler.matcher(forms[row % len(forms)]).copy(), token_ids=[5, 6, 7 + row], num_prompt_tokens=3,
             is_finished=False, request_id=str(row),
         )
