@@ -23,7 +23,10 @@ SPLIT = ("features", "fast")
 # Units of no folder: what composes the others, and the doors of a few lines.
 ROOTS = ("__init__", "build", "testing")
 INTERFACES = ("serving.server.openai.", "serving.server.anthropic.", "serving.server.ollama.", "serving.server.live.")
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 500, 50, 8, 600
+MAX_LINES = 500
+MAX_FUNCTION_LINES = 60  # one statement a line; .ci/limits.py counts tokens
+MAX_PARAMETERS = 8
+MAX_TEST_LINES = 600
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "fast.kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",

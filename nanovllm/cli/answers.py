@@ -24,7 +24,9 @@ class AnswerWriter:
     """
 
     def __init__(self, requests: list[Request], *, as_json: bool, is_ordered: bool) -> None:
-        self._requests, self._as_json, self._is_ordered = requests, as_json, is_ordered
+        self._requests = requests
+        self._as_json = as_json
+        self._is_ordered = is_ordered
         self._waiting: dict[int, RequestOutput] = {}
         self._next = 0
         self.num_written = 0
@@ -45,7 +47,8 @@ class AnswerWriter:
             self._write(index, self._waiting.pop(index))
 
     def _write(self, index: int, output: RequestOutput) -> None:
-        request, is_alone = self._requests[index], len(self._requests) == len(output.outputs) == 1
+        request = self._requests[index]
+        is_alone = len(self._requests) == len(output.outputs) == 1
         for completion in output.outputs:
             if self._as_json:
                 line = as_json(index, request, output, completion)

@@ -116,7 +116,9 @@ class _Loading:
     def __init__(
         self, options: argparse.Namespace, when_failed: Callable[[BaseException], None], *, needs_template: bool
     ) -> None:
-        self._options, self._when_failed, self._needs_template = options, when_failed, needs_template
+        self._options = options
+        self._when_failed = when_failed
+        self._needs_template = needs_template
         self._started = time.monotonic()
         self._llm: Future[LLM] = Future()
 
@@ -183,7 +185,8 @@ def _add_model_command(
         check_start(wanted, engine_options(wanted))
         conversation.show(f"loading {name}")
         loading.switch(wanted)
-        options.model, options.tokenizer = name, None
+        options.model = name
+        options.tokenizer = None
         answers.forget()
 
     conversation.further["model"] = model

@@ -35,7 +35,10 @@ class Answers:
     def __init__(
         self, conversation: Conversation, options: argparse.Namespace, llm: Callable[[], LLM], *, is_terminal: bool
     ) -> None:
-        self._conversation, self._options, self._llm, self._is_terminal = conversation, options, llm, is_terminal
+        self._conversation = conversation
+        self._options = options
+        self._llm = llm
+        self._is_terminal = is_terminal
         self._last: RequestOutput | None = None
         self._open_display: Callable[[str], Display] | None = None
         conversation.further |= {
@@ -80,7 +83,8 @@ class Answers:
 
     def _current(self) -> RequestOutput | None:
         """The last output, if its text still ends the conversation."""
-        messages, output = self._conversation.messages, self._last
+        messages = self._conversation.messages
+        output = self._last
         is_last = (
             output is not None and output.outputs and messages and messages[-1]["content"] == output.outputs[0].text
         )
@@ -90,7 +94,9 @@ class Answers:
         self, llm: LLM, stream: Iterator[RequestOutput], params: SamplingParams, shown: str
     ) -> CompletionOutput | None:
         """Show a stream that continues the text `shown`; returns its last completion, None without a token."""
-        display, last, rate = self._display(shown), None, _Rate()
+        display = self._display(shown)
+        last = None
+        rate = _Rate()
         with closing(stream):  # type: ignore[type-var]
             try:
                 for output in stream:
@@ -143,7 +149,9 @@ class Answers:
     # ------------------------------------------------------------------------------------------------------ commands
 
     def _show(self, _: str) -> None:
-        conversation, llm, output = self._conversation, self._llm(), self._current()
+        conversation = self._conversation
+        llm = self._llm()
+        output = self._current()
         params = sampling_params(conversation.sampling, llm)
         used = "" if output is None else f"{_num_tokens(output):,} of "
         system = conversation.system

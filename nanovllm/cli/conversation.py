@@ -83,7 +83,8 @@ class Conversation:
             else:
                 text = line[1:] if line.startswith(" /") else line
             return text if text.strip() else None
-        name, rest = match[1], (match[2] or "").strip()
+        name = match[1]
+        rest = (match[2] or "").strip()
         if name in ("exit", "quit", "bye"):
             raise ChatEnded
         if name == "retry":
@@ -114,7 +115,8 @@ class Conversation:
     def record(self, question: str, answer: str) -> bool:
         """Add an exchange; returns whether a /retry gave the same answer again."""
         is_same = bool(self._replaced) and self._replaced[1]["content"] == answer
-        self._replaced, self._failed = [], None
+        self._replaced = []
+        self._failed = None
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return is_same
 
@@ -195,7 +197,8 @@ class Conversation:
             self.show("\n".join(shown) or "all options are the model's own")
             return
         name, _, word = rest.partition(" ")
-        name, word = name.replace("-", "_"), word.strip()
+        name = name.replace("-", "_")
+        word = word.strip()
         fields = {option.name: str(option.type) for option in dataclasses.fields(SamplingParams)}
         known = [option for option in fields if option not in NOT_TO_SET]
         if name not in known:

@@ -141,7 +141,8 @@ class _Speed:
 
     def __init__(self, calibration: Calibration, sizes: ModelSizes, model: str, config: EngineConfig) -> None:
         self._cost = calibration.cost_model.step_cost(overlap=calibration.device == "cuda")
-        self._sizes, self._measured = sizes, sizes
+        self._sizes = sizes
+        self._measured = sizes
         of_same = calibration.model == model and calibration.dtype == sizes.dtype
         self.about = f"Speeds were calibrated for {calibration.model}."
         if not (of_same and calibration.quantization == config.quantization):

@@ -45,7 +45,8 @@ class _ModelFlag(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        namespace.model, namespace.names_model = values, True
+        namespace.model = values
+        namespace.names_model = True
 
 
 class _HubFlag(_ModelFlag):
@@ -69,7 +70,8 @@ def take_model_argument(options: argparse.Namespace) -> None:
         return
     if options.names_model and options.model != given:
         raise ValueError(f"the model is {given!r} by the argument and {options.model!r} by --model; give one of them.")
-    options.model, options.names_model = given, True
+    options.model = given
+    options.names_model = True
 
 
 def add_verbose_flag(command: argparse.ArgumentParser, text: str = "print full tracebacks") -> None:

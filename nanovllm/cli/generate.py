@@ -96,7 +96,8 @@ def _generate(options: argparse.Namespace) -> int:
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
         prompts = [_as_prompt(llm, request, options) for request in requests]
         params = [sampling_params(given, llm) for given, _, _ in own]
-        priorities, timeouts = [priority for _, priority, _ in own], [timeout for _, _, timeout in own]
+        priorities = [priority for _, priority, _ in own]
+        timeouts = [timeout for _, _, timeout in own]
         if len(prompts) == params[0].n == 1 and not options.json:
             return _stream(llm, prompts[0], params[0], priority=priorities[0], timeout=timeouts[0])
         progress = _shows_progress(options, len(prompts))
@@ -108,7 +109,8 @@ def _own_options(
 ) -> tuple[dict[str, Any], int, float | None]:
     """Sampling options, priority and timeout of one request; raises ValueError that names it."""
     given = dict(request.options)
-    priority, timeout = given.pop("priority", options.priority), given.pop("timeout", options.timeout)
+    priority = given.pop("priority", options.priority)
+    timeout = given.pop("timeout", options.timeout)
     given = sampling | given
     try:
         integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)

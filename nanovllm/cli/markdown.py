@@ -47,7 +47,8 @@ class _Lines:
     """
 
     def __init__(self, tokens: list[Any], status: str | None = None) -> None:
-        self._tokens, self._status = tokens, status
+        self._tokens = tokens
+        self._status = status
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(_Blocks(self._tokens), options.update(height=None), pad=False)
@@ -78,7 +79,8 @@ class MarkdownDisplay:
         self._live.start()
 
     def update(self, text: str, status: str) -> None:
-        self._given, self._status = text, status
+        self._given = text
+        self._status = status
         if time.monotonic() - self._drawn_at >= INTERVAL_S:
             self._draw()
             self._drawn_at = time.monotonic()
@@ -112,7 +114,8 @@ class MarkdownDisplay:
 
     def _last_block(self) -> tuple[int, list[Any]]:
         """Start of the last block in characters, and its tokens: only it can change with more text."""
-        begin, text = self._begin, self._text[self._begin :]
+        begin = self._begin
+        text = self._text[self._begin :]
         tokens = _PARSER.parse(text)
         starts = [
             number for number, token in enumerate(tokens) if token.level == 0 and token.map and token.nesting >= 0

@@ -102,7 +102,8 @@ def _listed_gguf(path: Path) -> ListedModel:
         reason = str(error).removeprefix(str(path)).lstrip(" :")
         return ListedModel(str(path), size, None, None, f"GGUF, which is not read: {reason}", str(path.parent))
     size = sum(part.stat().st_size for part in parts_of(path))
-    context, name = config["max_position_embeddings"], config["architectures"][0]
+    context = config["max_position_embeddings"]
+    name = config["architectures"][0]
     return ListedModel(str(path), size, context, name, READY, str(path.parent))
 
 

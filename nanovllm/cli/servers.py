@@ -51,7 +51,8 @@ class RunningServer:
     @property
     def names(self) -> tuple[str, ...]:
         """Process id, port, model, and its names in requests."""
-        port, base = self.address.rpartition(":")[2], os.path.basename(self.model)
+        port = self.address.rpartition(":")[2]
+        base = os.path.basename(self.model)
         return str(self.pid), port, self.model, base, *self.served_names
 
     def process(self) -> psutil.Process | None:
@@ -197,7 +198,8 @@ def _chosen(options: argparse.Namespace) -> list[RunningServer]:
         name = options.server
         found = [server for server in servers if name in server.names]
     else:
-        name, found = "a server", servers
+        name = "a server"
+        found = servers
     if not found:
         raise ValueError(f"no server of this user is {name}." if options.server else "no server of this user runs.")
     if len(found) > 1 and not options.all:

@@ -162,7 +162,8 @@ def _certainty(
     options: argparse.Namespace, simulation: Simulation, config: EngineConfig, calibration: Calibration
 ) -> dict[str, Any]:
     """Return "utilisation" (None if all requests arrive at the start) and "interval" of a forecast."""
-    figures, utilisation = simulation.figures(), None
+    figures = simulation.figures()
+    utilisation = None
     if simulation.workload.is_timed:
         route = POLICIES[options.route]()
         work = seconds_at_once(simulation.workload, config, calibration, num_replicas=options.replicas, route=route)

@@ -129,7 +129,9 @@ def _measure(question: Question, session: TuningSession) -> tuple[report.Outcome
     sweep = _sweep(question, predicted)
     for note in _notes(question, sweep):
         print(f"note: {note}", file=sys.stderr)
-    is_complete, found, rival = True, None, None
+    is_complete = True
+    found = None
+    rival = None
     try:
         session.run(sweep, question)
         if question.options.find_rate and (finalists := sweep.finalists()):
@@ -172,7 +174,8 @@ def _forecast(question: Question) -> Forecast:
 
 
 def _sweep(question: Question, predicted: Forecast) -> Sweep:
-    settings, asked_for = question.candidates.settings, question.options.candidates
+    settings = question.candidates.settings
+    asked_for = question.options.candidates
     if predicted.runs:
         chosen = predicted.best(asked_for or FORECAST_CANDIDATES, question.goals, settings[0])
     else:

@@ -68,7 +68,8 @@ class TuningSession:
             (run,) = replace(self.measurer, workloads=workloads)(setting, 1.0, 0)
             return run
 
-        self.bar.total, best = None, finalists[0]
+        self.bar.total = None
+        best = finalists[0]
         try:
             found = find_rate(partial(play, best.setting), question.goals, best.points, self.capacity(best.setting))
             rival = rival_of(finalists, found)

@@ -141,7 +141,8 @@ class StepObservers:
         self._recent.append(_TOTALS(scheduler.stats))
         if not self._observers:
             return
-        prefills, tokens = batch.prefills, times.tokens
+        prefills = batch.prefills
+        tokens = times.tokens
         record = StepRecord(
             batch.step_id,
             time,
@@ -184,7 +185,8 @@ class StepObservers:
 
     def engine_stats(self, engine: Any) -> EngineStats:
         """A snapshot of the engine."""
-        pools, caches = engine.block_manager.pools, engine.model_runner.binding.caches
+        pools = engine.block_manager.pools
+        caches = engine.model_runner.binding.caches
         return replace(
             self.stats(engine.scheduler),
             kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
@@ -194,7 +196,8 @@ class StepObservers:
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """A snapshot of the scheduler, and figures of recent steps."""
-        first, last = self._recent[0], self._recent[-1]
+        first = self._recent[0]
+        last = self._recent[-1]
         num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
         return replace(
             EngineStats.of_scheduler(scheduler),

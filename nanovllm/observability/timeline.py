@@ -53,7 +53,9 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
     groups: dict[int, str] = {}
     last = num_drafts = num_accepted = 0
     for event in _events(text, path):
-        number, phase, time = event.get("tid", 0), event["ph"], event.get("ts", 0)
+        number = event.get("tid", 0)
+        phase = event["ph"]
+        time = event.get("ts", 0)
         last = max(last, time + event.get("dur", 0))
         if event["pid"] == ENGINE and phase == "X" and event["name"] == "step":
             steps.append((time, time + event["dur"], *[event["args"].get(name, 0) for name in STEP_VALUES]))

@@ -10,7 +10,8 @@ from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.timeline import STEP_VALUES, Lane, Run
 from nanovllm.observability.trace_writer import STATES
 
-_PREFILL, _DECODE = STATES.index("prefill"), STATES.index("decode")
+_PREFILL = STATES.index("prefill")
+_DECODE = STATES.index("decode")
 _LATENCIES = {"ttft": "TTFT", "itl": "ITL", "queue": "queue time", "latency": "request latency", "step": "step time"}
 
 

@@ -32,8 +32,10 @@ from nanovllm.sequence import Sequence
 WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
 
 # Process and thread ids of the trace, by which viewers group lanes.
-ENGINE, REQUESTS = 1, 2
-STEPS, SCHEDULING = 1, 2
+ENGINE = 1
+REQUESTS = 2
+STEPS = 1
+SCHEDULING = 2
 
 # Small enough that no step waits long for the encoding of earlier ones.
 _FLUSH_SECONDS = 0.2
@@ -127,7 +129,8 @@ class TraceWriter(Observer):
 
     def begin(self, config: EngineConfig) -> None:
         """Start tracing an engine of this configuration."""
-        self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
+        self._budget = config.max_num_batched_tokens
+        self._num_blocks = config.num_kv_blocks - 1
         self._goal = _microseconds(config.itl_goal or 0.0)
 
     def request_added(self, sequences: list[Sequence]) -> None:
@@ -212,7 +215,8 @@ class TraceWriter(Observer):
     def _enter(self, lane: _Lane, state: str, time: float, arguments: dict[str, Any]) -> None:
         """End the lane's state and begin the next."""
         self._write(self._leave(lane, time, {}), _begin(lane, state, time, arguments))
-        lane.state, lane.num_steps_before = state, self._num_steps
+        lane.state = state
+        lane.num_steps_before = self._num_steps
 
     def _leave(self, lane: _Lane, time: float, arguments: dict[str, Any]) -> dict[str, Any]:
         if lane.state is DECODE:
@@ -246,12 +250,14 @@ class TraceWriter(Observer):
                 continue
             state = STALLED if sequence.is_running else WAITING
             if state is WAITING and sequence.num_preemptions > lane.num_preemptions:
-                lane.num_preemptions, state = sequence.num_preemptions, PREEMPTED
+                lane.num_preemptions = sequence.num_preemptions
+                state = PREEMPTED
             if state is STALLED:
                 stalled.add(sequence)
             if state is not lane.state:
                 self._enter(lane, state, begin, {})
-        has_chunks, num_decoding = bool(stalled), batch.num_decodes + len(batch.drafted)
+        has_chunks = bool(stalled)
+        num_decoding = batch.num_decodes + len(batch.drafted)
         for number, (sequence, start, num_tokens, _, _, before, _) in enumerate(batch.entries):
             lane = lanes.get(sequence)  # None for a sequence that ended while this step was in flight
             if lane is None or (number < num_decoding and lane.state is DECODE):
@@ -267,7 +273,8 @@ class TraceWriter(Observer):
         self._has_chunks = has_chunks
 
     def _step_lines(self, record: StepRecord, begin: float) -> str:
-        num_blocks, budget = self._num_blocks, record.budget or self._budget
+        num_blocks = self._num_blocks
+        budget = record.budget or self._budget
         times = (begin, record.time, record.start_time, max(begin, record.start_time + record.schedule_time))
         begin_us, end, start, execute_begin = map(_microseconds, times)
         update_begin = max(execute_begin, _microseconds(record.time - record.update_time))
@@ -321,11 +328,13 @@ class TraceWriter(Observer):
 
     def _flush(self) -> None:
         """Write complete events, so that the file of a killed process lacks only its end."""
-        items, self._items = self._items, []
+        items = self._items
+        self._items = []
         lines = [_event_lines(item) if isinstance(item, list) else self._step_lines(*item) for item in items]
         data = "".join([",\n" + line for line in lines]).encode()
         if not self._is_begun:
-            data, self._is_begun = b"[\n" + data[2:], True
+            data = b"[\n" + data[2:]
+            self._is_begun = True
         self._write_all(data)
 
     def _write_all(self, data: bytes) -> None:

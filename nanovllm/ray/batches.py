@@ -71,7 +71,9 @@ class Stage:
         **engine_options: Any,
     ) -> None:
         self._params = dict(sampling_params or {})
-        self._id_column, self._seed, self._raise_errors = id_column, seed, raise_errors
+        self._id_column = id_column
+        self._seed = seed
+        self._raise_errors = raise_errors
         self._llm = AsyncLLM(model, **engine_options)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
@@ -202,7 +204,9 @@ def batch(
             "(`dataset.write_parquet`), and read it from there."
         )
     num_ids = _count_ids(dataset, id_column)
-    generated, context = dataset.map_batches(**arguments), dataset.context  # datasets of one source share the context
+    # datasets of one source share the context
+    generated = dataset.map_batches(**arguments)
+    context = dataset.context
     before = context.checkpoint_config
     context.checkpoint_config = CheckpointConfig(
         id_column, posixpath.join(folder, "done"), delete_checkpoint_on_success=False

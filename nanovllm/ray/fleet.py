@@ -76,11 +76,14 @@ class RayFleet:
     def __init__(
         self, handle: DeploymentHandle, loop: asyncio.AbstractEventLoop, *, max_num_seqs: int, hash_seed: str
     ) -> None:
-        self._calls, self._loop = handle.options(stream=True).generate, loop
-        self._max_num_seqs, self._hash_seed = max_num_seqs, hash_seed
+        self._calls = handle.options(stream=True).generate
+        self._loop = loop
+        self._max_num_seqs = max_num_seqs
+        self._hash_seed = hash_seed
         self._unrouted = ReplicaQueue(0)
         self._unrouted.max_num_seqs = 0  # every request counts as waiting
-        self.replicas, self.up = [self._unrouted], [self._unrouted]
+        self.replicas = [self._unrouted]
+        self.up = [self._unrouted]
         self._homes: dict[int, ReplicaQueue] = {}  # replica by placement, until the call ends
         self._tasks: dict[int, asyncio.Task[None]] = {}  # task by placement; the event loop's thread alone uses it
         self._events: deque[Callable[[], Event | None]] = deque()

@@ -55,7 +55,8 @@ class Front:
         max_replicas: int,
     ) -> None:
         model, tokenizer, engine_options = setup
-        self._model, self._settings = model, settings
+        self._model = model
+        self._settings = settings
         options = EngineConfig.from_options(**engine_options, max_queue=max_queue)
         own_tokenizer = await asyncio.to_thread(load_tokenizer, model, tokenizer, options)
         ready = await _first_ready(replicas, setup)

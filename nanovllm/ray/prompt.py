@@ -24,7 +24,10 @@ class Prompt:
         model: str | None = None,
         on_routed: Callable[[str, Collection[str]], None] | None = None,
     ) -> None:
-        self._token_ids, self._cache_salt, self.model, self._on_routed = token_ids, cache_salt, model, on_routed
+        self._token_ids = token_ids
+        self._cache_salt = cache_salt
+        self.model = model
+        self._on_routed = on_routed
         self._hashes: dict[tuple[str, int], PromptHashes] = {}
 
     def hashes(self, hash_seed: str, block_size: int) -> PromptHashes:

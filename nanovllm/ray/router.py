@@ -130,14 +130,16 @@ class PolicyRouter(RequestRouter):
         return [[candidate_replicas[index]], [*candidate_replicas[:index], *candidate_replicas[index + 1 :]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        replica, known = self.curr_replicas.get(replica_id), self._known.get(replica_id)
+        replica = self.curr_replicas.get(replica_id)
+        known = self._known.get(replica_id)
         if replica is not None and known is not None:
             known.held.expect(self._hashes(pending_request, replica))
         if (prompt := _prompt(pending_request)) is not None:
             prompt.routed(replica_id.unique_id, [running.unique_id for running in self.curr_replicas])
 
     def _hashes(self, pending_request: PendingRequest | None, replica: RunningReplica) -> Sequence[bytes]:
-        prompt, metadata = _prompt(pending_request), replica.replica_metadata
+        prompt = _prompt(pending_request)
+        metadata = replica.replica_metadata
         if prompt is None or "hash_seed" not in metadata:
             return ()
         return prompt.hashes(metadata["hash_seed"], metadata["block_size"])

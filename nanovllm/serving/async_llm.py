@@ -80,7 +80,8 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         engine = self._open(
             model, tokenizer, on_step, cast(Any, options), trace=trace, engine_process=engine_process, **how
         )
-        self.config, self.tokenizer = engine.config, engine.tokenizer
+        self.config = engine.config
+        self.tokenizer = engine.tokenizer
         self.limits = engine.input_processor.limits  # the model's, for requests
         self.vocab_size = self.limits.vocab_size  # prompts' token ids lie below it
         self.num_logits = self.limits.num_logits  # tokens that can be sampled
@@ -194,12 +195,14 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
 
         def prepare(**given: Any) -> list[NewRequest]:
             processor = self._input_processor
-            limit, variables = processor.limit_of(sampling_params), template_options or {}
+            limit = processor.limit_of(sampling_params)
+            variables = template_options or {}
             token_ids = processor.parts.chat.apply_to(messages, limit, tools=tools, **variables)
             return processor.process_each([token_ids], sampling_params, **given, **options)
 
         request_ids = [uuid.uuid4().hex if request_id is None else request_id]
-        texts, client = (messages, tools), options.get("client")
+        texts = (messages, tools)
+        client = options.get("client")
         return await self._submit(prepare, request_ids, output_kind, sampling_params, texts, client)
 
     async def _submit(
@@ -234,7 +237,8 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
 
         async def prepared() -> None:
             await self._check_queue(count)
-            compiles, words = compiles_form(self._input_processor, sampling_params), texts_of(sampling_params)
+            compiles = compiles_form(self._input_processor, sampling_params)
+            words = texts_of(sampling_params)
             work = self.prepare(prepare_and_queue, (texts, words), compiles=compiles, client=client)
             await asyncio.wrap_future(await work)
 

@@ -12,9 +12,9 @@ from nanovllm.batch import Copy
 from nanovllm.features.beams.books import BeamBooks
 from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.outputs import Logprob
-from tests.engine.blocks import make_sequence
 from tests.support.layer_kinds import model
 from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, token_ids
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model

@@ -13,8 +13,8 @@ from nanovllm.features.shares import client_queue
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-from tests.engine.blocks import make_sequence
-from tests.engine.loops import chunks, make_config, prompt, run_until_preemption, running
+from tests.engine.loops import chunks, prompt, run_until_preemption, running
+from tests.support.public_options import make_config, make_sequence
 from tests.support.scheduler_loops import make_loop
 from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import RandomCosts, make_budget

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.engine.blocks import make_sequence
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 

@@ -6,7 +6,8 @@ import pytest
 import xxhash
 
 from nanovllm.features.prompt_hashes import PromptHashes, num_leading_hits
-from tests.engine.blocks import SIZE, A, B, C, computed, make_manager, make_sequence, release
+from tests.engine.blocks import SIZE, A, B, C, computed, make_manager, release
+from tests.support.public_options import make_sequence
 
 
 def test_a_prompt_has_the_hashes_under_which_a_manager_caches_it():

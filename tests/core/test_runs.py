@@ -9,8 +9,8 @@ from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
 from nanovllm.layout import build_layout
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
-from tests.engine.blocks import make_sequence
 from tests.support.llms import generate, open_llm
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.policies.walk import AGEING, WEIGHTS, walk_at_random
-from tests.engine.blocks import make_sequence
+from tests.support.public_options import make_sequence
 from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_scheduler
 

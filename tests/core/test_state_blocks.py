@@ -12,8 +12,8 @@ from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
 from nanovllm.layout import build_layout
 from nanovllm.sequence import Sequence
-from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_group_scheduler
 
 STATE = StateKind.record(5000)

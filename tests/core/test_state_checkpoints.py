@@ -10,7 +10,8 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-from tests.engine.loops import chunks, make_config
+from tests.engine.loops import chunks
+from tests.support.public_options import make_config
 from tests.support.scheduling import Loop
 
 GRID = 12  # tokens between the states that are kept: three blocks

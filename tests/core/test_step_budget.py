@@ -14,8 +14,8 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
 from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import WaitingQueue
-from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
 

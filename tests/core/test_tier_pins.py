@@ -17,8 +17,8 @@ from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.prefix_tiers import PrefixTiers
 from nanovllm.features.tiers.tiered_blocks import TieredBlocks
-from tests.engine.blocks import make_sequence
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
+from tests.support.public_options import make_sequence
 
 
 def test_a_load_into_a_block_of_another_load_unpins_its_source():

@@ -13,7 +13,7 @@ from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.tiered_blocks import TieredBlocks
 from nanovllm.sequence import Sequence
-from tests.engine.blocks import make_sequence
+from tests.support.public_options import make_sequence
 from tests.support.tiers import TieredLoop, make_tiered_scheduler
 
 NUM_WALKS = 30

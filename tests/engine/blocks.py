@@ -35,13 +35,14 @@ def make_sequence(
     max_model_len: int = 64,
     eos_token_ids: Iterable[int] = (),
     seed: int = 0,
+    params_class: type[SamplingParams] = SamplingParams,
     **params: object,
 ) -> Sequence:
     return Sequence(
         NewRequest(
             str(arrival),
             prompt,
-            given or SamplingParams(**params),
+            given or params_class(**params),
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,

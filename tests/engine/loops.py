@@ -24,7 +24,7 @@ MAX_IN_FLIGHT = 3
 UNWRITTEN = None  # a slot that no successful step has written
 
 
-def make_config(**limits: float | None) -> EngineConfig:
+def make_config(*, config_class: type[EngineConfig] = EngineConfig, **limits: float | None) -> EngineConfig:
     """A resolved config; limits that a test does not set are out of reach."""
     defaults = {
         "max_model_len": 64,
@@ -35,7 +35,7 @@ def make_config(**limits: float | None) -> EngineConfig:
         "max_long_partial_prefills": 64,
         "long_prefill_token_threshold": 1024,
     }
-    return EngineConfig(**(defaults | limits))
+    return config_class(**(defaults | limits))
 
 
 def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:

@@ -12,7 +12,8 @@ from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
 from nanovllm.serving.replicas.routing import prefix_aware
-from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, make_sequence, release
+from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, release
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
 
 SEED = "model:float32"

@@ -38,8 +38,9 @@ from nanovllm.serving.server.live.engine_snapshot import (
 )
 from nanovllm.serving.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.serving.server.live.live_view import live_page
-from tests.engine.blocks import SIZE, A, B, computed, make_manager, make_sequence, release
+from tests.engine.blocks import SIZE, A, B, computed, make_manager, release
 from tests.support.async_llms import OPTIONS, bounded, in_engine_steps
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
 from tests.support.serving import serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer

@@ -21,9 +21,9 @@ from nanovllm.features.speculation.lengths import (
 )
 from nanovllm.layout import build_layout
 from nanovllm.observability.step_records import StepRecord
-from tests.engine.blocks import make_sequence
 from tests.support.llms import open_llm
 from tests.support.mock_drafts import KnownAnswers
+from tests.support.public_options import make_sequence
 
 
 @pytest.fixture(autouse=True)

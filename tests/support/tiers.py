@@ -23,7 +23,8 @@ from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
 from nanovllm.features.tiers.segments import Place
 from nanovllm.features.tiers.tiered_blocks import TieredBlocks, TieredGroups
 from nanovllm.scheduler import Scheduler
-from tests.engine.loops import empty_prefix, extend_prefix, make_config
+from tests.engine.loops import empty_prefix, extend_prefix
+from tests.support.public_options import make_config
 from tests.support.scheduling import Loop, shared_scheduler
 
 Content = list[int | Poison | None]

@@ -30,7 +30,7 @@ from nanovllm.tools.simulate.calibrate import (
 )
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_fit import StepSample
-from tests.engine.loops import make_config
+from tests.support.public_options import make_config
 from tests.support.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 
 COST = CostModel(

@@ -26,8 +26,7 @@ from nanovllm.serving.replicas.routing import (
 from nanovllm.tools.simulate.replica import Replica
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, poisson
-from tests.engine.blocks import make_sequence
-from tests.engine.loops import make_config
+from tests.support.public_options import make_config, make_sequence
 
 COST = CostModel(HostCost(), DeviceCost(knee=4, fixed=1.0, per_token_below=0.01, per_token_above=0.01), HostCost())
 CONFIG = make_config(block_size=16, max_model_len=512, max_num_seqs=4, overlap=False)

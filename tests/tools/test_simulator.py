@@ -17,7 +17,7 @@ from nanovllm.cli.main import main
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
-from tests.engine.loops import make_config
+from tests.support.public_options import make_config
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 

@@ -96,7 +96,9 @@ class Channel:
         self._socket.close()
 
     def _whole_messages(self) -> list[bytes]:
-        messages, start, received = [], 0, self._received
+        messages = []
+        start = 0
+        received = self._received
         while len(received) - start >= LENGTH_BYTES:
             body = start + LENGTH_BYTES
             end = body + int.from_bytes(received[start:body], "little")

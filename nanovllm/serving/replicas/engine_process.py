@@ -78,7 +78,9 @@ class Reporter(Observer):
         self, engine: Engine, send: Callable[[FromEngine], None], *, sends_records: bool, sends_block_events: bool
     ) -> None:
         self.placements: dict[str, int] = {}
-        self._engine, self._send, self._sends_records = engine, send, sends_records
+        self._engine = engine
+        self._send = send
+        self._sends_records = sends_records
         self._records: list[StepRecord] = []
         self._block_events: list[BlockEvent] = []
         if sends_block_events:  # its observer precedes this one, so that events of a step are flushed first
@@ -180,14 +182,16 @@ class Reporter(Observer):
             num_sent[sequence.index] = sequence.num_output_tokens
             token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
             logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
-            reason, stop = sequence.finish_reason, sequence.stop_reason
+            reason = sequence.finish_reason
+            stop = sequence.stop_reason
             completions.append(SentCompletion(sequence.index, "", token_ids, reason, stop, logprobs))
         if not any(completion.token_ids for completion in completions):
             return None
         return self._sent_progress(request, completions)
 
     def _sent_progress(self, request: Request, completions: list[SentCompletion]) -> SentOutput:
-        placement, num_cached = self.placements[request.request_id], request.sequences[0].num_cached_tokens
+        placement = self.placements[request.request_id]
+        num_cached = request.sequences[0].num_cached_tokens
         values = metric_values(request.metrics())
         return SentOutput(placement, request.request_id, completions, False, num_cached, values)
 
@@ -262,7 +266,8 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     runner = engine.model_runner
     worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed
-    limits, stats = engine.input_processor.limits, engine.stats()
+    limits = engine.input_processor.limits
+    stats = engine.stats()
     return engine, Ready(config, limits, hash_seed, stats, worker_ids)
 
 
@@ -274,7 +279,9 @@ class Intake:
     """
 
     def __init__(self, thread: EngineThread, reporter: Reporter, input_processor: InputProcessor) -> None:
-        self._thread, self._reporter, self._input_processor = thread, reporter, input_processor
+        self._thread = thread
+        self._reporter = reporter
+        self._input_processor = input_processor
         self._forms = ClientTurns()
         self._compiling: set[tuple[str, int]] = set()
 
@@ -305,7 +312,8 @@ class Intake:
         self._thread.submit(lambda _: self._reporter.add(sent, requests)).add_done_callback(_end_if_failed)
 
     def _compile_and_add(self, request: SentRequest) -> None:
-        sent, placement = Add([request]), (request.request_id, request.placement)
+        sent = Add([request])
+        placement = (request.request_id, request.placement)
         requests = self._reporter.prepare(sent)
 
         def add(_: EngineInterface) -> None:

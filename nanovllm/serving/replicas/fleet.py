@@ -36,7 +36,8 @@ class Fleet:
     def __init__(
         self, replicas: Sequence[Replica], source: str, *, step_timeout: float, ends_in_order: bool = False
     ) -> None:
-        self.replicas, self._ends_in_order = replicas, ends_in_order
+        self.replicas = replicas
+        self._ends_in_order = ends_in_order
         # A single replica's requests cannot move: its first step may be a long compilation.
         self._stall_seconds = min(STALL_SECONDS, step_timeout) if len(replicas) > 1 else step_timeout
         self._source, self._files = source, stored_files(source)
@@ -107,7 +108,8 @@ class Fleet:
     def stalled(self) -> list[Replica]:
         """Replicas with work that have reported nothing for too long."""
         now = time.monotonic()
-        elapsed, self._last_look = min(now - self._last_look, MAX_LISTENING_SECONDS), now
+        elapsed = min(now - self._last_look, MAX_LISTENING_SECONDS)
+        self._last_look = now
         found = []
         for replica in self.up:
             if replica.requests:

@@ -85,7 +85,8 @@ class SentRequest(Struct, array_like=True):
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
         """Convert a request; for cumulative outputs it asks for deltas, which the front joins."""
-        is_final, answer = new.output_kind is OutputKind.FINAL, AnswerLogits.find_in(new.params)
+        is_final = new.output_kind is OutputKind.FINAL
+        answer = AnswerLogits.find_in(new.params)
         return cls(
             placement,
             new.request_id,

@@ -68,7 +68,8 @@ def open_pool(
     source = find(setup["model"], needs_tokenizer=needs_tokenizer(tokenizer, config), revision=config.revision)
     _check_model(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
-    records, events = sends_records or hook is not None, sends_block_events(config)
+    records = sends_records or hook is not None
+    events = sends_block_events(config)
     replicas = [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)]
     ends_in_order = bool(config.prefix_cache_dir or config.kv_events)
     fleet = Fleet(replicas, source, step_timeout=config.step_timeout, ends_in_order=ends_in_order)
@@ -114,7 +115,8 @@ def _check_model(source: str, config: EngineConfig) -> None:
 
 def split_host(config: EngineConfig, *, gpus_each: int = 1) -> list[ReplicaResources]:
     """Assign GPUs, or cores in order of NUMA nodes, to each replica; raises ValueError if there are too few."""
-    count, cores = config.data_parallel_size, sorted(os.sched_getaffinity(0))
+    count = config.data_parallel_size
+    cores = sorted(os.sched_getaffinity(0))
     if config.device.startswith("cuda:"):
         refuse("a GPU by its number as device", REPLICAS)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):

@@ -82,14 +82,20 @@ class ReplicaPool:
     """
 
     def __init__(self, fleet: FleetInterface, parts: PoolParts, route: Route) -> None:
-        self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
+        self.config = parts.config
+        self.input_processor = parts.input_processor
+        self.tokenizer = parts.tokenizer
         self.input_processor.parts.goals = partial(goals_in_force, fleet.replicas, parts.config)
         self.clock = time.monotonic
         self.observers = StepObservers()
         self.outputs: deque[RequestOutput] = deque()
         self.requests: dict[str, PoolRequest] = {}
-        self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
-        self._fleet, self._parts, self._route = fleet, parts, route
+        self.wake = fleet.wake
+        self.replicas = fleet.replicas
+        self.when_failed = None
+        self._fleet = fleet
+        self._parts = parts
+        self._route = route
         self._waiting = WaitingRequests()  # requests without a replica
         self._moved: list[PoolRequest] = []  # requests of replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id)
@@ -106,7 +112,8 @@ class ReplicaPool:
 
     def check_queue(self, count: int) -> None:
         """Check the queue like `Engine.check_queue`, with max_num_seqs of all replicas."""
-        limit, num_replicas = self.config.max_queue, self.config.data_parallel_size
+        limit = self.config.max_queue
+        num_replicas = self.config.data_parallel_size
         max_running = self.config.max_num_seqs * num_replicas
         if limit is not None and self._num_unfinished + count > max_running + limit:
             raise QueueFullError(
@@ -159,7 +166,8 @@ class ReplicaPool:
         up = self._fleet.up
         sent: dict[ReplicaQueue, list[SentRequest]] = {}
         for request in self._waiting.admit(requests, has_replica=bool(up)):
-            new, placement = request.new, next(self._placements)
+            new = request.new
+            placement = next(self._placements)
             hashes = PromptHashes(
                 new.prompt_token_ids,
                 self.config.block_size,
@@ -209,7 +217,8 @@ class ReplicaPool:
         with self._lock:
             self._fleet.wait(0.0 if self.outputs else WAIT_SECONDS)
             self._advance()
-        records, self._records = self._records, []
+        records = self._records
+        self._records = []
         for record in records:
             record = replace(record, step_id=next(self._step_ids))  # step ids of several replicas would repeat
             self.observers.notify("step_ended", record, None)
@@ -241,7 +250,8 @@ class ReplicaPool:
                 self._bury(replica)
             self._fleet.restart()
             if self._moved or self._waiting.may_admit:
-                moved, self._moved = self._moved, []  # all deaths of this step are known here
+                moved = self._moved  # all deaths of this step are known here
+                self._moved = []
                 self._place([request for request in moved if not request.is_ended])
         except BaseException as error:  # such as a second Ctrl-C: received reports may be lost
             self._death = self._death or RuntimeError(f"a step was cut off by {error!r}")

@@ -83,9 +83,12 @@ class PoolRequest:
 
     def record(self, sent: SentOutput) -> RequestOutput | None:
         """Record an output; returns the reader's output, or None if it is progress toward a final output only."""
-        kind, is_final = self.new.output_kind, self.new.output_kind is OutputKind.FINAL
-        self.metrics, self._num_cached_tokens = RequestMetrics(*sent.metrics), sent.num_cached_tokens
-        self._error, self._error_kind = sent.error, sent.error_kind
+        kind = self.new.output_kind
+        is_final = self.new.output_kind is OutputKind.FINAL
+        self.metrics = RequestMetrics(*sent.metrics)
+        self._num_cached_tokens = sent.num_cached_tokens
+        self._error = sent.error
+        self._error_kind = sent.error_kind
         if sent.prompt_logprobs is not None:
             self._prompt_logprobs = sent.prompt_logprobs
         if sent.embedding is not None:
@@ -103,7 +106,8 @@ class PoolRequest:
             sample.token_ids += completion.token_ids
             if sample.logprobs is not None:
                 sample.logprobs += completion.logprobs or ()
-            sample.finish_reason, sample.stop_reason = completion.finish_reason, completion.stop_reason
+            sample.finish_reason = completion.finish_reason
+            sample.stop_reason = completion.stop_reason
         if is_final:
             return None
         if kind is OutputKind.DELTA:
@@ -114,13 +118,15 @@ class PoolRequest:
 
     def record_token(self, text: str, token_id: int, time: float) -> RequestOutput:
         """Record one more token of its only sample, of `TokenColumns`; returns the reader's output."""
-        sample, before = self.samples[0], self.metrics
+        sample = self.samples[0]
+        before = self.metrics
         sample.text += text
         sample.token_ids.append(token_id)
         self.num_deaths = 0
-        first, last, num_gaps, longest = (
-            before.first_token_time, before.last_token_time, before.num_output_tokens, before.max_itl,
-        )  # fmt: skip
+        first = before.first_token_time  # fmt: skip
+        last = before.last_token_time
+        num_gaps = before.num_output_tokens
+        longest = before.max_itl
         assert first is not None and last is not None  # its first token set both
         itl = time - last
         self.metrics = RequestMetrics(
@@ -160,8 +166,10 @@ class PoolRequest:
         request = Request(new, input_processor, number=0, arrivals=count())
         for sequence in request.sequences:
             if not sequence.is_finished:
-                sequence.finish_reason, sequence.is_finished = reason, True
-                sequence.error, sequence.error_kind = error, None if error is None else ErrorKind.INTERNAL
+                sequence.finish_reason = reason
+                sequence.is_finished = True
+                sequence.error = error
+                sequence.error_kind = None if error is None else ErrorKind.INTERNAL
         return request.output(now)
 
     def _so_far(self, index: int) -> CompletionOutput:
@@ -172,7 +180,8 @@ class PoolRequest:
         )
 
     def _output(self, completions: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
-        new, prompt_logprobs = self.new, self._prompt_logprobs
+        new = self.new
+        prompt_logprobs = self._prompt_logprobs
         return RequestOutput(
             new.request_id,
             new.prompt,

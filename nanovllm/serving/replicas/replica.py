@@ -84,7 +84,8 @@ class Replica(ReplicaQueue):
     def launch(self) -> Channel:
         """Start its process; returns the channel to it."""
         channel, other = Channel.pair()
-        resources, descriptor = self._resources, other.fileno()
+        resources = self._resources
+        descriptor = other.fileno()
         paths = [path for path in sys.path if isinstance(path, str)]  # Python skips other entries
         # Not multiprocessing: it would import the caller's main module again.
         program = (
@@ -102,7 +103,9 @@ class Replica(ReplicaQueue):
                 pass_fds=(descriptor,),
                 start_new_session=True,
             )
-        self.channel, self.start_time, self.silence = channel, None, 0.0
+        self.channel = channel
+        self.start_time = None
+        self.silence = 0.0
         self._forget_workers()
         self.send(self._start)
         return channel
@@ -112,7 +115,9 @@ class Replica(ReplicaQueue):
             self.channel.send(encode(message))
 
     def came_up(self, now: float, max_num_seqs: int, worker_ids: tuple[int, ...]) -> None:
-        self.state, self.max_num_seqs, self._up_since = "up", max_num_seqs, now
+        self.state = "up"
+        self.max_num_seqs = max_num_seqs
+        self._up_since = now
         self._workers = tuple(map(ForeignProcess, worker_ids))
 
     def kill(self) -> None:
@@ -138,9 +143,11 @@ class Replica(ReplicaQueue):
         if self.is_up and now - self._up_since > STABLE_SECONDS:
             self._num_deaths = 0
         if self._num_deaths < len(BACKOFF_SECONDS):
-            self.state, self.start_time = "restarting", now + BACKOFF_SECONDS[self._num_deaths]
+            self.state = "restarting"
+            self.start_time = now + BACKOFF_SECONDS[self._num_deaths]
         else:
-            self.state, self.start_time = "failed", None
+            self.state = "failed"
+            self.start_time = None
         self._num_deaths += 1
         self._died_at, requests = now, super().bury(now)
         fate = "given up" if self.state == "failed" else "started again"

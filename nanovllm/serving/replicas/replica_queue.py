@@ -40,7 +40,8 @@ class ReplicaQueue:
 
     def place(self, request: PoolRequest, placement: int) -> None:
         """Assign a request, which is about to be sent."""
-        request.replica, request.placement = self.index, placement
+        request.replica = self.index
+        request.placement = placement
         self.requests[placement] = request
         self.num_samples += request.new.params.n
 
@@ -54,7 +55,9 @@ class ReplicaQueue:
         """Record the death of its engine; returns its requests."""
         self.stats = None
         self.prefixes.clear()
-        requests, self.requests, self.num_samples = list(self.requests.values()), {}, 0
+        requests = list(self.requests.values())
+        self.requests = {}
+        self.num_samples = 0
         for request in requests:
             request.replica = None
         return requests

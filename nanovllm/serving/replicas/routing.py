@@ -82,7 +82,8 @@ def prefix_aware() -> Route:
         floor = max((computed.get(replica, 0.0) for replica in replicas), default=0.0) - MAX_IMBALANCE
         work = [max(computed.get(replica, floor), floor) for replica in replicas]
         least = min(work)
-        best, chosen = (inf, 0), 0
+        best = (inf, 0)
+        chosen = 0
         misses = 0
         for index, replica in enumerate(replicas):
             if loads[index] > limit:
@@ -90,7 +91,9 @@ def prefix_aware() -> Route:
             missed = len(hashes) - replica.num_hits(hashes)
             cost = missed + BALANCE * (work[index] - least) + LOAD_COST * loads[index]
             if (cost, (index - first) % len(replicas)) < best:
-                best, chosen, misses = (cost, (index - first) % len(replicas)), index, missed
+                best = (cost, (index - first) % len(replicas))
+                chosen = index
+                misses = missed
         computed[replicas[chosen]] = work[chosen] + misses
         return chosen
 

@@ -35,7 +35,8 @@ class TokenSender:
         whole: list[RequestOutput] = []
         columns: TokenColumns | None = None
         for output in outputs:
-            request_id, metrics = output.request_id, output.metrics
+            request_id = output.request_id
+            metrics = output.metrics
             now = (metrics.num_preemptions, output.num_cached_tokens)
             if not (self._known.get(request_id) == now and _is_one_token(output)):
                 self._known[request_id] = now

@@ -17,7 +17,8 @@ def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bo
     ordered = sorted(requests, key=lambda request: (request.new.priority, request.placement))
     if ages or len({request.new.client for request in ordered}) > 1:
         return ordered
-    found, num_samples = [], 0
+    found = []
+    num_samples = 0
     for request in ordered:
         if num_samples >= max_num_seqs:
             break

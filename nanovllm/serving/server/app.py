@@ -66,7 +66,8 @@ def create_app(
     the caller closes after the engine.
     """
     name = served_name(settings, model)
-    metrics, in_flight = ServerMetrics(name), _in_flight(engine, settings, name)
+    metrics = ServerMetrics(name)
+    in_flight = _in_flight(engine, settings, name)
     _observe(engine, metrics, in_flight)
     recorder = None
     if settings.record is not None:
@@ -75,7 +76,8 @@ def create_app(
     keys = ApiKeys(settings.api_keys(), settings.key_names())
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     app.servers = [{"url": settings.root_path}] if settings.root_path else []
-    app.state.api_keys, app.state.recorder = keys, recorder
+    app.state.api_keys = keys
+    app.state.recorder = recorder
     app.state.server = ServerState(
         engine=engine,
         settings=settings,

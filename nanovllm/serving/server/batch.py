@@ -62,7 +62,8 @@ async def run_batch(
     config = engine.config
     num_open = 2 * config.max_num_seqs * config.data_parallel_size  # keeps the engine busy, and memory bounded
     async with engine:
-        app, pending = create_app(engine, settings, model=model), iter(requests)
+        app = create_app(engine, settings, model=model)
+        pending = iter(requests)
 
         async def work() -> None:
             for request in pending:
@@ -77,7 +78,8 @@ async def _answer(app: ASGIApp, engine: AsyncLLM, request: BatchRequest) -> Batc
     if request.streams:
         headers: dict[str, str] = {}
         error = ApiError(400, "stream is true; a line of a batch has one response. Leave stream out.", param="stream")
-        status, body = 400, error.body()
+        status = 400
+        body = error.body()
     else:
         status, headers, body = await _post(app, request.url, request.body)
     if engine.is_dead:

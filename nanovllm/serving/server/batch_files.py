@@ -32,7 +32,8 @@ def read_batch(lines: Iterable[str]) -> list[BatchRequest]:
 
     Bodies are checked later by their endpoint: its error becomes the line's response.
     """
-    requests, seen = [], dict[str, int]()
+    requests = []
+    seen = dict[str, int]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -45,7 +45,8 @@ class BodyLimits:
     """
 
     def __init__(self, settings: ServerSettings, engine: AsyncLLM) -> None:
-        self._settings, self._max_model_len = settings, engine.config.max_model_len
+        self._settings = settings
+        self._max_model_len = engine.config.max_model_len
         self.max_items = settings.max_body_items + 2 * settings.max_prompts
         self.max_values = self.max_items + settings.max_prompts * self._max_model_len + engine.vocab_size
         self._lengths = {
@@ -96,7 +97,8 @@ class BodyLimits:
                 raise ApiError(
                     400, f"{name}: {len(value)} entries are too many; at most {limit}, {remedy}.", param=name
                 )
-        limit, options = self._settings.max_word_chars, given.get("options")  # Ollama's
+        limit = self._settings.max_word_chars  # Ollama's
+        options = given.get("options")
         for name in ("bad_words", "stop", "stop_sequences", "options.stop"):
             value = given.get(name)
             if name == "options.stop":

@@ -30,12 +30,16 @@ logger = logging.getLogger("nanovllm")
 errors_only = logging.getLogger("uvicorn.error.connections")
 errors_only.setLevel(logging.ERROR)
 
-HEAD, BODY, NOTHING = "headers", "body", "nothing"  # part of the request that the next bytes belong to
+# part of the request that the next bytes belong to
+HEAD = "headers"
+BODY = "body"
+NOTHING = "nothing"
 LINE_BYTES = 4  # bytes of a header line that are neither name nor value: colon, space, line end
 # After a refusal the socket still reads for this long: closing it at once would reset TCP before the client reads.
 LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
-MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
+MAX_PIPELINED = 256
+MAX_PIPELINED_BYTES = 2**20
 OTHER_FILES = 256  # open files besides connections; those in spare places included
 REFUSAL_LOG_SECONDS = 10.0  # least seconds between two log lines about refused connections of the same status
 

@@ -108,7 +108,9 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers) if headers else None)
-        self.message, self.param, self.code = message, param, code
+        self.message = message
+        self.param = param
+        self.code = code
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The error in the form of the API at a path."""
@@ -202,7 +204,8 @@ def from_validation(found: Sequence[Any], known: Sequence[str], body: Any = None
         known: fields of the request, to suggest similar names for an unknown one.
         body: the body as given, to tell its fields from the names of union members.
     """
-    error, path = found[0], _path_in_body(found[0], body)
+    error = found[0]
+    path = _path_in_body(found[0], body)
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
     # A union field has an error per member; report the member that matched deepest.

@@ -65,7 +65,8 @@ class RootPath:
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app, self._root_path = app, root_path
+        self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(f"{self._root_path}/"):
@@ -83,7 +84,8 @@ class HostGate:
     """
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
-        self._app, self._allowed = app, allowed
+        self._app = app
+        self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):

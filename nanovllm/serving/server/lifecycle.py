@@ -35,7 +35,8 @@ class Admission:
     """
 
     def __init__(self, engine: AsyncLLM, stall_timeout: float) -> None:
-        self._engine, self._stall_timeout = engine, stall_timeout
+        self._engine = engine
+        self._stall_timeout = stall_timeout
         self.retry_after = RetryAfter()
         self.is_draining = False
         self.num_open = 0
@@ -109,7 +110,9 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: AsyncLLM, admission: Admission, drain_timeout: float) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._engine, self._admission, self._drain_timeout = engine, admission, drain_timeout
+        self._engine = engine
+        self._admission = admission
+        self._drain_timeout = drain_timeout
         self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

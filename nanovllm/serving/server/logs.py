@@ -27,7 +27,9 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, *, is_logged: bool) -> None:
-        self._app, self._keys, self._is_logged = app, keys, is_logged
+        self._app = app
+        self._keys = keys
+        self._is_logged = is_logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

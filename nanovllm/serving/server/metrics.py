@@ -133,7 +133,10 @@ class GapHistogram(Collector):
     """
 
     def __init__(self, name: str, text: str, model_name: str, bounds: tuple[float, ...]) -> None:
-        self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
+        self._name = name
+        self._text = text
+        self._model_name = model_name
+        self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)  # observations per bucket
         self._sum = 0.0
 
@@ -298,7 +301,8 @@ class ServerMetrics:
 
     def text(self, heartbeat: Heartbeat, replicas: list[ReplicaStatus], *, is_stalled: bool) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        self._engine.heartbeat, self._engine.is_stalled = heartbeat, is_stalled
+        self._engine.heartbeat = heartbeat
+        self._engine.is_stalled = is_stalled
         self._replicas.replicas = replicas
         return generate_latest(self.registry)
 
@@ -313,7 +317,8 @@ class CountResponses:
     """Middleware that counts responses by declared path and status."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -51,7 +51,8 @@ class Recorder:
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = 2**28) -> None:
         self.num_recorded = self.num_dropped = 0
-        self._path, self._max_bytes = Path(path), max_bytes
+        self._path = Path(path)
+        self._max_bytes = max_bytes
         self._file: int | None
         self._file, self._num_bytes = _open_record(self._path)
         self._key = secrets.token_bytes(16)
@@ -104,13 +105,15 @@ class Recorder:
         except Exception as error:
             logger.error("%s: recording ends: %s", self._path, error)
             with self._lock:  # no further request is queued
-                self._num_queued_tokens, self.num_dropped = MAX_QUEUED_TOKENS, self.num_dropped + 1
+                self._num_queued_tokens = MAX_QUEUED_TOKENS
+                self.num_dropped = self.num_dropped + 1
         finally:
             if self._file is not None:
                 os.close(self._file)
 
     def _line(self, ended: _Ended) -> bytes:
-        request, tokens = ended.request, ended.request.prompt_token_ids
+        request = ended.request
+        tokens = ended.request.prompt_token_ids
         line: dict[str, Any] = {
             "arrival": round(self._epoch + request.arrival_time, 4),
             "prompt_tokens": len(tokens),
@@ -128,7 +131,8 @@ class Recorder:
     def _write(self, line: bytes) -> None:
         assert self._file is not None
         if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
-            full, self._file = self._file, None
+            full = self._file
+            self._file = None
             os.close(full)
             os.replace(self._path, f"{self._path}.1")
             self._file, self._num_bytes = _open_record(self._path)

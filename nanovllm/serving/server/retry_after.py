@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-MIN_SECONDS, MAX_SECONDS = 1.0, 60.0  # OpenAI's clients ignore longer ones
+MIN_SECONDS = 1.0  # OpenAI's clients ignore longer ones
+MAX_SECONDS = 60.0
 WINDOW_SECONDS = 30.0
 
 

@@ -133,7 +133,10 @@ class BodyGate:
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, max_bytes: int, max_client_bytes: int) -> None:
-        self._app, self._keys, self._max_bytes, self._max_client_bytes = app, keys, max_bytes, max_client_bytes
+        self._app = app
+        self._keys = keys
+        self._max_bytes = max_bytes
+        self._max_client_bytes = max_client_bytes
         self._held: Counter[str] = Counter()  # bytes of bodies by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +156,8 @@ class BodyGate:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Limit the bytes of a body while it is read, and of all bodies of its client."""
-        client, num_bytes = CLIENT.get() or "", 0
+        client = CLIENT.get() or ""
+        num_bytes = 0
 
         async def counted() -> Message:
             nonlocal num_bytes

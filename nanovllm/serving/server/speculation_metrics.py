@@ -22,7 +22,8 @@ def speculation_figures(prefix: str, model_name: str, stats: SpeculationStats | 
         counter = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=["model_name"])
         counter.add_metric([model_name], value)
         yield counter
-    name, text = f"{prefix}spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by place in their draft."
+    name = f"{prefix}spec_decode_num_accepted_tokens_per_pos"
+    text = "Accepted draft tokens by place in their draft."
     by_depth = CounterMetricFamily(name, text, labels=["model_name", "position"])
     for position, count in enumerate(stats.accepted_by_depth):
         by_depth.add_metric([model_name, str(position)], count)

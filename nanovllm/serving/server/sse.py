@@ -113,8 +113,11 @@ class EventStream(Response):
         # X-Accel-Buffering: no makes nginx forward each event at once.
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._error_event = events, error_event
-        self._send_timeout, self._keep_alive, self._make_comment = send_timeout, keep_alive, comment
+        self._events = events
+        self._error_event = error_event
+        self._send_timeout = send_timeout
+        self._keep_alive = keep_alive
+        self._make_comment = comment
         self._may_begin = self._has_begun = self._is_stalled = False
         self._loop = asyncio.get_running_loop()
         self._busy_since: float | None = None  # start of the pending send

@@ -63,7 +63,9 @@ class Turns:
         now = time.perf_counter()
         for account in self._begun:
             account.served += (now - self._began) / len(self._begun)
-        self._begun, self._began, self._is_due = [], now, False
+        self._begun = []
+        self._began = now
+        self._is_due = False
         while self._waiting and len(self._begun) < PER_TURN:
             account = min(self._waiting, key=lambda account: (self._begun.count(account), account.served))
             waiter = self._waiting[account].popleft()

@@ -105,7 +105,8 @@ class EngineThread:
         """
         if silences := [replica.silence for replica in self._engine.statuses if replica.state == "up"]:
             return Heartbeat(self._stats, min(silences))
-        stats, busy_since = self._stats, self._busy_since
+        stats = self._stats
+        busy_since = self._busy_since
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -277,7 +278,8 @@ class EngineThread:
         with self._changes:
             self._has_ended = True
             self._busy_since = None
-            calls, self._calls = self._calls, deque()
+            calls = self._calls
+            self._calls = deque()
         for future, _ in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.refusal())

@@ -42,7 +42,8 @@ def _run(reference: weakref.ref[EngineInterface]) -> None:
     while (
         not _ends.is_set() and (engine := reference()) is not None
     ):  # a weak reference: the engine is freed with its owner
-        has_worked, num_tokens = engine.num_output_tokens() > num_tokens, engine.num_output_tokens()
+        has_worked = engine.num_output_tokens() > num_tokens
+        num_tokens = engine.num_output_tokens()
         if not (has_worked or engine.has_unfinished):
             if not engine.use_idle_time(captures=False):
                 return

@@ -88,8 +88,10 @@ class Preparation:
         self.work: asyncio.Future[None]
         self.aborted: set[str] = set()
         self.is_queued = False
-        self._stream, self._ids = stream, set(request_ids)
-        self._num_samples, self._arrival_time = num_samples, arrival_time  # Number of each request
+        self._stream = stream
+        self._ids = set(request_ids)
+        self._num_samples = num_samples  # Number of each request
+        self._arrival_time = arrival_time
 
     @property
     def is_dropped(self) -> bool:
@@ -120,7 +122,8 @@ class OutputStream:
     """
 
     def __init__(self, stream: Stream, request_ids: Iterable[str], abandon: Callable[[set[str], Stream], None]) -> None:
-        self._stream, self._abandon = stream, abandon
+        self._stream = stream
+        self._abandon = abandon
         self._unfinished = set(request_ids)
 
     def __aiter__(self) -> OutputStream:
@@ -137,7 +140,8 @@ class OutputStream:
 
     async def aclose(self) -> None:
         """End the iteration and abort unfinished requests before the next step; idempotent."""
-        left, self._unfinished = self._unfinished, set()
+        left = self._unfinished
+        self._unfinished = set()
         if left:
             self._abandon(left, self._stream)
 

@@ -52,7 +52,7 @@ class NanoVLLM:
         for request in workload.requests:  # min_tokens: prompt and output must fit into max_model_len
             length = request.num_output_tokens
             params = SamplingParams(max_tokens=length, min_tokens=length)
-            self._engine.input_processor.process_one("0", request.prompt_token_ids, params)
+            self._engine.input_processor.process(request.prompt_token_ids, params, request_ids=["0"])
 
     def add(self, number: int, request: TimedRequest) -> None:
         from nanovllm.features.sampling_params import SamplingParams
@@ -63,7 +63,8 @@ class NanoVLLM:
         self._engine.add(processor.process_one(str(number), request.prompt_token_ids, params, **options))
 
     def step(self) -> list[Finished]:
-        engine, ended = self._engine, []
+        engine = self._engine
+        ended = []
         engine.step()
         while engine.outputs:
             output = engine.outputs.popleft()

@@ -63,7 +63,8 @@ class VLLM:
     def step(self) -> list[Finished]:
         outputs = self._llm.llm_engine.step()
         self._num_steps += 1
-        now, ended = time.monotonic(), []
+        now = time.monotonic()
+        ended = []
         for output in outputs:
             number, times = self._running[output.request_id]
             times += [now] * (len(output.outputs[0].token_ids) - len(times))
@@ -128,7 +129,8 @@ class TransformersGenerate(_TransformersModel):
 
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._own.get("batch_size", 16)))]
         prompts = [request.prompt_token_ids for _, request in batch]
-        width, length = max(map(len, prompts)), max(request.num_output_tokens for _, request in batch)
+        width = max(map(len, prompts))
+        length = max(request.num_output_tokens for _, request in batch)
         device = self._module.device
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -237,7 +239,8 @@ class LlamaCpp:
             return []
         ended = Finished(number, self._times, self._num_cached)
         self._waiting.popleft()
-        self._tokens, self._times = None, []
+        self._tokens = None
+        self._times = []
         return [ended]
 
     def counters(self) -> dict[str, int]:

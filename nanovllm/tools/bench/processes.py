@@ -151,7 +151,8 @@ def run_in_subprocess(
     Args:
         after_workload: callback with index and figures of each workload after its replay.
     """
-    answer, progress = folder / "answer.json", folder / "progress.jsonl"
+    answer = folder / "answer.json"
+    progress = folder / "progress.jsonl"
     for path in (answer, progress):
         path.unlink(missing_ok=True)
     job = {
@@ -184,7 +185,8 @@ def run_in_subprocess(
 
 def _follow(process: subprocess.Popen[bytes], progress: Path, after_workload: Callable[[int, Run], None]) -> None:
     """Wait for a worker's end, and pass on each workload's figures as they arrive."""
-    num_told, has_ended = 0, False
+    num_told = 0
+    has_ended = False
     while not has_ended:
         try:
             process.wait(POLL_SECONDS)

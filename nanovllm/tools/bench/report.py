@@ -60,12 +60,15 @@ def compare(path_a: str, path_b: str) -> str:
 
     Raises ValueError for a file that is no result of `nanovllm bench`, or without a common run.
     """
-    a, b = load(path_a), load(path_b)
-    runs_a, runs_b = grouped(a), grouped(b)
+    a = load(path_a)
+    b = load(path_b)
+    runs_a = grouped(a)
+    runs_b = grouped(b)
     rows = [["workload", "engine", "figure", path_a, path_b, "ratio"]]
     for key in (common := [key for key in runs_a if key in runs_b]):
         for figure, name, factor in COMPARED:
-            left, right = median(runs_a[key], figure), median(runs_b[key], figure)
+            left = median(runs_a[key], figure)
+            right = median(runs_b[key], figure)
             if left is not None and right is not None:
                 ratio = f"{right / left:.3f}" if left else "-"
                 rows.append([*key, name, f"{left * factor:.4g}", f"{right * factor:.4g}", ratio])
@@ -118,10 +121,12 @@ def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, s
     common_settings = ("model", "warm_ups", "sampling")
     sides = [("", {k: a.get(k) or None for k in common_settings}, {k: b.get(k) or None for k in common_settings})]
     sides += [(f"{name}: ", a["workloads"][name], b["workloads"][name]) for name in dict.fromkeys(w for w, _ in common)]
-    runs_a, runs_b = grouped(a), grouped(b)
+    runs_a = grouped(a)
+    runs_b = grouped(b)
     engines = {engine: (workload, engine) for workload, engine in reversed(common)}
     for engine, key in engines.items():
-        left, right = runs_a[key][-1], runs_b[key][-1]
+        left = runs_a[key][-1]
+        right = runs_b[key][-1]
         sides += [(f"{engine}: ", left.get(part) or {}, right.get(part) or {}) for part in ("environment", "config")]
     for label, left, right in sides:
         for name in dict.fromkeys([*left, *right]):

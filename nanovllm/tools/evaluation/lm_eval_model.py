@@ -141,7 +141,8 @@ class NanoVLLM(TemplateLM):
         self, requests: list[TokenizedRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would produce it."""
-        prompts, params = [], []
+        prompts = []
+        params = []
         for _key, context, continuation in requests:
             if not continuation or len(continuation) > self.max_length:
                 raise ValueError(
@@ -184,7 +185,8 @@ class NanoVLLM(TemplateLM):
     # --------------------------------------------------------------------------------------------------------- texts
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts, params = [], []
+        prompts = []
+        params = []
         for context, options in (request.args for request in requests):
             given: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
             max_tokens, given["until"] = given.pop("max_gen_toks"), self._stops(given["until"])
@@ -204,7 +206,8 @@ class NanoVLLM(TemplateLM):
     @staticmethod
     def _sampling_params(given: dict[str, Any], max_tokens: int) -> SamplingParams:
         """Sampling parameters from a task's options; raises ValueError for an option unknown to the engine."""
-        is_sampled, stops = given.pop("do_sample", False), given.pop("until")
+        is_sampled = given.pop("do_sample", False)
+        stops = given.pop("until")
         unknown = sorted(given.keys() - set(GENERATION))
         if unknown:
             raise ValueError(f"generation_kwargs has {unknown[0]}; the engine takes {', '.join(GENERATION)}.")

@@ -102,7 +102,8 @@ def calibrate(
         plan = scenarios(engine.config)
         _prepare(engine, plan)
         rounds, intakes = _measure(engine, log, plan, repeats)
-        samples, launch_blocks = list(_medians(rounds)), _launch_blocks(engine)
+        samples = list(_medians(rounds))
+        launch_blocks = _launch_blocks(engine)
         head_start = 0.0 if launch_blocks else _measure_head_start(engine, log, plan, samples)
         cost_model = fit(samples, intakes, launch_blocks=launch_blocks, head_start=head_start)
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
@@ -192,7 +193,8 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
 
     def decoded(count: int, length: int) -> Group:
         """Requests long enough that all of them decode together, although decodes reduce the budget for prefills."""
-        free, block_size = max(1, config.max_num_batched_tokens - count), config.block_size
+        free = max(1, config.max_num_batched_tokens - count)
+        block_size = config.block_size
         if length > block_size:  # chunks end with a block
             free = max(block_size, free // block_size * block_size)
         outputs = min(NUM_DECODES - (-count * length // free), config.max_model_len - length)
@@ -280,7 +282,8 @@ def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str,
 
 
 def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model: CostModel) -> Calibration:
-    config, runner = engine.config, engine.model_runner
+    config = engine.config
+    runner = engine.model_runner
     device = runner.device.type
     loaded = LoadedModel(runner.binding.model, None, is_live=runner.binding.is_live, identity=model)
     hardware: dict[str, Any] = {

@@ -75,7 +75,8 @@ def fit_device(samples: Sequence[StepSample]) -> DeviceCost:
     scales = np.asarray([sample.execute_time for sample in samples])
     fits = []
     for knee in KNEES:
-        rows, weights = np.asarray([columns(work, knee) for work in works], dtype=float), np.ones(len(samples))
+        rows = np.asarray([columns(work, knee) for work in works], dtype=float)
+        weights = np.ones(len(samples))
         for _ in range(1 + NUM_REWEIGHTINGS):
             coefficients, _ = non_negative_least_squares(rows, seconds, scales / weights)
             misses = np.abs(rows @ coefficients - seconds) / scales
@@ -117,15 +118,18 @@ def non_negative_least_squares(
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
     # A rotation (QR) keeps all distances and reduces the rows to the number of columns.
     triangle = np.linalg.qr(np.column_stack([matrix / scale, times[keep] / divisors[keep]])).R
-    matrix, goal = triangle[:, :-1], triangle[:, -1]
+    matrix = triangle[:, :-1]
+    goal = triangle[:, -1]
     num_columns = matrix.shape[1]
-    best, least = np.zeros(num_columns), float(goal @ goal)
+    best = np.zeros(num_columns)
+    least = float(goal @ goal)
     for size in range(1, num_columns + 1):
         for chosen in itertools.combinations(range(num_columns), size):
             part = matrix[:, chosen]
             solution = np.linalg.lstsq(part, goal, rcond=None)[0]
             misses = part @ solution - goal
             if misses @ misses < least and (solution >= 0.0).all():
-                best, least = np.zeros(num_columns), float(misses @ misses)
+                best = np.zeros(num_columns)
+                least = float(misses @ misses)
                 best[list(chosen)] = solution
     return (best / scale).tolist(), least

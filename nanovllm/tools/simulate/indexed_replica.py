@@ -53,7 +53,8 @@ class _Late(Observer):
     """Events of the last steps, on their way to the index."""
 
     def __init__(self, index: PrefixIndex, delay: int) -> None:
-        self._index, self._delay = index, delay
+        self._index = index
+        self._delay = delay
         self._events: list[BlockEvent] = []  # events since the last step
         self._reports: deque[tuple[bytes, list[str]]] = deque()  # events and sampled request ids of each step
 

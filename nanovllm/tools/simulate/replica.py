@@ -56,7 +56,8 @@ class _Request:
 
     def metrics(self) -> RequestMetrics:
         """Return the metrics of the finished request; `finished_time` is the time of the last token."""
-        times, sequence = self.token_times, self.sequence
+        times = self.token_times
+        sequence = self.sequence
         itls = [after - before for before, after in pairwise(times)]
         return RequestMetrics(
             arrival_time=sequence.arrival_time,
@@ -98,13 +99,15 @@ class Replica:
         self.now = 0.0  # the host's clock, in seconds
         self._groups = () if pools.is_one_full else pools.groups
         self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
-        budget, decode_cost = None, DECODE_COST
+        budget = None
+        decode_cost = DECODE_COST
         cost = cost_model.step_cost(overlap=config.overlap)
         if config.itl_goal is not None or config.step_costs is not None:  # an engine without them has no costs, either
             decode_cost = relative_decode_cost(cost, config)
         if config.itl_goal is not None:
             costs = LearnedCosts(config, self._groups, cost)
-            asked, config = config, resolve_goal(config, costs.block_seconds)
+            asked = config
+            config = resolve_goal(config, costs.block_seconds)
             budget = StepBudget(config, costs, lambda: self.now)
             follow_costs(asked, budget, costs)
             self.observers.append(costs)

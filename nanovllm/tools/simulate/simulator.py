@@ -132,7 +132,8 @@ class _Run:
         heapq.heapify(self._arrivals)
 
     def to_its_end(self) -> None:
-        arrivals, begins = self._arrivals, self._begins
+        arrivals = self._arrivals
+        begins = self._begins
         while arrivals or begins:
             if arrivals and (not begins or arrivals[0][0] <= begins[0][0]):
                 self._arrive(*heapq.heappop(arrivals))
@@ -193,7 +194,8 @@ def _check_drafts(config: EngineConfig, acceptance: float | None) -> None:
 
 
 def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
-    prompt, num_output_tokens = request.prompt_token_ids, request.num_output_tokens
+    prompt = request.prompt_token_ids
+    num_output_tokens = request.num_output_tokens
     if not prompt or num_output_tokens < 1:
         raise ValueError(
             f"request {number} has {len(prompt)} prompt tokens and {num_output_tokens} output tokens; it needs at "

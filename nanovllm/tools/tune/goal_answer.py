@@ -59,14 +59,17 @@ def goal_answer(
         finalists: best setting first.
         found: the highest rate of the first finalist, with `rival` for the other kind; else their best points count.
     """
-    goal, fixed = best_of_kind(finalists, has_goal=True), best_of_kind(finalists, has_goal=False)
+    goal = best_of_kind(finalists, has_goal=True)
+    fixed = best_of_kind(finalists, has_goal=False)
     if goal is None or fixed is None:
         return None
-    its_name, budget = f"itl_goal {_goal_of(goal)}", f"budget {fixed.setting.options['max_num_batched_tokens']}"
+    its_name = f"itl_goal {_goal_of(goal)}"
+    budget = f"budget {fixed.setting.options['max_num_batched_tokens']}"
     if found is not None:
         if found.rate is None or rival is None:
             return None
-        leads, rivals_rate = finalists[0] is goal, f"{rival.rate:g} requests/s"
+        leads = finalists[0] is goal
+        rivals_rate = f"{rival.rate:g} requests/s"
         suffices = rival.is_kept is not leads
         ends = "keeps" if rival.is_kept else "misses the goals at"
         first = f"{its_name if leads else budget} keeps {found.rate:g} requests/s"

@@ -72,7 +72,8 @@ class Sweep:
 
     def run(self, measure: Measure) -> None:
         """Run all rounds; after an interrupt, results and failures hold the measurements so far."""
-        first, rivals = self.settings[0], list(self.settings[1:])
+        first = self.settings[0]
+        rivals = list(self.settings[1:])
         for share, num_rivals in self.rounds:
             rivals = best_rivals(rivals, num_rivals)
             self._measure(measure, [first, *rivals], share, 0)

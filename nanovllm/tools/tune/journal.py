@@ -130,7 +130,8 @@ def _whole_lines(path: Path, first: str) -> list[dict[str, Any]]:
 def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield a line per differing value, by its path."""
     for name in dict.fromkeys([*there, *here]):
-        left, right = there.get(name), here.get(name)
+        left = there.get(name)
+        right = here.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from _differences(left, right, f"{prefix}{name}.")
         elif left != right:

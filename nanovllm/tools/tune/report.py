@@ -72,7 +72,8 @@ class Outcome:
 
 def table(outcome: Outcome) -> str:
     """Format a line per setting, below the options common to all settings."""
-    latest, sweep = outcome.latest(), outcome.sweep
+    latest = outcome.latest()
+    sweep = outcome.sweep
     measured = [summary.setting for _, summary in latest]
     tried = [*measured, *sweep.failures]
     if not tried:
@@ -105,7 +106,8 @@ def table(outcome: Outcome) -> str:
 
 
 def _figures(outcome: Outcome, share: float, summary: SettingSummary) -> Iterator[str]:
-    best, predicted = summary.best, outcome.predicted.get(summary.setting)
+    best = summary.best
+    predicted = outcome.predicted.get(summary.setting)
     expected = next((p for p in predicted.points if p["rate"] == best["rate"]), None) if predicted else None
     yield "all" if share == 1.0 else f"{share:.3g}"
     yield "-" if best["rate"] is None else f"{best['rate']:g}"
@@ -179,7 +181,8 @@ def advice(outcome: Outcome) -> str:
 
 def reason(outcome: Outcome, finalists: list[SettingSummary]) -> str:
     """Return the reason for the first finalist, in one sentence of figures."""
-    best, goals = finalists[0], outcome.goals
+    best = finalists[0]
+    goals = outcome.goals
     achieved = _throughput(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
     if not best.keeps_goals:
@@ -278,7 +281,8 @@ def _certainty(outcome: Outcome, best: SettingSummary) -> Iterator[str]:
 
 
 def _accuracy(outcome: Outcome, finalists: list[SettingSummary]) -> str:
-    rates, tails = [], []
+    rates = []
+    tails = []
     for summary in finalists:
         predicted = outcome.predicted.get(summary.setting)
         for expected, point in zip(predicted.points if predicted else (), summary.points, strict=False):

@@ -15,7 +15,8 @@ from nanovllm.tools.tune.settings import Setting
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return question, environment, all measurements and the recommendation as JSON values."""
-    sweep, finalists = outcome.sweep, outcome.sweep.finalists()
+    sweep = outcome.sweep
+    finalists = outcome.sweep.finalists()
     return {
         "time": datetime.now().isoformat(timespec="seconds"),
         "question": outcome.question,
@@ -69,7 +70,8 @@ def _without(run: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def serve_file(outcome: Outcome) -> str:
     """Format the model, the options that all settings shared, and those of the best one as TOML."""
-    finalists, question = outcome.sweep.finalists(), outcome.question
+    finalists = outcome.sweep.finalists()
+    question = outcome.question
     best = finalists[0]
     verdict = "Recommended" if best.keeps_goals else "No setting keeps the goals; the nearest"
     comments = [f"{verdict} by nanovllm tune on {question['workload']['name']}:", reason(outcome, finalists)]

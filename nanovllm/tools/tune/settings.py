@@ -139,7 +139,8 @@ def values_to_try(
     """
     if only_named:
         return dict.fromkeys(SWEPT, (None,)) | named
-    defaults, factors = DEVICE_DEFAULTS[device], WIDE if wide else NARROW
+    defaults = DEVICE_DEFAULTS[device]
+    factors = WIDE if wide else NARROW
     budgets = [int(factor * defaults.max_num_batched_tokens) for factor in factors]
     num_seqs = [int(factor * defaults.max_num_seqs) for factor in factors]
     enough = min((number for number in num_seqs if number >= most_at_once), default=num_seqs[-1])
@@ -173,7 +174,8 @@ def sample(settings: Sequence[Setting], count: int, *, seed: int = 0) -> list[Se
 def _balanced(settings: Sequence[Setting], count: int, seed: int) -> list[Setting]:
     rest = list(settings[1:])
     random.Random(seed).shuffle(rest)
-    taken, used = [settings[0]], Counter(_cells(settings[0]))
+    taken = [settings[0]]
+    used = Counter(_cells(settings[0]))
     while rest and len(taken) < count:
         best = min(rest, key=lambda setting: sum(used[cell] for cell in _cells(setting)))
         rest.remove(best)

@@ -88,7 +88,8 @@ def _request(line: str, number: int, tokenize: Tokenize | None) -> TimedRequest:
     for key in ("prompt", "output_tokens"):
         if key not in value:
             raise ValueError(f"the field {key!r} is missing.")
-    arrival, after = value.get("arrival", 0.0), value.get("after")
+    arrival = value.get("arrival", 0.0)
+    after = value.get("after")
     names = {key: value.get(key, "") for key in ("cache_salt", "client")}
     if isinstance(arrival, bool) or not isinstance(arrival, (int, float)) or not 0.0 <= arrival < math.inf:
         raise ValueError(f"arrival is {arrival!r}; it must be a number of seconds, 0 or more.")

@@ -101,7 +101,9 @@ class _Prompts:
     """
 
     def __init__(self, trace: Trace, scale: float, generator: np.random.Generator) -> None:
-        self._lengths, self._conversations, self._scale = trace.prompts, trace.conversations, scale
+        self._lengths = trace.prompts
+        self._conversations = trace.conversations
+        self._scale = scale
         self._generator = generator
         self._common = self._hashes(1)
         self._open: list[_Prompt] = []  # prompts to be continued, by `_times`
@@ -117,7 +119,8 @@ class _Prompts:
         return self._tokens(prompt, self._conversations.block_tokens)
 
     def _turn(self, conversations: Conversations, time: float, length: int) -> _Prompt:
-        block_tokens, is_later = conversations.block_tokens, False
+        block_tokens = conversations.block_tokens
+        is_later = False
         shared = self._common
         if self._open and self._generator.random() < conversations.continuing:
             is_later = True

@@ -21,7 +21,9 @@ from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 logger = logging.getLogger("nanovllm")
 
 MOONCAKE_BLOCK = 512  # tokens per hash
-RECORD, MOONCAKE, AZURE = "nanovllm serve --record", "Mooncake", "Azure"
+RECORD = "nanovllm serve --record"
+MOONCAKE = "Mooncake"
+AZURE = "Azure"
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 UNIQUE = 2**54  # lower bound of hashes that no other prompt shares; recorded hashes are below it
 

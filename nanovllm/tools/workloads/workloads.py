@@ -80,7 +80,8 @@ class Workload:
         """Return the workload of the first `count` requests."""
         if count >= len(self.requests):
             return self
-        name, parameters = f"{self.name}[:{count}]", {**self.parameters, "first": count}
+        name = f"{self.name}[:{count}]"
+        parameters = {**self.parameters, "first": count}
         return replace(self, name=name, requests=self.requests[:count], parameters=parameters)
 
     def hurried(self) -> Workload:
@@ -113,7 +114,8 @@ def _workload(name: str, about: str) -> Callable[[Maker], Maker]:
 @_workload("W", "64 requests with prompts of 32 to 256 tokens and outputs of 32 to 128: 9,871 in, 5,250 out.")
 def w() -> Workload:
     r = random.Random(0)
-    prompts, lengths = [], []
+    prompts = []
+    lengths = []
     for _ in range(64):
         prompt_length = r.randint(32, 256)
         lengths.append(r.randint(32, 128))
@@ -237,7 +239,8 @@ def whales(
         delay: seconds until the long ones arrive, all at once; not scaled.
     """
     decoding, prompt, output = (_scaled(size, scale) for size in (decoding, prompt, output))
-    whales, whale_prompt = _scaled(whales, scale), _scaled(whale_prompt, scale)
+    whales = _scaled(whales, scale)
+    whale_prompt = _scaled(whale_prompt, scale)
     draw = _Draw(seed, vocab)
     sizes = [(0.0, prompt, output)] * decoding + [(delay, whale_prompt, whale_output)] * whales
     made = [TimedRequest(time, draw.tokens(draw.length(long)), draw.length(out)) for time, long, out in sizes]

@@ -77,7 +77,8 @@ class AnswerStream:
     def __init__(
         self, reasoning: ReasoningStream | None, tools: ToolStream | None, dropped: Collection[str] = ()
     ) -> None:
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning = reasoning
+        self._tools = tools
         self._dropped = any_of(frozenset(dropped)) if dropped else None
         self._beginnings = beginnings_of(frozenset(dropped))
         self._longest = max(map(len, self._beginnings), default=0)

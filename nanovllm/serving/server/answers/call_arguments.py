@@ -79,8 +79,10 @@ def values_of(rules: Rules, tool: Tool, closing: str, *, is_for_text: bool = Fal
     Args:
         is_for_text: True if `closing` follows strings only.
     """
-    function, schema = tool["function"], parameters_of(tool)
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    function = tool["function"]
+    schema = parameters_of(tool)
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
     problem = f"tools: the parameters of {function['name']!r} have "
     if not isinstance(properties, dict):
         raise ValueError(f"{problem}{properties!r} as properties; they must be an object.")

@@ -132,7 +132,8 @@ def _deepseek(name: str) -> ToolFormat:
 
 
 HARMONY_TOOLS = ToolFormat("harmony")  # `harmony` reads these calls
-_CALL_TAG, _CALL_END = ("<tool_call>",), ("</tool_call>",)
+_CALL_TAG = ("<tool_call>",)
+_CALL_END = ("</tool_call>",)
 _KNOWN = (
     ToolFormat("hermes", _CALL_TAG, _CALL_END, bare=("{", "```json"), tags=_FUNCTION),
     ToolFormat("llama", ("<|python_tag|>",), bare=("{", "[", "```json")),

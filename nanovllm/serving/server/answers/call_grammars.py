@@ -33,7 +33,8 @@ class CallRules:
     single: str | None = None
 
 
-_LINE_BREAK, _NEW_LINE = '"\\n"?', '"\\n"'
+_LINE_BREAK = '"\\n"?'
+_NEW_LINE = '"\\n"'
 
 
 def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str]) -> str:
@@ -67,8 +68,10 @@ def _block(rules: Rules, opening: str, call: str, closing: str, *, head: str = "
     Args:
         head, between: rules for the text after the opening marker, and between calls.
     """
-    marker, end = rules.marker(opening), rules.marker(closing)
-    single, body = f"{head} {call} {end}", f"{head} {call} ({between} {call})* {end}"
+    marker = rules.marker(opening)
+    end = rules.marker(closing)
+    single = f"{head} {call} {end}"
+    body = f"{head} {call} ({between} {call})* {end}"
     return CallRules(opening, body, f"{marker} {single}", f"{marker} {body}", single=single)
 
 
@@ -79,7 +82,8 @@ def llama(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
-    marker, arguments = rules.marker("[TOOL_CALLS]"), rules.token_id("[ARGS]")
+    marker = rules.marker("[TOOL_CALLS]")
+    arguments = rules.token_id("[ARGS]")
     if arguments is None:  # a list of calls after one marker
         own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # templates write earlier calls with such an id
         call = _each(rules, tools, _json_call(rules, "arguments", f"{own_id}?"))
@@ -123,7 +127,8 @@ def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 def _deepseek(rules: Rules, tools: Sequence[Tool], before: str, behind: str, end: str) -> CallRules:
     """DeepSeek's calls, with the texts before a call's name, after it, and after the arguments."""
-    opening, closing = rules.marker("<｜tool▁call▁begin｜>"), rules.marker("<｜tool▁call▁end｜>")
+    opening = rules.marker("<｜tool▁call▁begin｜>")
+    closing = rules.marker("<｜tool▁call▁end｜>")
 
     def call(name: str, tool: Tool) -> str:
         arguments = rules.json(parameters_of(tool))
@@ -144,8 +149,10 @@ def deepseek_v31(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def kimi_k2(rules: Rules, tools: Sequence[Tool]) -> CallRules:
-    opening, closing = rules.marker("<|tool_call_begin|>"), rules.marker("<|tool_call_end|>")
-    separator, number = rules.marker("<|tool_call_argument_begin|>"), rules.add("/[0-9]{1,4}/")
+    opening = rules.marker("<|tool_call_begin|>")
+    closing = rules.marker("<|tool_call_end|>")
+    separator = rules.marker("<|tool_call_argument_begin|>")
+    number = rules.add("/[0-9]{1,4}/")
 
     def call(name: str, tool: Tool) -> str:
         head = f"{rules.literal(f'functions.{name}:')} {number}"
@@ -163,7 +170,9 @@ def cohere(rules: Rules, tools: Sequence[Tool]) -> CallRules:
         head = f'"tool_name": {rules.literal(name)}, "parameters": '
         return f'{own_id} {rules.literal(head)} {rules.json(parameters_of(tool))} "}}"'
 
-    marker, end, one = rules.marker("<|START_ACTION|>"), rules.marker("<|END_ACTION|>"), _each(rules, tools, call)
+    marker = rules.marker("<|START_ACTION|>")
+    end = rules.marker("<|END_ACTION|>")
+    one = _each(rules, tools, call)
     single, body = (f'"[" {space} {one} {more} {space} "]" {end}' for more in ("", f'("," {space} {one})*'))
     return CallRules("<|START_ACTION|>", body, f"{marker} {single}", f"{marker} {body}", single=single)
 
@@ -181,7 +190,9 @@ def gemma4(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 def _members(rules: Rules, values: Sequence[Value]) -> str:
     """Rule for names and values in their order, with commas between the present ones."""
     quote = rules.marker(GEMMA_QUOTE)
-    more, members = '""', '""'  # rules of the later values: `more` follows another value, `members` does not
+    # rules of the later values: `more` follows another value, `members` does not
+    more = '""'
+    members = '""'
     for value in reversed(values):
         member = f"{rules.literal(f'{value.key}:')} {quote if value.is_text else ''} {value.rule}"
         if value.is_required:

@@ -71,7 +71,8 @@ def build_form(
 def _thought(rules: Rules, constraints: AnswerConstraints, form: AnswerFormat, *, is_open: bool) -> str:
     if form.reasoning is None:
         return ""
-    opening, closing = form.reasoning.open, form.reasoning.close
+    opening = form.reasoning.open
+    closing = form.reasoning.close
     if constraints.budget is None:
         body = rules.until(closing)
     elif rules.token_id(closing) is None:

@@ -16,7 +16,9 @@ from nanovllm.serving.server.answers.delta import AnswerDelta, CallParts
 from nanovllm.serving.server.answers.json_calls import JsonCall, Tools, tool_name
 from nanovllm.serving.server.answers.reasoning import partial_marker
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 MARKERS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -78,7 +80,9 @@ class HarmonyStream:
             header, found, rest = self._text.partition(MESSAGE)
             if not found:
                 return self._read_bare_text(delta, is_last=is_last)
-            self._header, self._text, self._in_body = header, rest, True
+            self._header = header
+            self._text = rest
+            self._in_body = True
             return True
         ends = [at for marker in ENDS if (at := self._text.find(marker)) >= 0]
         if ends:
@@ -90,7 +94,8 @@ class HarmonyStream:
             self._in_body = False
             return bool(self._text)
         kept = 0 if is_last else max(partial_marker(self._text, marker) for marker in ENDS)
-        body, rest = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
+        body = self._text[: len(self._text) - kept]
+        rest = self._text[len(self._text) - kept :]
         if self._tool is not None and not is_last:
             self._read_call(delta, self._tool, body, is_last=False)
             return False
@@ -108,7 +113,8 @@ class HarmonyStream:
             is_header = begin.startswith(starts) or any(start.startswith(begin) for start in starts)
         if is_header:
             return False
-        self._header, self._in_body = "", True
+        self._header = ""
+        self._in_body = True
         return True
 
     def _show(self, delta: AnswerDelta, body: str) -> None:

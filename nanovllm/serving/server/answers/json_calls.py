@@ -144,7 +144,8 @@ class JsonCall:
                 self._whole = whole
             self.end = scan.at
         except _NO_CALL:
-            self._whole, self.failed = None, scan.at
+            self._whole = None
+            self.failed = scan.at
 
     def _call_of(self, given: Any) -> tuple[str, dict[str, Any]]:
         """Name and arguments of a call; raises one of _NO_CALL if they are not certain."""

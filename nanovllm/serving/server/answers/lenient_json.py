@@ -35,7 +35,8 @@ class JsonScan:
     """
 
     def __init__(self, start: int) -> None:
-        self.at, self.text = start, ""
+        self.at = start
+        self.text = ""
         self.closed: dict[int, int] = {}
         self.is_whole = self.is_broken = False
         self._open: list[str] = []  # brackets that close the open containers
@@ -94,7 +95,8 @@ class JsonScan:
             self._has_comma = True
             self._expects = "name" if self._open[-1] == "}" else "item"
         elif self._last_quote == GEMMA_QUOTE and self._open[-1] == "}" and _SCALAR.match(character):
-            self._has_comma, self._expects = True, "name"
+            self._has_comma = True
+            self._expects = "name"
             return True
         elif self._expects == "comma":
             return self._close(character)
@@ -119,7 +121,9 @@ class JsonScan:
         self.at += 1
         self.text += self._open.pop()
         self.closed.setdefault(self.depth, len(self.text))
-        self._has_comma, self._expects, self._last_quote = False, "comma", ""
+        self._has_comma = False
+        self._expects = "comma"
+        self._last_quote = ""
         self.is_whole = not self._open
         return True
 
@@ -132,15 +136,18 @@ class JsonScan:
             return False
         word = found[0]
         if self._expects == "name":
-            written, expects = json.dumps(word, ensure_ascii=False), "colon"
+            written = json.dumps(word, ensure_ascii=False)
+            expects = "colon"
         else:
             number = word if _NUMBER.fullmatch(word) else ""
-            written, expects = _WORDS.get(word, number), "comma"
+            written = _WORDS.get(word, number)
+            expects = "comma"
         if not written:
             return self._break()
         self._separate()
         self.text += written
-        self._expects, self._last_quote = expects, ""
+        self._expects = expects
+        self._last_quote = ""
         self.at = found.end()
         return True
 

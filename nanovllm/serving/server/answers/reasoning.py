@@ -88,7 +88,8 @@ class ReasoningStream:
     """
 
     def __init__(self, form: ReasoningFormat, *, is_open: bool) -> None:
-        self._form, self.is_open = form, is_open
+        self._form = form
+        self.is_open = is_open
         self._may_open = not is_open
         self._text = ""  # not yet returned
         self._space = ""  # white space that ends the thought so far; shown only if more thought follows
@@ -107,10 +108,12 @@ class ReasoningStream:
 
     def _look_for_opening(self, *, is_last: bool) -> None:
         begin = self._text.lstrip()
-        opening, is_whole = self._form.opening, is_last or not self._form.opening.startswith(begin)
+        opening = self._form.opening
+        is_whole = is_last or not self._form.opening.startswith(begin)
         if begin.startswith(opening) or (is_whole and begin.startswith(self._form.open)):
             self._text = begin.removeprefix(self._form.open).removeprefix(self._form.label)
-            self.is_open, self._may_open = True, False
+            self.is_open = True
+            self._may_open = False
         elif is_whole:
             self._may_open = False
 
@@ -118,12 +121,15 @@ class ReasoningStream:
         close = self._form.close
         end = self._text.find(close)
         if end >= 0:
-            thought, self._text = self._text[:end], self._text[end + len(close) :]
-            self.is_open, self._drops_space = False, True
+            thought = self._text[:end]
+            self._text = self._text[end + len(close) :]
+            self.is_open = False
+            self._drops_space = True
         else:
             kept = 0 if is_last else partial_marker(self._text, close)
             end = len(self._text) - kept
-            thought, self._text = self._text[:end], self._text[end:]
+            thought = self._text[:end]
+            self._text = self._text[end:]
         thought = self._space + thought
         shown = thought.rstrip() if self._has_thought else thought.strip()
         self._space = "" if not shown and not self._has_thought else thought[len(thought.rstrip()) :]
@@ -131,7 +137,8 @@ class ReasoningStream:
         return shown
 
     def _take_content(self) -> str:
-        content, self._text = self._text, ""
+        content = self._text
+        self._text = ""
         if self._drops_space:
             content = content.lstrip()
             self._drops_space = not content

@@ -19,7 +19,8 @@ _TIME = rf"{_HOUR_MINUTE}:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR_MINUT
 
 def _falling(units: str) -> str:
     """Durations in consecutive units: they start and end at any unit."""
-    rest, found = "", []
+    rest = ""
+    found = []
     for unit in reversed(units):
         rest = f"[0-9]+{unit}(?:{rest})?" if rest else f"[0-9]+{unit}"
         found.append(rest)

@@ -72,8 +72,11 @@ class TaggedCall:
     def __init__(
         self, start: int, tools: Tools, tags: Tags, closers: tuple[str, ...], openers: tuple[str, ...]
     ) -> None:
-        self._start, self._tools, self._tags = start, tools, tags
-        self._closers, self._next = closers, openers + tags.starts
+        self._start = start
+        self._tools = tools
+        self._tags = tags
+        self._closers = closers
+        self._next = openers + tags.starts
         self._all = tags.argument_starts + tags.ends + closers + self._next
         bounds = tags.closings + tags.argument_starts + tags.ends + closers
         self._bounds = re.compile("|".join(map(re.escape, bounds)))
@@ -151,7 +154,8 @@ class TaggedCall:
         return True
 
     def _finish(self, end: int) -> None:
-        self.name, self.end = self._tool, end
+        self.name = self._tool
+        self.end = end
         self._written += "}"
 
     def _read_json(self, inner: JsonCall, text: str, *, is_last: bool) -> bool:
@@ -182,7 +186,8 @@ class TaggedCall:
         self._written += ", " if self._keys else ""
         self._written += f"{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}"
         self._keys.add(self._key)
-        self.name, self._value_at = self._tool, None
+        self.name = self._tool
+        self._value_at = None
         return True
 
     def _end_of_value(self, text: str, begin: int, *, is_last: bool) -> tuple[int, int] | None:
@@ -192,10 +197,12 @@ class TaggedCall:
             if found[0] in self._tags.closings:
                 ends, behind = self._is_end(text, begin, found)
             elif found[0] in self._tags.argument_starts:
-                ends, behind = self._is_argument(text, at, begin), at
+                ends = self._is_argument(text, at, begin)
+                behind = at
             else:
                 following = self._next if found[0] in self._closers else self._closers + self._next
-                ends, behind = self._follows(text, found.end(), following), at
+                ends = self._follows(text, found.end(), following)
+                behind = at
                 if ends is None and is_last:
                     ends = True
             if ends:
@@ -208,7 +215,8 @@ class TaggedCall:
 
     def _is_end(self, text: str, begin: int, closing: re.Match[str]) -> tuple[bool | None, int]:
         """Whether a closing tag ends the value, and the index after it and its repetitions."""
-        behind, tags = closing.end(), self._all
+        behind = closing.end()
+        tags = self._all
         if not any(start in text[begin : closing.start()] for start in self._tags.argument_starts):
             while found := _repeated(text, behind, self._tags.closings):
                 behind = found
@@ -220,7 +228,8 @@ class TaggedCall:
         found = self._tags.argument.match(text, at)
         if found is None:
             return None if len(text) - at < _MAX_TAG else False
-        key, schema = found["key"].strip(), self._tools.get(self._tool or "")
+        key = found["key"].strip()
+        schema = self._tools.get(self._tool or "")
         if key not in properties_of(schema) or key in self._keys or key == self._key:
             return False
         if self._tags.has_lines and at > begin and text[at - 1] != "\n":

@@ -53,9 +53,11 @@ def text_value(rules: Rules, schema: dict[str, Any], closing: str, owner: str, *
 def _texts(schema: dict[str, Any], owner: str) -> list[str] | None:
     """Strings in a schema's `enum` or `const`, None without either; raises ValueError if they hold no string."""
     if "const" in schema:
-        key, listed = "const", [schema["const"]]
+        key = "const"
+        listed = [schema["const"]]
     elif "enum" in schema:
-        key, listed = "enum", schema["enum"]
+        key = "enum"
+        listed = schema["enum"]
     else:
         return None
     texts = [value for value in listed if isinstance(value, str)] if isinstance(listed, list) else []
@@ -78,7 +80,8 @@ def _terminals(schema: dict[str, Any], owner: str) -> list[str]:
         found.append(f"/{ascii_regex(_search(pattern, owner))}/")
     if own := FORMATS.get(schema.get("format", "")):
         found.append(f"/{ascii_regex(own)}/")
-    least, most = schema.get("minLength") or 0, schema.get("maxLength")
+    least = schema.get("minLength") or 0
+    most = schema.get("maxLength")
     if least > _MAX_LEAST:
         raise ValueError(
             f"tools: {owner} has the minLength {least}; at most {_MAX_LEAST} can be kept where strings have no quotes. "
@@ -131,6 +134,7 @@ def _search(pattern: str, owner: str) -> str:
 
 def _whole(branch: list[str]) -> str:
     """One alternative of a pattern, extended to match whole texts."""
-    starts, ends = branch[:1] == ["^"], branch[-1:] == ["$"]
+    starts = branch[:1] == ["^"]
+    ends = branch[-1:] == ["$"]
     body = "".join(branch[int(starts) : len(branch) - int(ends)])
     return f"{'' if starts else _ANY}(?:{body}){'' if ends else _ANY}"

@@ -44,7 +44,8 @@ def _in_channel(tokenizer: Any, token_ids: Sequence[int]) -> int:
     message = marker_id(tokenizer, harmony.MESSAGE)
     ends = {marker_id(tokenizer, marker) for marker in harmony.ENDS}
     header: list[int] | None = []  # None within a message
-    count, is_thought = 0, False
+    count = 0
+    is_thought = False
     for token_id in token_ids:
         if header is None:
             count += is_thought

@@ -51,7 +51,8 @@ class CallRun:
     """
 
     def __init__(self, form: ToolFormat, tools: Tools) -> None:
-        self._form, self._tools = form, tools
+        self._form = form
+        self._tools = tools
         self._starts = () if form.tags is None else form.tags.starts
         self._closers = form.closers + (() if form.tags is None else form.tags.ends)
         self._ends = self._closers + form.openers + (_FENCE,)
@@ -160,7 +161,8 @@ class CallRun:
 
     def _read_header(self, text: str, *, is_last: bool) -> bool:
         """Read a name in front of its arguments; returns False if more text decides."""
-        begin, form = self._at, self._form
+        begin = self._at
+        form = self._form
         rest = text[begin : begin + _MAX_HEADER]
         bounds = [at for token in ("{", '"', *self._closers, *form.openers) if (at := rest.find(token)) >= 0]
         header = rest[: min(bounds, default=len(rest))]
@@ -207,7 +209,8 @@ class ToolStream:
     """
 
     def __init__(self, form: ToolFormat, tools: Tools, *, streams: bool = False) -> None:
-        self._form, self._tools = form, tools
+        self._form = form
+        self._tools = tools
         self._parts = CallParts(streams=streams)
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
@@ -233,7 +236,8 @@ class ToolStream:
                 parts.append(self._take_content(len(self._text) if is_last and not is_marker else start))
                 if not is_marker:
                     break
-                self._run, self._num_read = CallRun(self._form, self._tools), 0
+                self._run = CallRun(self._form, self._tools)
+                self._num_read = 0
             run = self._run
             run.read(self._text, is_last=is_last)
             parts += self._new_calls(run)
@@ -244,7 +248,8 @@ class ToolStream:
                 self._has_tags = True
                 begin = run.failed if self._parts.is_begun else run.mark
                 self._parts.drop()
-            self._text, self._run = self._text[begin:], None
+            self._text = self._text[begin:]
+            self._run = None
             parts.append(self._take_content((run.failed or begin) - begin))
         if is_last and not self.num_calls:
             parts.append(self._space)
@@ -261,7 +266,8 @@ class ToolStream:
         return parts
 
     def _take_content(self, end: int) -> str:
-        taken, self._text = self._space + self._text[:end], self._text[end:]
+        taken = self._space + self._text[:end]
+        self._text = self._text[end:]
         shown = taken.rstrip()
         self._space = taken[len(shown) :]
         if not shown:
@@ -273,7 +279,8 @@ class ToolStream:
 
     def _next_marker(self) -> tuple[int, bool]:
         """Return the start of a marker, complete or partial, and whether it is complete; the text's end without one."""
-        text, markers = self._text, self._form.markers
+        text = self._text
+        markers = self._form.markers
         if not self._has_tags:  # a closer that is left over may stand before a call
             markers += self._form.closers
         begin = text.lstrip()

@@ -75,7 +75,8 @@ class EventWriter:
     """Events of one streamed answer: its blocks, one after the other."""
 
     def __init__(self, job: MessagesJob, state: ServerState) -> None:
-        self._job, self._state = job, state
+        self._job = job
+        self._state = state
         self._index = -1
         self._open: str | None = None  # type of the block that is open
         self._thought = ""

@@ -111,7 +111,9 @@ def _waiting_ids(engine: Any) -> Iterator[str]:
 
 def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
     began = time.perf_counter()
-    now, scheduler, pool = engine.clock(), engine.scheduler, engine.block_manager
+    now = engine.clock()
+    scheduler = engine.scheduler
+    pool = engine.block_manager
     shown = [*islice(scheduler.running, MAX_ROWS), *islice(scheduler.waiting, MAX_ROWS)]
     stats = scheduler.stats
     num_holders, findable = pool_usage(pool)
@@ -163,7 +165,9 @@ def _machine(engine: Engine) -> dict[str, str]:
 
 def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnapshot:
     """Snapshot of several replicas: their requests, and sums over their blocks, in arbitrary order."""
-    began, now, stats = time.perf_counter(), pool.clock(), pool.stats()
+    began = time.perf_counter()
+    now = pool.clock()
+    stats = pool.stats()
     longest = pool.config.max_model_len
     rows = [
         row for request in islice(pool.requests.values(), 2 * MAX_ROWS) for row in _pool_rows(request, now, longest)
@@ -189,7 +193,8 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
 
 def _pool_rows(request: PoolRequest, now: float, longest: int) -> Iterator[tuple[Any, ...]]:
     """Rows of a request's samples; one that has no token yet counts as waiting."""
-    num_prompt_tokens, metrics = len(request.new.prompt_token_ids), request.metrics
+    num_prompt_tokens = len(request.new.prompt_token_ids)
+    metrics = request.metrics
     limit = min(num_prompt_tokens + (request.new.params.max_tokens or longest), longest)
     for index, sample in enumerate(request.samples):
         if sample.finish_reason is None:

@@ -130,13 +130,17 @@ class LiveFeed:
         try:
             uptime_us = round(1e6 * (time.monotonic() - self._started))
             yield named_event("hello", self._about | {"uptime_us": uptime_us})
-            last_step, pool, shown = -1, None, None
+            last_step = -1
+            pool = None
+            shown = None
             while True:
                 published = self._published  # a publication from here on ends the wait below
                 latest = self._latest_or_begin()
                 if latest is not None and latest is not shown:
                     yield latest.message(last_step, latest.pool is pool)
-                    last_step, pool, shown = latest.last_step, latest.pool, latest
+                    last_step = latest.last_step
+                    pool = latest.pool
+                    shown = latest
                 if self._end_reason is not None:
                     yield named_event("end", {"reason": self._end_reason})
                     return
@@ -185,7 +189,8 @@ class LiveFeed:
 
     def _show_last_steps(self) -> None:
         """Publish the steps after the last snapshot; a dead or closed engine allows no other."""
-        before, steps = self._latest, tuple(self._steps)
+        before = self._latest
+        steps = tuple(self._steps)
         if before is not None and self._zero is not None and steps and steps[-1].step_id > before.last_step:
             snapshot = replace(before.snapshot, steps=steps, time=max(before.snapshot.time, steps[-1].time))
             self._latest = SnapshotMessages(snapshot, self._zero, before)

@@ -91,7 +91,8 @@ def _files_of(model: str) -> Path:
     """Path of a loaded model's files; one that does not exist if they are not known."""
     if model == DEFAULT_MODEL:
         return default_folder()
-    path, cached = Path(model).expanduser(), None
+    path = Path(model).expanduser()
+    cached = None
     if not path.exists():
         with suppress(ValueError):  # no id of a model: a path, or an id with the name of a quantisation
             cached = try_to_load_from_cache(model, "config.json")
@@ -143,7 +144,8 @@ async def version() -> dict[str, str]:
 
 @router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> dict[str, Any]:
-    names, begun = server_state(request).model_names, request.app.state.ollama_begun
+    names = server_state(request).model_names
+    begun = request.app.state.ollama_begun
     return {"models": [_entry(request, name) | {"modified_at": begun} for name in names]}
 
 
@@ -156,7 +158,8 @@ async def running_models(request: Request) -> dict[str, Any]:
 
 @router.post("/api/show")
 async def show(body: ShowBody, request: Request) -> dict[str, Any]:
-    state, facts = server_state(request), request.app.state.ollama_facts
+    state = server_state(request)
+    facts = request.app.state.ollama_facts
     state.check_model(body.model or body.name)
     family = facts.family or "model"
     return {

@@ -67,7 +67,8 @@ _KNOWN = [*ChatRequest.names(), *CompletionRequest.names()]
 class OllamaJob(SingleJob):
     """A request of these endpoints and its answer."""
 
-    renamed, known = RENAMED, _KNOWN
+    renamed = RENAMED
+    known = _KNOWN
 
     def __init__(self, state: ServerState, given: protocol.GeneratingFields) -> None:
         super().__init__(f"ollama-{uuid.uuid4().hex}")
@@ -82,7 +83,8 @@ class OllamaJob(SingleJob):
 
     def line(self, output: RequestOutput, completion: CompletionOutput, *, is_whole: bool) -> dict[str, Any] | None:
         """Format the new parts of an answer; None if there are none."""
-        new, first = AnswerDelta(parts=[completion.text] if completion.text else []), 0
+        new = AnswerDelta(parts=[completion.text] if completion.text else [])
+        first = 0
         if self.turn is not None:
             answer = self.turn.answer(0, output)
             new = answer.read(completion, is_whole=is_whole)
@@ -149,7 +151,8 @@ class GenerateJob(OllamaJob):
             if is_plain:
                 self.body = completion_of(given)
                 self._completion = CompletionJob(state, request, self.body)
-                self.id, self.request_ids = self._completion.id, self._completion.request_ids
+                self.id = self._completion.id
+                self.request_ids = self._completion.request_ids
             else:
                 self.body = turn_of(given)
                 self.turn = ChatTurn(state, request, self.body, self.id, whole_calls=True)

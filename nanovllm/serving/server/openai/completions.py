@@ -73,7 +73,8 @@ class CompletionJob:
     def read(self, output: RequestOutput) -> None:
         if self._only_scores:
             for completion in output.outputs:
-                completion.text, completion.token_ids = "", []
+                completion.text = ""
+                completion.token_ids = []
                 if completion.logprobs is not None:
                     completion.logprobs = []
 
@@ -95,7 +96,8 @@ class CompletionJob:
         return self._choice(choice, text, [], None, None)
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        text, logprobs = completion.text, None
+        text = completion.text
+        logprobs = None
         if self.body.echo:
             text = self._echo(output) + text
             logprobs = self._echoed_logprobs(choice, output)
@@ -113,7 +115,9 @@ class CompletionJob:
 
     async def _prompts(self) -> list[Any]:
         """Prompts for the engine; with a suffix the token ids that ask for the middle."""
-        prompts, suffix, infill = self.body.prompts, self.body.suffix, self._infill
+        prompts = self.body.prompts
+        suffix = self.body.suffix
+        infill = self._infill
         if infill is None or suffix is None:
             return prompts
         make = partial(infill.prompts, prompts, suffix)
@@ -149,7 +153,9 @@ class CompletionJob:
 
     def _prompt_logprobs(self, text: str, output: RequestOutput) -> dict[str, Any]:
         """Logprobs of an echoed prompt; its tokens may include special tokens around the text."""
-        token_text, tokenizer, begin = self._state.token_text, self._state.engine.tokenizer, -1
+        token_text = self._state.token_text
+        tokenizer = self._state.engine.tokenizer
+        begin = -1
         if tokenizer is not None:
             begin = tokenizer.decode(output.prompt_token_ids).find(text)
         legacy = CompletionLogprobs(token_text, tokenizer, offset=-max(0, begin), skips_special_tokens=begin < 0)

@@ -53,13 +53,16 @@ def _narrow(field: Schema, limit: Schema) -> None:
 
 def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     """Return the limits of each request model's fields."""
-    settings, config = state.settings, state.engine.config
-    token, sampling = _token(state.engine.vocab_size), _sampling_limits(state)
+    settings = state.settings
+    config = state.engine.config
+    token = _token(state.engine.vocab_size)
+    sampling = _sampling_limits(state)
     text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token_ids = {"type": "array", "minItems": 1, "items": token}
     prompts = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
-    model, positive = sampling["model"], {"minimum": 1}
+    model = sampling["model"]
+    positive = {"minimum": 1}
     conversation = {"messages": {"maxItems": settings.max_messages}, "tools": {"maxItems": settings.max_tools}}
     tokenizer = state.engine.tokenizer
     num_known = 0 if tokenizer is None else len(tokenizer)
@@ -107,7 +110,9 @@ def _token(limit: int) -> Schema:
 
 def _sampling_limits(state: ServerState) -> dict[str, Schema]:
     """Return the limits of the fields that both generating endpoints share."""
-    settings, config, num_logits = state.settings, state.engine.config, state.engine.num_logits
+    settings = state.settings
+    config = state.engine.config
+    num_logits = state.engine.num_logits
     token = _token(num_logits)
     null = {"type": "null"}
     return {
@@ -133,7 +138,8 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
 
 def _range(check: Any) -> Schema:
     """Return the limits of a check of `SamplingParams`."""
-    ends, limits = {"minimum": "low", "maximum": "high"}, getattr(check, "keywords", {})
+    ends = {"minimum": "low", "maximum": "high"}
+    limits = getattr(check, "keywords", {})
     return {word: limits[end] for word, end in ends.items() if math.isfinite(limits.get(end, math.inf))}
 
 

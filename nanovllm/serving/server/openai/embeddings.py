@@ -119,7 +119,9 @@ class PoolingJob:
     def __init__(self, state: ServerState, request: Request, body: Any, prefix: str) -> None:
         self.id = new_id(prefix)
         self.usage: dict[str, Any] = {}
-        self._state, self._request, self._body = state, request, body
+        self._state = state
+        self._request = request
+        self._body = body
         state.check_model(body.model)
         self._options = engine_options(state, request, body)
 
@@ -143,7 +145,8 @@ class PoolingJob:
         """Cut each text to its first tokens, at most `limit` of them; None: no limit."""
         if limit is None:
             return texts
-        engine, cut = self._state.engine, []
+        engine = self._state.engine
+        cut = []
         for text in texts:
             token_ids = await engine.tokenize(text, add_special_tokens=False)
             begun = text if len(token_ids) <= limit else await engine.detokenize(token_ids[:limit])
@@ -154,7 +157,9 @@ class PoolingJob:
         """Compute the final outputs in order of the prompts; raises ApiError if a prompt fails."""
         state = self._state
         request_ids = [f"{self.id}-{number}" for number in range(len(prompts))]
-        tally, is_left, outputs = Tally(request_ids, state), False, {}
+        tally = Tally(request_ids, state)
+        is_left = False
+        outputs = {}
         try:
             stream = await state.engine.submit(
                 prompts, params, request_ids=request_ids, output_kind=OutputKind.FINAL, **self._options

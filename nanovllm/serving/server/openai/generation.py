@@ -131,7 +131,8 @@ class Tally:
 
     def __init__(self, request_ids: Sequence[str], state: ServerState) -> None:
         self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
-        self._watch, self._in_flight = state.metrics.watch(len(request_ids)), state.in_flight
+        self._watch = state.metrics.watch(len(request_ids))
+        self._in_flight = state.in_flight
         self._in_flight.add(request_ids)
         self.is_queued = False
         self._prompts: dict[int, tuple[int, int]] = {}  # (prompt tokens, cached tokens) by index of the prompt
@@ -248,7 +249,8 @@ def _head(state: ServerState, job: ChoicesJob, name: str) -> dict[str, Any]:
 @asynccontextmanager
 async def queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
     """Queue the prompts and yield their outputs; converts all exceptions to ApiError."""
-    tally, is_left = Tally(job.request_ids, state), False
+    tally = Tally(job.request_ids, state)
+    is_left = False
     try:
         async with aclosing(await job.start(kind)) as outputs:
             tally.record_queued()

@@ -104,7 +104,8 @@ class InfillJob(SingleJob):
 
     def __init__(self, state: ServerState, request: Request, body: InfillRequest) -> None:
         super().__init__(new_id("infill"))
-        self.body, self._state = body, state
+        self.body = body
+        self._state = state
         state.check_model(body.model)
         self._infill = state.infill_for("input_suffix")
         check_size(state, body, 1, None)
@@ -123,7 +124,8 @@ class InfillJob(SingleJob):
 
     async def start(self, kind: OutputKind) -> OutputStream:
         prefix, suffix, begun, files = self._texts
-        engine, shape = self._state.engine, self.body.shape
+        engine = self._state.engine
+        shape = self.body.shape
         make = partial(self._infill.prompts, [prefix], suffix, files=files, begun=begun)
         token_ids = await engine.prepare(make, self._texts)
         limits = self.body.limits
@@ -138,7 +140,8 @@ class InfillJob(SingleJob):
         """Drop the token of n_predict 0, with which editors warm the prefix cache."""
         if self.body.n_predict == 0:
             for completion in output.outputs:
-                completion.text, completion.token_ids = "", []
+                completion.text = ""
+                completion.token_ids = []
 
     def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         answer = self._part(completion.text, is_last=True) | self._end(output, completion, tally)

@@ -15,7 +15,8 @@ class MiddleLimits:
     """
 
     def __init__(self, seconds: float | None, indent: int) -> None:
-        self._seconds, self._indent = seconds, indent
+        self._seconds = seconds
+        self._indent = indent
         self._width: int | None = None  # width of the current line's indentation so far; None after the indentation
 
     @property
@@ -46,7 +47,9 @@ class LimitedStream(OutputStream):
     """Outputs of a request up to its limits, whole or as deltas. Closing it aborts the request."""
 
     def __init__(self, deltas: OutputStream, limits: MiddleLimits, kind: OutputKind) -> None:
-        self._deltas, self._limits, self._kind = deltas, limits, kind
+        self._deltas = deltas
+        self._limits = limits
+        self._kind = kind
         self._whole: RequestOutput | None = None
         self._has_ended = False
 
@@ -70,11 +73,14 @@ class LimitedStream(OutputStream):
 
     def _cut(self, output: RequestOutput) -> None:
         metrics = output.metrics
-        first, last = metrics.first_token_time, metrics.last_token_time
+        first = metrics.first_token_time
+        last = metrics.last_token_time
         elapsed = 0.0 if first is None or last is None else last - first
         for completion in output.outputs:
             end = self._limits.end_in(completion.text, elapsed)
             if end is not None:
                 completion.text = completion.text[:end]
-                completion.finish_reason, completion.stop_reason = "length", None
-                output.finished, metrics.finished_time = True, metrics.finished_time or last
+                completion.finish_reason = "length"
+                completion.stop_reason = None
+                output.finished = True
+                metrics.finished_time = metrics.finished_time or last

@@ -77,7 +77,8 @@ async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -
 
     limits: BodyLimits = request.app.state.body_limits
     messages, tools = await limits.off_loop(request, conversation)
-    given, can_think = body.chat_template_kwargs or {}, state.answer_format.reasoning is not None
+    given = body.chat_template_kwargs or {}
+    can_think = state.answer_format.reasoning is not None
     options = known_options(given, state.template_variables, NOT_FOR_TEMPLATES, can_think=can_think) | body.prompt_end
     return await state.engine.apply_chat_template(messages, tools=tools, **options)
 
@@ -127,6 +128,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
 @router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
     state = server_state(request)
-    engine, is_stalled = state.engine, state.admission.is_stalled
+    engine = state.engine
+    is_stalled = state.admission.is_stalled
     text = state.metrics.text(engine.heartbeat(), engine.replicas(), is_stalled=is_stalled)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

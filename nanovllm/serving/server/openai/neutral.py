@@ -10,7 +10,8 @@ from typing import Any
 
 from nanovllm.serving.server.strict import Refused
 
-_TEXT_ONLY, _NO_TRANSFER = "the engine reads text alone", "there is no transfer of caches between servers"
+_TEXT_ONLY = "the engine reads text alone"
+_NO_TRANSFER = "there is no transfer of caches between servers"
 _NOT_A_FILTER = "the sampler has no such filter; use top_k, top_p and min_p"
 _NOT_A_PENALTY = "the sampler has no such penalty; use repetition_penalty, frequency_penalty and presence_penalty"
 

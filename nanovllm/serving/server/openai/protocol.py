@@ -122,7 +122,8 @@ class SamplingFields(_PlainFields):  # type: ignore[misc]
         Args:
             engine: its defaults are the values of fields that the body leaves out.
         """
-        defaults, names = engine.default_sampling_params, (*PLAIN_OPTIONS, "seed", *_LISTS)
+        defaults = engine.default_sampling_params
+        names = (*PLAIN_OPTIONS, "seed", *_LISTS)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if "truncate_prompt_tokens" in given:
             given["truncate_prompt_tokens"] = longest_prompt(given["truncate_prompt_tokens"], engine)

@@ -34,7 +34,8 @@ class ResponseStore:
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
-        self.max_responses, self._max_bytes = max_responses, max_bytes
+        self.max_responses = max_responses
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, StoredConversation] = OrderedDict()
         self.num_bytes = 0
         self._lock = threading.Lock()

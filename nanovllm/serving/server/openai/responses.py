@@ -39,13 +39,15 @@ class ResponsesJob(SingleJob):
     """A responses request and its answer."""
 
     turn: ChatTurn
-    renamed, known = RENAMED, _KNOWN
+    renamed = RENAMED
+    known = _KNOWN
 
     def __init__(self, state: ServerState, request: Request, given: ResponsesRequest) -> None:
         super().__init__(f"resp_{uuid.uuid4().hex}")
         self._number = -1  # sequence number of the last event
         self.created = int(time.time())
-        self._state, self._given = state, given
+        self._state = state
+        self._given = given
         self._store: ResponseStore = request.app.state.responses
         self._owner = request.app.state.api_keys.name_of_key(key_of(request))
         if given.store and not self._store.max_responses:
@@ -92,7 +94,8 @@ class ResponsesJob(SingleJob):
 
     def response(self, status: str = "in_progress") -> dict[str, Any]:
         """The response so far, with the request's options."""
-        given, defaults = self._given, self._state.engine.default_sampling_params
+        given = self._given
+        defaults = self._state.engine.default_sampling_params
         dumped = given.model_dump(
             include={"instructions", "max_output_tokens", "metadata", "prompt_cache_key", "safety_identifier", "user"},
         )
@@ -127,7 +130,8 @@ class ResponsesJob(SingleJob):
         """The response of an answer that has ended."""
         if self._is_stored:
             answer = answer_message(self.items.output)
-            messages, num_bytes = (*self._before, *self._new, *answer), self._num_bytes + size_of(answer)
+            messages = (*self._before, *self._new, *answer)
+            num_bytes = self._num_bytes + size_of(answer)
             self._store.keep(self.id, StoredConversation(self._owner, messages, num_bytes))
         is_whole = completion.finish_reason == "stop"
         response = self.response("completed" if is_whole else "incomplete")

@@ -27,7 +27,8 @@ class SingleJob:
     known: ClassVar[Sequence[str]] = ()
 
     def __init__(self, request_id: str) -> None:
-        self.id, self.request_ids = request_id, [request_id]
+        self.id = request_id
+        self.request_ids = [request_id]
 
     async def start(self, kind: OutputKind) -> OutputStream:
         assert self.turn is not None

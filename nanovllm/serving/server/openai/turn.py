@@ -40,12 +40,15 @@ class ChatTurn:
     def __init__(
         self, state: ServerState, request: Request, body: ChatRequest, request_id: str, *, whole_calls: bool = False
     ) -> None:
-        self.body, self.id, self._state = body, request_id, state
+        self.body = body
+        self.id = request_id
+        self._state = state
         state.check_model(body.model)
         self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         check_size(state, body, 1, self.num_logprobs)
         check_size(state, body, 1, body.prompt_logprobs, "prompt_logprobs")
-        self._conversation, self.tools = body.conversation(), body.callable_tools
+        self._conversation = body.conversation()
+        self.tools = body.callable_tools
         state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
         self._template_options = template_options(body, state.template_variables, state.answer_format)
         self._form = state.answer_format
@@ -63,7 +66,8 @@ class ChatTurn:
         self._params = body.sampling_params(state.engine, **options)
         self._options = engine_options(state, request, body)
         self._answers: dict[int, Answer] = {}  # parser by choice
-        self._whole_calls, self._streams_calls = whole_calls, False
+        self._whole_calls = whole_calls
+        self._streams_calls = False
 
     async def start(self, kind: OutputKind) -> OutputStream:
         """Queue the conversation; raises like `AsyncLLM.submit_chat`."""
@@ -142,7 +146,9 @@ class Answer:
     def __init__(
         self, form: AnswerFormat, tokenizer: Any, schemas: dict[str, Any], *, is_open: bool, streams_calls: bool = False
     ) -> None:
-        self._form, self._tokenizer, self._is_open = form, tokenizer, is_open
+        self._form = form
+        self._tokenizer = tokenizer
+        self._is_open = is_open
         self._stream = self._form.stream(schemas, is_open=is_open, streams_calls=streams_calls)
         self._token_ids: list[int] = []
         self._has_thought = is_open
