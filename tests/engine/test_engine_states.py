@@ -99,6 +99,17 @@ def test_an_aborted_request_gives_its_output_so_far_and_frees_its_blocks_at_once
     engine.step()  # with nothing to do
 
 
+def test_an_abort_ends_the_samples_that_still_run():
+    engine = open_engine()
+    params = SamplingParams(n=2, max_tokens=50, ignore_eos=True)
+    add(engine, "one", [1, 2], params)
+    steps(engine, 3)
+    engine.scheduler.finish(engine.requests["one"].sequences[0], "length")
+    output = engine.abort("one")
+    assert [completion.finish_reason for completion in output.outputs] == ["length", "abort"]
+    check_idle(engine)
+
+
 def test_more_requests_than_the_queue_has_room_for_are_refused_together():
     engine = open_engine(max_num_seqs=2, max_queue=1)
     add(engine, "a", [1], SamplingParams(n=2, max_tokens=3))
@@ -238,6 +249,17 @@ def test_a_forked_child_can_only_close():
     llm.close()
 
 
+def test_a_process_that_did_not_build_an_engine_cannot_use_it(monkeypatch):
+    with open_llm() as llm:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        for call in (lambda: llm.generate([[1]]), llm._engine.stats, llm._engine.check_alive):
+            with pytest.raises(ForkedChildError, match=r"forked|child"):
+                call()
+        llm._engine.close()
+        monkeypatch.undo()
+        assert llm._engine.stats() is not None and len(generate(llm, [[1]])) == 1
+
+
 def test_options_that_do_not_exist_or_contradict_each_other_are_refused_by_name():
     for options, error, message in (
         ({"blocksize": 16}, TypeError, "unknown engine option 'blocksize'. Did you mean block_size"),
@@ -250,6 +272,7 @@ def test_options_that_do_not_exist_or_contradict_each_other_are_refused_by_name(
         ({"dtype": "int3"}, ValueError, "dtype is 'int3'; it must be one of auto"),
         ({"device": "tpu"}, ValueError, "device is 'tpu'"),
         ({"block_size": 24}, ValueError, "block_size is 24"),
+        ({"gpu_memory_utilization": 0.0}, ValueError, "gpu_memory_utilization is 0.0"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization is 1.5"),
         ({"priority_ageing_s": 1e-9}, ValueError, "at least .* seconds, or 0 for no ageing"),
         ({"skip_tokenizer_init": 1}, TypeError, "skip_tokenizer_init must be True or False"),

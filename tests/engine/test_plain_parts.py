@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nanovllm import defaults as plain
+from nanovllm import device as own_device
 from nanovllm.attention import AttentionLayer, SdpaAttention
 from nanovllm.batch import Copy
 from nanovllm.config import EngineConfig
-from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain
+from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain, memory_share
 from nanovllm.device import computing_with
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.flex import FlexAttention
@@ -63,6 +64,30 @@ def test_what_the_installation_lacks_is_refused_by_name():
     assert sdpa.captures(EngineConfig(), CPU) is False
 
 
+def test_scores_that_sdpa_does_not_compute_are_refused():
+    layers = [AttentionLayer(torch.nn.Identity(), LayerTraits(4, 2, 16, 16, softcap=5.0), torch.float32, 0.25)]
+    with pytest.raises(ValueError, match="soft-cap or sinks, which 'sdpa' of this installation does not compute"):
+        PlainAttention.for_model(layers, CPU, EngineConfig(attention_backend="sdpa"))
+
+
+def test_half_of_a_gpus_free_memory_is_for_the_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    config = EngineConfig(gpu_memory_utilization=0.8)
+    assert memory_share(SimpleNamespace(device=GPU), config, None) == 400
+
+
+def test_a_kernel_of_a_folder_or_a_compiler_that_is_missing_is_none_and_another_error_is_raised(monkeypatch):
+    missing = iter(["nanovllm.fast.kernels", "triton.language", "another"])
+
+    def fails(module: str) -> None:
+        raise ModuleNotFoundError(name=next(missing))
+
+    monkeypatch.setattr(own_device, "import_module", fails)
+    assert own_device.find_kernel("rotary", "rotate") is own_device.find_kernel("rotary", "rotate") is None
+    with pytest.raises(ModuleNotFoundError):
+        own_device.find_kernel("rotary", "rotate")
+
+
 def test_a_choice_builds_its_backend():
     config = EngineConfig(block_size=16, num_kv_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
     assert isinstance(PlainAttention("sdpa").build(LAYERS, CPU, config), SdpaAttention)
@@ -78,6 +103,15 @@ def test_one_pool_serves_all_layers():
     assert [cache[0].shape for cache in caches.of_layers] == [(9 * 16, 2, 16)] * 2
     assert (pool.num_bytes, pool.num_longest(33, 16), pool.kind_groups(LAYERS)) == (9000, 2, ())
     assert pool.lay_out("a layout", 16) == "a layout"
+
+
+def test_keys_and_values_of_other_widths_have_a_tensor_each_and_groups_have_their_own_slots():
+    wide = AttentionLayer(torch.nn.Identity(), LayerTraits(4, 2, 16, 8), torch.float32, 0.25)
+    caches = KVCaches([LAYERS[0], wide], CPU)
+    caches.allocate(4, 6, groups=[0, 1])
+    assert caches.of_layers[0].shape == (2, 4, 2, 16)
+    assert [cache.shape for cache in caches.of_layers[1]] == [(6, 2, 16), (6, 2, 8)]
+    assert [[part.shape[1] for part in caches.blocks_of(group, 2)] for group in (0, 1)] == [[2], [3, 3]]
 
 
 def test_copies_read_all_their_blocks_before_any_is_written():

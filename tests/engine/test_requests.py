@@ -96,7 +96,7 @@ def test_a_bad_prompt_or_option_is_refused_with_its_value_before_any_work(prompt
 
 
 @pytest.mark.parametrize(("params", "message"), [
-    ({"stop_token_ids": [258]}, "stop_token_ids holds 258, outside the vocabulary of 258"),
+    ({"stop_token_ids": [3, 258]}, "stop_token_ids holds 258, outside the vocabulary of 258"),
 ], ids=str)  # fmt: skip
 def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message, llm: LLM):
     with pytest.raises(ValueError, match=message):
@@ -135,6 +135,11 @@ class Embedding(SamplingParams):
     embeds = True
 
 
+def test_an_option_that_no_request_has_is_refused_with_those_that_there_are(llm: LLM):
+    with pytest.raises(TypeError, match=r"no option 'beams'; its options are priority, cache_salt"):
+        llm._engine.input_processor.process_one("0", [1], beams=2)
+
+
 def test_options_of_features_are_refused_by_a_processor_without_them():
     processor = InputProcessor(byte_tokenizer(), EngineConfig(max_model_len=64), RequestLimits(258, 258, "Tiny"))
     assert processor.process_one("0", [1], MoreParams(seed=3)).params.seed == 3
@@ -162,6 +167,17 @@ def test_the_first_stop_string_ends_the_text_before_it_or_after_it(llm, monkeypa
     completion = said(llm, monkeypatch, "Paris. And é so on", stop=stop, include_stop_str_in_output=include)
     assert (completion.text, completion.finish_reason) == (text, "stop")
     assert completion.stop_reason in ([stop] if isinstance(stop, str) else stop)
+
+
+def test_a_stop_string_that_the_last_token_completes_is_the_reason_of_the_end(llm, monkeypatch):
+    completion = said(llm, monkeypatch, "Paris.", stop=".")
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("Paris", "stop", ".")
+
+
+def test_every_latency_between_tokens_is_kept_where_the_engine_is_asked_to():
+    with open_llm(record_itl=True) as llm:
+        (output,) = generate(llm, [[1]])
+        assert len(output.metrics.itls) == 11 and max(output.metrics.itls) == output.metrics.max_itl
 
 
 def test_no_stop_string_ends_a_request_before_its_least_tokens(llm, monkeypatch):
@@ -261,6 +277,37 @@ def test_streams_and_calls_run_together_and_each_gets_its_own(llm: LLM):
     for outputs in zip(*streams, strict=True):
         last = [output.outputs[0].token_ids for output in outputs]
     assert last == expected[:2]
+
+
+def test_a_stream_that_is_left_while_another_call_steps_ends_at_the_next_turn(llm: LLM):
+    stream = llm.stream([1, 2], GREEDY)
+    next(stream)
+    with llm._lock:
+        stream.close()
+        assert llm._engine.requests
+    generate(llm, [[3]])
+
+
+def test_outputs_wait_for_a_reader_and_those_of_nobody_are_dropped(llm: LLM):
+    expected = token_ids(generate(llm, [[1], [2]]))
+    llm._engine.add(llm._engine.input_processor.process_one("nobody", [3], SamplingParams(max_tokens=2)))
+    first, second = (llm.stream([number], GREEDY) for number in (1, 2))
+    next(first)
+    next(second)
+    (*_, last) = second
+    assert last.outputs[0].token_ids == expected[1]
+    (*_, last) = first
+    assert last.outputs[0].token_ids == expected[0]
+    check_idle(llm._engine)
+
+
+def test_a_call_whose_request_is_lost_ends_with_an_error(monkeypatch):
+    with open_llm() as llm:
+        stream = llm.stream([1], GREEDY)
+        next(stream)
+        llm._engine.abort("0")
+        with pytest.raises(RuntimeError, match="has lost a request"):
+            next(stream)
 
 
 def test_deltas_join_to_the_whole_output(llm: LLM, monkeypatch):
