@@ -52,11 +52,6 @@ def documented(cls: type[Options]) -> type[Options]:
     return cls
 
 
-def fields_by_flag(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of an option dataclass by the names of their flags, with _ for -."""
-    return {field.metadata["flag"] or field.name: field for field in dataclasses.fields(cls)}
-
-
 MAX_INTEGER = 2**63 - 1
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY

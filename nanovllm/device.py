@@ -1,4 +1,4 @@
-"""Device errors, copies, threads, the lock for graph captures, kernels by name, compilers."""
+"""Device errors, copies, the lock for graph captures, kernels by name, compilers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType
 from typing import Any, NoReturn
@@ -54,24 +53,6 @@ def give_memory_back(device: torch.device) -> None:
         with DEVICE_LOCK:
             gc.collect()  # compilation leaves reference cycles that hold the arguments of the first call
             torch.cuda.empty_cache()
-
-
-@contextmanager
-def computing_with(num_threads: int | None) -> Iterator[None]:
-    """Set PyTorch's number of threads inside the block; None leaves it unchanged.
-
-    PyTorch keeps the number per calling thread, and no other thread can reset it. So rank 0 sets its share in each
-    step, not from construction to `close`, which may run in another thread. It costs 0.3 µs.
-    """
-    before = torch.get_num_threads()
-    if num_threads is None or num_threads == before:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def find_kernel(file: str, name: str) -> Any | None:

@@ -25,10 +25,6 @@ class KernelBuildError(RuntimeError):
     """The C++ kernels could not be compiled; the message has the compiler's last words."""
 
 
-class CompilerError(KernelBuildError):
-    """The compiler refused the kernels for one class of processors; it may take them for a lesser one."""
-
-
 class ProcessorClassError(ValueError):
     """NANOVLLM_CPU_CLASS names no class of processors that includes this one."""
 

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,12 +19,15 @@ from nanovllm.layout import kind_of, kinds_of
 StateShapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]  # (shape, dtype) of each state, by layer
 
 
-class HostCopies(Protocol):
-    """Executes the copies of a step that cross to or from host memory; see `HostMemory`."""
+class HostCopies:
+    """Copies of a step that cross to or from host memory, by `HostMemory`; by default none does."""
 
-    def store(self, copies: Sequence[Copy]) -> None: ...
+    def store(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Execute the copies to host memory, before any other of a step; returns those within the device."""
+        return copies
 
-    def load(self, copies: Sequence[Copy]) -> None: ...
+    def load(self, copies: Sequence[Copy]) -> None:
+        """Execute the copies from host memory, after all others of a step."""
 
 
 class CacheMemory:
@@ -53,6 +55,7 @@ class KVCaches:
     Attributes:
         of_layers: K and V of each layer, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
             differ; a layer that shares another's K and V has the same tensor. Empty until they are allocated.
+        group_bytes: bytes of each cache group's tensors.
         of_records: states of each layer with recurrent states, [num_records, ...] each.
         clear: function that zeroes blocks [n] int64 of caches [num_caches, num_slots, ...], of this block size.
     """
@@ -68,12 +71,12 @@ class KVCaches:
         self._device = device
         self.clear: Callable[[Tensor, Tensor, int], None] = clear
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
-        self._group_bytes: Counter[int] = Counter()
+        self.group_bytes: Counter[int] = Counter()
         self.memory = CacheMemory()
         self.of_layers: list[LayerCache] = []
         self.of_records: list[list[Tensor]] = []
         self._record_group = 0
-        self.host: HostCopies | None = None  # executes copies from and to host memory
+        self.host = HostCopies()
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -99,7 +102,7 @@ class KVCaches:
             shape = traits.num_kv_heads, traits.head_dim, traits.value_dim
             by_shape.setdefault((0 if groups is None else groups[index], *shape), []).append(index)
         self._together = []
-        self._group_bytes.clear()
+        self.group_bytes.clear()
         found: dict[int, LayerCache] = {}
         for (group, num_heads, head_dim, value_dim), indices in by_shape.items():
             # On a CPU one by one, since pages of the system's memory are cleared where they are used.
@@ -114,12 +117,12 @@ class KVCaches:
                     found.update(zip(part, zip(*both, strict=True), strict=True))
                     self._together += [(group, caches) for caches in both]
         for group, caches in self._together:
-            self._group_bytes[group] += caches.nbytes
+            self.group_bytes[group] += caches.nbytes
         self._record_group = len(num_slots) - 1
         self.of_records = [
             [self._zeros(num_records, *shape, dtype=dtype) for shape, dtype in states] for states in self._records
         ]
-        self._group_bytes[self._record_group] += sum(state.nbytes for states in self.of_records for state in states)
+        self.group_bytes[self._record_group] += sum(state.nbytes for states in self.of_records for state in states)
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
         self.memory.begin([caches for _, caches in self._together])
 
@@ -128,15 +131,6 @@ class KVCaches:
         with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
             return self.memory.zeros(shape, dtype, self._device)
 
-    def bytes_of(self, shares: Sequence[float]) -> int:
-        """Bytes of a share, 0 to 1, of each cache group's blocks."""
-        return sum(round(num_bytes * shares[group]) for group, num_bytes in self._group_bytes.items())
-
-    def touched_bytes(self, shares: Sequence[float]) -> int:
-        """Bytes of memory that the caches occupy once `shares` of the blocks were handed out; on a GPU all of it."""
-        num_taken = self.memory.num_taken
-        return self.bytes_of([1.0] * len(shares)) if num_taken is None else max(self.bytes_of(shares), num_taken)
-
     def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0) -> None:
         """Zero blocks [n] int64 of every cache of a group."""
         for caches in [caches for of_group, caches in self._together if of_group == group]:
@@ -144,17 +138,13 @@ class KVCaches:
 
     def copy_blocks(self, copies: Sequence[Copy], block_size: int) -> None:
         """Copy K and V of blocks, as `ScheduledBatch.copies` says, on the current stream."""
-        crossing = copies
-        if self.host is not None:
-            copies = [copy for copy in crossing if copy.source >= 0 <= copy.destination]
-            self.host.store(crossing)
-        for group in {copy.group for copy in copies}:
-            blocks = [(source, destination) for of_group, source, destination in copies if of_group == group]
+        within = self.host.store(copies)
+        for group in {copy.group for copy in within}:
+            blocks = [(source, destination) for of_group, source, destination in within if of_group == group]
             sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
             for caches in self.blocks_of(group, block_size):
                 caches.index_copy_(1, destinations, caches.index_select(1, sources))
-        if self.host is not None:
-            self.host.load(crossing)
+        self.host.load(copies)
 
     def blocks_of(self, group: int, block_size: int) -> list[Tensor]:
         """Caches of a group as [n, num_blocks, block_size, ...], states as [1, num_records, ...], in a fixed order."""
@@ -168,7 +158,7 @@ class KVCaches:
         self.memory.stop()
         self.of_layers, self.of_records = [], []
         self._together = []
-        self._group_bytes.clear()
+        self.group_bytes.clear()
 
 
 def clear(caches: Tensor, blocks: Tensor, block_size: int) -> None:

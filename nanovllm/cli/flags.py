@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.cli.units import whole_number
-from nanovllm.config import fields_by_flag
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig, fields_by_flag
 from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.models.hub_files import AUTO, gguf_path, split_name
 

@@ -22,8 +22,7 @@ from nanovllm.cli.flags import (
 from nanovllm.cli.servers import registered
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
-from nanovllm.config import fields_by_flag
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig, fields_by_flag
 from nanovllm.features.option_checks import utf8
 from nanovllm.serving.server.preparing import check_packages, prepared
 from nanovllm.serving.server.settings import ENGINE_DEFAULTS, ServerSettings, with_defaults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ _NEEDS: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
         "there is one replica to route to. Set data_parallel_size to at least 2, or leave routing out.",
     ),
 )  # fmt: skip
+
+
+def fields_by_flag(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of an option dataclass by the names of their flags, with _ for -."""
+    return {field.metadata["flag"] or field.name: field for field in dataclasses.fields(cls)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from nanovllm.responses import StepTimes
 from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
+    from nanovllm.kv_cache import KVCaches
     from nanovllm.observability.decisions import Decision
     from nanovllm.scheduler import Scheduler
 
@@ -189,8 +190,8 @@ class StepObservers:
         caches = engine.model_runner.binding.caches
         return replace(
             self.stats(engine.scheduler),
-            kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
-            kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
+            kv_touched_bytes=touched_bytes(caches, [pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
+            kv_findable_bytes=bytes_of(caches, [pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
             tiers=None if engine.tiers is None else engine.tiers.stats(),
         )
 
@@ -206,3 +207,16 @@ class StepObservers:
             hook_error=self.error,
             cache_groups=group_stats(scheduler.block_manager),
         )
+
+
+def bytes_of(caches: KVCaches, shares: list[float]) -> int:
+    """Bytes of a share, 0 to 1, of each cache group's blocks."""
+    return sum(round(num_bytes * shares[group]) for group, num_bytes in caches.group_bytes.items())
+
+
+def touched_bytes(caches: KVCaches, shares: list[float]) -> int:
+    """Bytes of memory that the caches occupy once `shares` of the blocks were handed out; on a GPU all of it."""
+    num_taken = caches.memory.num_taken
+    if num_taken is None:
+        return bytes_of(caches, [1.0] * len(shares))
+    return max(bytes_of(caches, shares), num_taken)

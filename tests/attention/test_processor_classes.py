@@ -15,10 +15,11 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.device import cpp_compiler
-from nanovllm.errors import CompilerError, KernelBuildError
+from nanovllm.errors import KernelBuildError
 from nanovllm.fast import row_kernels
 from nanovllm.fast.kernels import cpp as kernels
 from nanovllm.fast.kernels import cpp_sampling, processor_classes, start_check
+from nanovllm.fast.kernels.cpp import CompilerError
 from nanovllm.fast.kernels.packed_product import PANEL
 from nanovllm.fast.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
 from nanovllm.fast.replaced_layers import FastLayers

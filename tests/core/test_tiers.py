@@ -25,6 +25,7 @@ from nanovllm.features.tiers import books, prefix_tiers, reading, segments, tier
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.directory import CacheDirectory
 from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
+from nanovllm.kv_cache import HostCopies
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, check_engine, generate, open_llm, token_ids
@@ -164,7 +165,7 @@ def test_every_loaded_block_has_the_bytes_that_were_stored():
 def test_without_tiers_the_block_manager_knows_none():
     with open_llm() as llm:
         assert type(llm._engine.block_manager).__name__ == "BlockManager"
-        assert llm._engine.tiers is None and llm._engine.model_runner.binding.caches.host is None
+        assert llm._engine.tiers is None and type(llm._engine.model_runner.binding.caches.host) is HostCopies
         assert llm.stats().tiers is None
 
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from nanovllm.fast.gpu.rank_runner import computing_with
 
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -27,3 +30,12 @@ def test_openmp_has_the_count_when_the_engine_is_imported_first():
 )
 def test_the_user_decides_how_threads_wait(variables, count):
     assert run("import os, nanovllm; print(os.environ.get('GOMP_SPINCOUNT'))", **variables).stdout.strip() == count
+
+
+def test_threads_are_as_before_after_a_block_that_computes_with_others():
+    before = torch.get_num_threads()
+    with computing_with(before + 1):
+        assert torch.get_num_threads() == before + 1
+    with computing_with(None):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before

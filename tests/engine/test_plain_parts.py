@@ -14,7 +14,6 @@ from nanovllm.attention import AttentionLayer, SdpaAttention
 from nanovllm.batch import Copy
 from nanovllm.config import EngineConfig
 from nanovllm.defaults import LoadedModel, PlainAttention, device_of, load_plain, memory_share
-from nanovllm.device import computing_with
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.flex import FlexAttention
 from nanovllm.kv_cache import KVCaches
@@ -163,12 +162,3 @@ def test_a_binding_knows_the_models_vocabulary_and_dtype():
     model = tiny_model()
     binding = ModelBinding(model, is_live=True)
     assert binding.vocab_size == 258 and binding.dtype is torch.float32
-
-
-def test_threads_are_as_before_after_a_block_that_computes_with_others():
-    before = torch.get_num_threads()
-    with computing_with(before + 1):
-        assert torch.get_num_threads() == before + 1
-    with computing_with(None):
-        assert torch.get_num_threads() == before
-    assert torch.get_num_threads() == before

@@ -15,8 +15,9 @@ from nanovllm.fast.gpu.step_inputs import DRAW_INPUTS, Packing, RowInputs, Sampl
 from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.features.groups.cache_groups import GroupTables
 from nanovllm.features.groups.group_layouts import with_groups
+from nanovllm.features.packed_steps import HostStep, StepFeature, StepInput
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.layout import BatchLayout, HostStep, StepFeature, StepInput, build_layout
+from nanovllm.layout import BatchLayout, build_layout
 from nanovllm.sampler import DrawInputs
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.shared_decodes import changing_steps

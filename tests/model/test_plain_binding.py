@@ -6,6 +6,7 @@ import pytest
 
 from nanovllm import LLM, UnsupportedModelError
 from nanovllm.model import ModelBinding
+from nanovllm.observability.step_records import bytes_of
 from tests.support.class_cases import own_answers
 from tests.support.llms import GREEDY, generate, token_ids
 from tests.support.tiny_classes import tiny_class_model
@@ -32,5 +33,5 @@ def test_a_plain_model_answers_as_it_does_itself(class_name, monkeypatch):
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     with LLM(model, attention_backend="sdpa", enforce_eager=True, max_model_len=64, num_kv_blocks=16) as llm:
         found = token_ids(generate(llm, prompts, GREEDY))
-        assert llm.stats().kv_touched_bytes == llm._engine.model_runner.binding.caches.bytes_of([1.0])
+        assert llm.stats().kv_touched_bytes == bytes_of(llm._engine.model_runner.binding.caches, [1.0])
     assert found == own_answers(model, prompts, 12)

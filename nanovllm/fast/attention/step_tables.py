@@ -13,7 +13,8 @@ from nanovllm.batch import NULL_BLOCK
 from nanovllm.fast.attention.block_tables import BlockTables
 from nanovllm.fast.attention.shared_prefixes import PIECES_PER_DECODE, SharedPrefixes
 from nanovllm.fast.attention.tiles import Tiles
-from nanovllm.layout import BatchLayout, HostStep, StepFeature, StepInput
+from nanovllm.features.packed_steps import HostStep, StepFeature, StepInput
+from nanovllm.layout import BatchLayout
 
 BUNDLE_NUMBERS = 4  # numbers that describe a bundle of decodes that share blocks: see `StepTables`
 WIDE_NUMBERS = 8  # numbers that describe a wide piece: see `StepTables`

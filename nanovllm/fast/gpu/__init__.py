@@ -15,6 +15,7 @@ NEEDS = (
     "features.interrupts",
     "features.live_modules",
     "features.logprobs",
+    "features.packed_steps",
     "features.penalties",
     "features.ranks",
     "features.refusals",

@@ -35,7 +35,8 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.forward_passes import head_step
 from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.logprobs.logprobs import StepLogprobs
-from nanovllm.layout import BatchLayout, StepFeature
+from nanovllm.features.packed_steps import StepFeature
+from nanovllm.layout import BatchLayout
 from nanovllm.model import ModelBinding
 from nanovllm.model_runner import with_sampled
 from nanovllm.sampler import DrawInputs, Sampler

@@ -28,8 +28,9 @@ from nanovllm.fast.layers.distances import difference_of_rows, rewriting
 from nanovllm.fast.layers.stacked_step import StackedStep
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.forward_passes import head_step
+from nanovllm.features.packed_steps import StepInput
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.layout import BatchLayout, StepInput
+from nanovllm.layout import BatchLayout
 from nanovllm.model import ModelBinding
 from nanovllm.model_runner import PendingTokens
 from nanovllm.sampler import GAMMA_32, DrawInputs, draw, signed_32

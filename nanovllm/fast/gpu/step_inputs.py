@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.features.costs.buckets import GraphShape
-from nanovllm.layout import BatchLayout, HostStep, StepFeature, StepInput
+from nanovllm.features.packed_steps import HostStep, StepFeature, StepInput
+from nanovllm.layout import BatchLayout
 from nanovllm.sampler import DRAW_DTYPES, DrawInputs, DrawTensors
 
 DRAW_INPUTS = tuple(StepInput(name, dtype, ("samples",)) for name, dtype in DRAW_DTYPES.items())

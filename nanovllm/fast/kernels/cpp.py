@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from nanovllm.device import cpp_compiler
-from nanovllm.errors import CompilerError, KernelBuildError
+from nanovllm.errors import KernelBuildError
 from nanovllm.fast.host.paths import cache_root
 from nanovllm.fast.kernels.packed_product import LANES, can_pack
 from nanovllm.fast.kernels.processor_classes import Target, targets
@@ -45,6 +45,10 @@ _SIGNATURES = {
     "linear": [c_void_p] * 3 + [c_int64, c_int],
     "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
 }
+
+
+class CompilerError(KernelBuildError):
+    """The compiler refused the kernels for one class of processors; it may take them for a lesser one."""
 
 
 def open_library(library: Path, signatures: Mapping[str, Any]) -> Any:

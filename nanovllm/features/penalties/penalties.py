@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.device import find_kernel, to_device
+from nanovllm.features.packed_steps import StepInput
 from nanovllm.features.token_masks import has_kernels, keep_bits, keep_bits_by_kernel, token_masks
-from nanovllm.layout import StepInput
 from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:

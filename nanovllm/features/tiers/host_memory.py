@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.batch import NULL_BLOCK, Copy
-from nanovllm.kv_cache import KVCaches
+from nanovllm.kv_cache import HostCopies, KVCaches
 
 SLAB_BYTES = 64 * 2**20  # allocation unit; more for large blocks, since pinned sizes are powers of two
 ALIGNMENT = 16  # bytes: slots begin at multiples, for elements of any dtype
 
 
-class HostMemory:
+class HostMemory(HostCopies):
     """Slots of host memory of one rank, by cache group.
 
     Args:
@@ -109,11 +109,12 @@ class HostMemory:
 
     # ------------------------------------------------------------------------------------------------------ copies
 
-    def store(self, copies: Sequence[Copy]) -> None:
-        """Execute the copies to host memory, before any other of a step."""
+    def store(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Execute the copies to host memory, before any other of a step; returns those within the device."""
         if stores := [copy for copy in copies if copy.destination < 0]:
             with torch.inference_mode():
                 self._store(stores)
+        return [copy for copy in copies if copy.source >= 0 <= copy.destination]
 
     def load(self, copies: Sequence[Copy]) -> None:
         """Execute the copies from host memory, after all others of a step."""

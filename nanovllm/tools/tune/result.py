@@ -6,8 +6,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from nanovllm.config import fields_by_flag
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import EngineConfig, fields_by_flag
 from nanovllm.tools.tune.ranking import SettingSummary
 from nanovllm.tools.tune.report import Outcome, rates_of_repeats, reason
 from nanovllm.tools.tune.settings import Setting
