@@ -100,12 +100,6 @@ def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
     return value
 
 
-def string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, not {value!r}.")
-    return value
-
-
 def matching(name: str, value: Any, pattern: str, expected: str) -> str:
     """A string that a regular expression matches as a whole; `expected` describes it in the error."""
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
@@ -341,7 +335,7 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        check_fields(self, {"str": string})
+        check_fields(self, {})
         if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
             raise ValueError(
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "

@@ -87,6 +87,7 @@ class _InOrder:
         None,
         "file of `nanovllm calibrate`, whose costs begin the predictions for itl_goal, which steps then correct, and "
         "weigh generated tokens against prompt tokens in clients' shares.",
+        check=option_checks.string,
         needs="features.goals.building",
     )
     max_num_seqs: int
@@ -171,7 +172,9 @@ class _InOrder:
     kv_events_replay: str | None = option(
         None, "endpoint at which subscribers ask for batches that they missed; it is bound.", check=_endpoint
     )
-    kv_events_topic: str = option("", 'first frame of each message; some routers read "kv@POD@MODEL" from it.')
+    kv_events_topic: str = option(
+        "", 'first frame of each message; some routers read "kv@POD@MODEL" from it.', check=option_checks.string
+    )
     kv_events_rank: int = option(
         0,
         "this engine's number in its server; added to the ports of kv_events and kv_events_replay, sent in each batch.",
@@ -205,7 +208,7 @@ class _InOrder:
         },
     )
     exact_activations: bool = option(False, "15 bits for activations where a CPU multiplies quantised weights with 8.")
-    revision: str | None = option(None, "branch, tag or commit of a hub model.")
+    revision: str | None = option(None, "branch, tag or commit of a hub model.", check=option_checks.string)
     trust_remote_code: bool = option(False, "run code that comes with a hub model.")
     tensor_parallel_size: int = option(
         1,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from nanovllm.config import integer, items, one_of, real, string, text
+from nanovllm.config import integer, items, one_of, real, text
 
 MIN_WEIGHT = 1e-3
 MIN_GOAL_S = 1e-3  # no step is shorter
@@ -18,6 +18,12 @@ REPLACED = {"queue": "client_weights", "budget": "itl_goal"}
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+def string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, not {value!r}.")
+    return value
 
 
 class FrozenDict(dict[Key, Value]):

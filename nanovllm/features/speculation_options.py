@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nanovllm.config import integer, option, string
+from nanovllm.config import integer, option
+from nanovllm.features.option_checks import string
 
 MAX_DRAFTS = 32  # limit for a sequence in a step
 SUFFIX, DRAFT = "suffix", "draft"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.config import items, string, text, truth
+from nanovllm.config import items, text, truth
+from nanovllm.features.option_checks import string
 
 MAX_FORM_BYTES = 256 * 1024  # limit of a schema, a regex, a grammar or all choices, in UTF-8
 MAX_SCHEMA_DEPTH = 100  # levels of objects and arrays in a schema

@@ -12,7 +12,8 @@ import pytest
 from nanovllm import EngineConfig
 from nanovllm import config as plain_config
 from nanovllm.cli.flags import add_flags, options_given
-from nanovllm.config import check_fields, option, string
+from nanovllm.config import check_fields, option
+from nanovllm.features.option_checks import string
 from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.serving.server.settings import ServerSettings
 
