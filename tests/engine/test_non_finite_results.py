@@ -1,6 +1,7 @@
 """The scheduler: logits that are not finite end their request, and its blocks are never found."""
 
-from nanovllm.batch import NON_FINITE
+from nanovllm.batch import EMBEDDED, NON_FINITE, NOTHING_LEFT, end_without_token
+from tests.engine.blocks import make_sequence
 from tests.engine.loops import chunks, generate_alone, make_loop, prompt, running, update_with, waiting
 
 
@@ -68,3 +69,11 @@ def test_blocks_that_were_reused_since_are_not_hidden_with_their_last_owner():
     assert loop.manager.num_findable_blocks == findable
     loop.drain()
     loop.check_outputs()
+
+
+def test_a_result_without_a_token_says_why_unless_the_request_knows_it_already():
+    sequence = make_sequence([1])
+    assert (end_without_token(sequence, EMBEDDED), sequence.error) == ("stop", None)
+    sequence.error = "a processor raised"
+    assert (end_without_token(sequence, NOTHING_LEFT), sequence.error) == ("error", "a processor raised")
+    assert end_without_token(sequence, NON_FINITE) == "error" and "not finite" in sequence.error

@@ -101,6 +101,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
         (of_text,) = generate(llm, ["abc"])
         assert of_text.outputs[0].token_ids == own_answer(model, tokenizer("abc")["input_ids"])
     with open_llm(str(tmp_path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+        assert not llm._engine.model_runner.capture_ahead()
         assert llm.tokenizer is None and token_ids(generate(llm, PROMPTS[:3])) == expected
     with open_llm(tmp_path, tokenizer) as llm:
         assert llm.tokenizer is tokenizer

@@ -69,6 +69,11 @@ def test_scores_that_sdpa_does_not_compute_are_refused():
         PlainAttention.for_model(layers, CPU, EngineConfig(attention_backend="sdpa"))
 
 
+def test_a_tensor_of_the_host_is_not_copied_there():
+    tensor = torch.zeros(3)
+    assert own_device.to_host(tensor) is tensor
+
+
 def test_half_of_a_gpus_free_memory_is_for_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
     config = EngineConfig(gpu_memory_utilization=0.8)

@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from nanovllm import flex
-from nanovllm.attention import AttentionStep, SdpaAttention, attend_in_step, step_in_force, write_states
+from nanovllm.attention import (
+    LAYER_CACHE,
+    LAYER_KIND,
+    LAYER_SHARES,
+    STEP_HANDLE,
+    STEP_SLOT_MAPPING,
+    AttentionStep,
+    SdpaAttention,
+    attend_in_step,
+    attention_function,
+    step_in_force,
+    write_states,
+)
 from nanovllm.batch import ScheduledSequence
 from nanovllm.layout import BatchLayout, LayerTraits, Sight, build_layout
 from tests.engine.blocks import make_sequence
@@ -124,3 +136,23 @@ def test_every_trait_of_a_layer_is_computed_as_dense_attention_does(name, by_fle
     found = computed(backend, layout, states, sinks)
     expected = [dense(traits, *states[int(entry.sequence.request_id)], entry.start, sinks) for entry in layout.entries]
     np.testing.assert_allclose(found.numpy(), torch.cat(expected).numpy(), atol=2e-5, rtol=2e-5)
+
+
+class Seen:
+    """A plan that notes the scaling and the kind that it is called with."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, kind: int, sinks: Any) -> Tensor:
+        self.scaling, self.kind = scaling, kind
+        return query
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_layer_writes_to_the_slots_of_its_kind_unless_it_shares_what_another_wrote(shares):
+    module, plan, cache = torch.nn.Identity(), Seen(), torch.zeros(2, 4, 2, WIDTH)
+    vars(module).update({LAYER_CACHE: cache, LAYER_KIND: 1, LAYER_SHARES: shares})
+    states = torch.ones(1, 2, 1, WIDTH)
+    given = {STEP_HANDLE: torch.tensor([-1]), STEP_SLOT_MAPPING: torch.tensor([[0], [3]])}
+    with step_in_force(-1, AttentionStep(plan, 1)):
+        attention_function(module, torch.ones(1, 4, 1, WIDTH), states, states, None, **given)
+    assert cache[:, :, 0, 0].tolist() == [[0.0, 0.0, 0.0, 0.0 if shares else 1.0]] * 2
+    assert (plan.kind, plan.scaling) == (1, WIDTH**-0.5)
