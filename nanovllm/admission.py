@@ -236,7 +236,8 @@ class Admission:
         # Prompts being computed for all their samples; recurrent states are not shared in this way.
         shared = {prompt for s in prefills if s.samples and (prompt := s.shared_prompt)}
         overtaken: list[Sequence] = []
-        num_looked_past, held_back = 0, None
+        num_looked_past = 0
+        held_back = None
         for sequence in waiting:
             if slots <= 0 or step.budget <= 0 or num_looked_past == MAX_LOOK_PAST:
                 break

@@ -55,11 +55,14 @@ def use_write_kernel() -> None:
 ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
 # handle and slot mapping). Where a model does not pass these down, they are found by the engine's handle.
-LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
+LAYER_CACHE = "nanovllm_cache"
+LAYER_ENGINE = "nanovllm_engine"
 # Further attributes: the index of the layer's kind; True if it reads the K and V of another layer. Every layer has
 # both, since a module takes two microseconds to find out that an attribute is missing.
-LAYER_KIND, LAYER_SHARES = "nanovllm_kind", "nanovllm_shares"
-STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
+LAYER_KIND = "nanovllm_kind"
+LAYER_SHARES = "nanovllm_shares"
+STEP_HANDLE = "nanovllm_step"
+STEP_SLOT_MAPPING = "nanovllm_slot_mapping"
 SINKS = "s_aux"  # keyword argument of attention in `transformers`
 
 
@@ -216,7 +219,8 @@ def attention_function(
         scaling = query.shape[-1] ** -0.5
     # One tensor holds K and V: the compiler would copy a whole cache if two arguments that change shared its memory.
     cache = getattr(module, LAYER_CACHE)
-    kind, sinks = getattr(module, LAYER_KIND), kwargs.get(SINKS)
+    kind = getattr(module, LAYER_KIND)
+    sinks = kwargs.get(SINKS)
     if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
         slot_mapping = slot_mapping[kind]
     is_compiled = torch.compiler.is_compiling()
@@ -312,7 +316,8 @@ class SdpaAttention:
             step = count if sees_all and not any(self.scores) else PIECE_ROWS
             for row in range(0, count, step):
                 rows = slice(first_row + row, first_row + min(row + step, count))
-                positions, firsts = layout.positions[rows], first_seen[rows]
+                positions = layout.positions[rows]
+                firsts = first_seen[rows]
                 end = int(positions[-1]) + 1
                 block = int(firsts[0]) // self.block_size
                 blocks = torch.tensor(entry.block_table[block : -(-end // self.block_size)], device=self.device)

@@ -431,7 +431,8 @@ class BlockManager(BlockPool):
     def take_copies(self, step_id: int) -> tuple[Copy, ...]:
         """The copies to run in step `step_id`, which is being scheduled."""
         # Of several copies into a block, the last counts.
-        copies, self.copies = {(copy.group, copy.destination): copy for copy in self.copies}, []
+        copies = {(copy.group, copy.destination): copy for copy in self.copies}
+        self.copies = []
         return tuple(copies.values())
 
     def lost_blocks(self, undone: Iterable[ScheduledBatch]) -> set[tuple[int, int]]:

@@ -261,7 +261,9 @@ def resolve_options(
 
     Raises ValueError for options that contradict each other, the model or the device.
     """
-    layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
+    layers = binding.layers
+    device = binding.device
+    max_model_len = config.max_model_len
     num_positions = loaded.max_position_embeddings if layers else loaded.num_positions(max_model_len)
     longest = max_model_len or num_positions
     within = _part("features.groups.state_kinds", "traits_within")

@@ -136,7 +136,8 @@ def text(name: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        code, where = ord(value[error.start]), f"as character {error.start}, which no tokenizer can encode."
+        code = ord(value[error.start])
+        where = f"as character {error.start}, which no tokenizer can encode."
         if 0xDC80 <= code <= 0xDCFF:  # Python's form of bytes in arguments and files that are not UTF-8
             raise ValueError(
                 f"{name} holds U+{code:04X} {where} It is the byte 0x{code - 0xDC00:02x} of a text that is not UTF-8, "
@@ -206,7 +207,8 @@ def fit_budget(
 
     Raises ValueError for limits that contradict each other.
     """
-    fitted_seqs, fitted_block = num_seqs or defaults.max_num_seqs, block_size or defaults.block_size
+    fitted_seqs = num_seqs or defaults.max_num_seqs
+    fitted_block = block_size or defaults.block_size
     if budget is None:
         budget = max(defaults.max_num_batched_tokens, fitted_seqs + fitted_block)
     elif budget < fitted_seqs + fitted_block:
@@ -366,7 +368,8 @@ class EngineConfig:
                 f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
                 f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
             )
-        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        partial = self.max_num_partial_prefills
+        long = self.max_long_partial_prefills
         if partial is not None and long is not None and long > partial:
             raise ValueError(
                 f"max_long_partial_prefills is {long}, above max_num_partial_prefills ({partial}), which counts the "

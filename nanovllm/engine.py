@@ -103,7 +103,8 @@ class LaunchedStep:
     def draw(self) -> None:
         """Launch the draw, if `launch` did not; call this before another step is launched."""
         if self._draw is not None:
-            begin, draw = self.clock(), self._draw
+            begin = self.clock()
+            draw = self._draw
             self._draw = None  # first, so that a draw that fails is not repeated
             self._pending = draw()
             self.times.launch_time += self.clock() - begin
@@ -112,7 +113,8 @@ class LaunchedStep:
         """Wait for the step; sets `report` and returns its tokens in the order of `batch.sampling`."""
         assert self._pending is not None
         begin = self.clock()
-        token_ids, self.report = self._pending.result(), self._pending.report
+        token_ids = self._pending.result()
+        self.report = self._pending.report
         self.times.read_time = self.clock()
         self.times.wait_time = self.times.read_time - begin
         return token_ids
@@ -131,7 +133,8 @@ class Engine:
         observers: observers of every request and step.
     """
 
-    wake, statuses = None, ()  # a pool of replicas sets them
+    wake = None  # a pool of replicas sets them
+    statuses = ()
     tiers: Any = None  # tiers of the prefix cache, which store while the engine is idle
 
     def __init__(
@@ -144,7 +147,8 @@ class Engine:
         self.config = model_runner.config
         self.model_runner = model_runner
         self.input_processor = input_processor
-        self.tokenizer, self.clock = input_processor.tokenizer, input_processor.clock
+        self.tokenizer = input_processor.tokenizer
+        self.clock = input_processor.clock
         self.observers = observers
         self.outputs: deque[RequestOutput] = deque()  # outputs of steps; the caller pops them
         self.scheduler = scheduler
@@ -162,7 +166,8 @@ class Engine:
 
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for `count` more samples; any thread may call this."""
-        limit, num_slots = self.config.max_queue, self.config.max_num_seqs
+        limit = self.config.max_queue
+        num_slots = self.config.max_num_seqs
         if limit is None:
             return
         num_unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -221,7 +226,8 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self.scheduler.finish(sequence, reason)
-                sequence.error, sequence.error_kind = error, None if error is None else ErrorKind.INTERNAL
+                sequence.error = error
+                sequence.error_kind = None if error is None else ErrorKind.INTERNAL
                 self.observers.notify("request_ended", sequence, now)
         self._forget(request.request_id)
         return request.output(now)

@@ -90,7 +90,9 @@ class TileTables:
     def __init__(
         self, sight: Sight, has_sinks: bool, block_size: int, max_tiles: int, num_blocks: int, device: torch.device
     ) -> None:
-        self._sight, self._has_sinks, self._block_size = sight, has_sinks, block_size
+        self._sight = sight
+        self._has_sinks = has_sinks
+        self._block_size = block_size
 
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -109,11 +111,15 @@ class TileTables:
 
     def fill(self, rows: TileRows) -> None:
         """Set the tables for a step; tiles that it lacks, up to MIN_TILES, see nothing."""
-        num_tiles, size, device = len(rows.positions), self._block_size, self._lists.device
+        num_tiles = len(rows.positions)
+        size = self._block_size
+        device = self._lists.device
         own = rows.last_rows // size
         border = self._sight.first_seen(rows.first_rows) // size  # the first block that any row sees
         whole = np.minimum(own, -(-self._sight.first_seen(rows.last_rows) // size))  # the first that all rows see whole
-        num_begun, num_full, num_seen = whole - border, own - whole, own - border + 1
+        num_begun = whole - border
+        num_full = own - whole
+        num_seen = own - border + 1
         # A tile sees one run of its sequence's blocks: some partial, the next ones full, the last, its own, partial.
         blocks = rows.tables[runs(rows.table_starts + border, num_seen)]
         partial, full = self._list_starts[:, :num_tiles]
@@ -154,7 +160,9 @@ class TileCall(nn.Module):
     def __init__(self, traits: LayerTraits, block_size: int, rows: int, tables: TileTables) -> None:
         super().__init__()
         self._tables = tables
-        self.num_groups, self.rows, self.block_size = traits.num_groups, rows, block_size
+        self.num_groups = traits.num_groups
+        self.rows = rows
+        self.block_size = block_size
         (self.window, self.chunk), self.softcap = traits.sight, traits.softcap
         self.sink_slot = NULL_BLOCK * block_size + block_size - 1
         # Only the number of rows, marked at each call, may become a symbol: with the cache's size as another, or with
@@ -180,8 +188,13 @@ def _attend_tiles(
     scaling: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    block_size, rows, groups = call.block_size, call.rows, call.num_groups
-    window, chunk, softcap, sink_slot = call.window, call.chunk, call.softcap, call.sink_slot
+    block_size = call.block_size
+    rows = call.rows
+    groups = call.num_groups
+    window = call.window
+    chunk = call.chunk
+    softcap = call.softcap
+    sink_slot = call.sink_slot
     tile, lists, (positions, *indices) = groups * rows, tables[:4], tables[4:]
 
     def is_not_later(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -189,7 +202,8 @@ def _attend_tiles(
 
     def is_in_sight(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         index = indices[0][slot // block_size]
-        key, own = index * block_size + slot % block_size, positions[row // tile] + row % rows
+        key = index * block_size + slot % block_size
+        own = positions[row // tile] + row % rows
         seen = (index >= 0) & (key <= own)
         if window is not None:
             seen = seen & (key > own - window)
@@ -269,19 +283,23 @@ class FlexAttention:
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the tables for one step; they are overwritten by the next plan."""
         count = layout.num_decodes
-        firsts, lasts = layout.positions[layout.row_starts[:-1]], layout.positions[layout.row_starts[1:] - 1]
+        firsts = layout.positions[layout.row_starts[:-1]]
+        lasts = layout.positions[layout.row_starts[1:] - 1]
         tables, starts = self._block_tables(layout.entries, firsts, lasts)
         parts = []
         if count:
             decodes = TileRows(tables, starts[:count], lasts[:count], lasts[:count], lasts[:count])
             parts.append(self._fill(0, 1, decodes, np.arange(count)))
         if count < len(firsts):
-            size, firsts, lasts = self.block_size, firsts[count:], lasts[count:]
+            size = self.block_size
+            firsts = firsts[count:]
+            lasts = lasts[count:]
             num_tiles = lasts // size - firsts // size + 1  # tiles of each chunk
             positions = runs(firsts // size, num_tiles) * size
             of_tiles = (np.repeat(of_chunk, num_tiles) for of_chunk in (starts[count:], firsts, lasts))
             starts, first_rows, last_rows = of_tiles
-            first_rows, last_rows = np.maximum(first_rows, positions), np.minimum(last_rows, positions + size - 1)
+            first_rows = np.maximum(first_rows, positions)
+            last_rows = np.minimum(last_rows, positions + size - 1)
             rows = runs(firsts % size + (num_tiles.cumsum() - num_tiles) * size, lasts - firsts + 1)
             parts.append(self._fill(1, size, TileRows(tables, starts, positions, first_rows, last_rows), rows))
         return FlexPlan(self, parts)
@@ -300,7 +318,8 @@ class FlexAttention:
             firsts, lasts: positions of each entry's first and last row.
         """
         seen = [sight.first_seen(firsts) for sight, _ in self._tables]
-        first, end = np.minimum.reduce(seen) // self.block_size, lasts // self.block_size + 1
+        first = np.minimum.reduce(seen) // self.block_size
+        end = lasts // self.block_size + 1
         spans = zip(entries, first.tolist(), end.tolist(), strict=True)
         blocks = itertools.chain.from_iterable(entry.block_table[a:b] for entry, a, b in spans)
         counts = end - first
@@ -337,11 +356,13 @@ class FlexPlan:
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
         grouped = query.view(len(query), num_kv_heads, -1, head_dim)
-        groups, value_dim = grouped.shape[2], value_cache.shape[2]
+        groups = grouped.shape[2]
+        value_dim = value_cache.shape[2]
         output = query.new_empty(*query.shape[:2], value_dim)
         counts = [len(part.rows) for part in self.parts]
         for part, own, to in zip(self.parts, torch.split(grouped, counts), torch.split(output, counts), strict=True):
-            size, tiles = part.size, max(MIN_TILES, part.num_tiles)
+            size = part.size
+            tiles = max(MIN_TILES, part.num_tiles)
             # [kv head, tile, group, position in tile, head_dim]: so that row % size is the position
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
             rows[part.rows] = own

@@ -66,7 +66,8 @@ class KVCaches:
         device: torch.device,
         records: StateShapes = (),
     ) -> None:
-        self._layers, self._records = layers, records
+        self._layers = layers
+        self._records = records
         self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
         self._device = device
         self.clear: Callable[[Tensor, Tensor, int], None] = clear
@@ -156,7 +157,8 @@ class KVCaches:
 
     def release(self) -> None:
         self.memory.stop()
-        self.of_layers, self.of_records = [], []
+        self.of_layers = []
+        self.of_records = []
         self._together = []
         self.group_bytes.clear()
 

@@ -163,7 +163,8 @@ def build_layout(
         has_rows = counts > 0
         order = order[has_rows[order]]
     entries = [batch_entries[index] for index in order.tolist()]
-    starts, counts = starts[order], counts[order]
+    starts = starts[order]
+    counts = counts[order]
     num_decodes = int((counts == 1).sum())
     row_starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(counts, out=row_starts[1:])
@@ -206,7 +207,8 @@ def map_slots(
     """The slot mapping, and the blocks to clear; see `BatchLayout`."""
     ends = starts + counts
     # Only the blocks that this step touches, flattened; a row finds its own through the offset of its entry.
-    first_blocks, last_blocks = starts // block_size, (ends - 1) // block_size
+    first_blocks = starts // block_size
+    last_blocks = (ends - 1) // block_size
     widths = last_blocks - first_blocks + 1
     spans = zip(entries, first_blocks.tolist(), last_blocks.tolist(), strict=True)
     flat_blocks = np.fromiter(

@@ -142,7 +142,8 @@ class LLM:
         Steps run only while the iterator is read, so a `timeout` ends the request at the next read.
         """
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout, "client": client}
-        process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
+        process = self._open_engine().input_processor.process_one
+        number = next(self._request_ids)
         return self._stream(process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options))
 
     def _stream(self, request: NewRequest, add: Callable[..., None] | None = None) -> Iterator[RequestOutput]:

@@ -300,13 +300,15 @@ class ModelBinding:
         self.stacked: Any = None  # `StackedLayers`, the layers in one launch
         self.fused_layers: list[Any] = []  # `FusedLayer` in the place of each decoder layer
         self.rotary_changes: list[Change] = []
-        self.patches, self._is_installed = AttributePatches(), False
+        self.patches = AttributePatches()
+        self._is_installed = False
         self.mixers = parts.states
         self.rope = parts.rope
         self._implementations = parts.implementations
         self._masks_for = parts.masks_for
         probe = probe_model(model, self.probing, parts.probe_for)
-        self.layers, self.passes_keywords = probe.layers, probe.passes_keywords
+        self.layers = probe.layers
+        self.passes_keywords = probe.passes_keywords
         parts.check(self.probing, probe)
         self.vocab_size = min(model.get_input_embeddings().num_embeddings, probe.logits.shape[1])
         self.passes: Any = WholePass(model, self.vocab_size)
@@ -413,6 +415,8 @@ class ModelBinding:
 
     def close(self) -> None:
         self.release_caches()
-        self.calls, self.stacked = {}, None
-        self.fused_layers, self.rotary_changes = [], []
+        self.calls = {}
+        self.stacked = None
+        self.fused_layers = []
+        self.rotary_changes = []
         self.passes.drop_copies()

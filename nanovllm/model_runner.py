@@ -85,7 +85,9 @@ class DirectExecutor:
         Args:
             report: report of the sampler's stage; None if every sequence is plain.
         """
-        binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
+        binding = self._binding
+        device = self._binding.device
+        num_tokens = layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
         layouts = layout, *layout.others  # the rows in each cache group
         slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
@@ -115,7 +117,8 @@ class DirectExecutor:
 
     def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepReport | None) -> Tensor:
         with torch.no_grad():
-            sampler, sequences = self._sampler, batch.sampling
+            sampler = self._sampler
+            sequences = batch.sampling
             if report is not None and not report.needs_logits:  # embeddings have no tokens
                 self._sampled = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
                 return self._sampled
@@ -202,7 +205,9 @@ class StepPaths:
         """Prepare the layers, before memory is measured; limits and block size are resolved."""
 
     def build_executor(self, runner: ModelRunner) -> Executor:
-        binding, config, pools = runner.binding, runner.config, runner.pools
+        binding = runner.binding
+        config = runner.config
+        pools = runner.pools
         backend = runner.choice.build(binding.layers, binding.device, config, pools)
         kind_groups = pools.kind_groups(binding.layers)
         return DirectExecutor(binding, backend, config.block_size, runner.sampler, kind_groups)
@@ -235,10 +240,12 @@ class ModelRunner:
     def __init__(
         self, binding: ModelBinding, config: EngineConfig, choice: Any, pools: Pools, paths: StepPaths
     ) -> None:
-        self.binding, self.device = binding, binding.device
+        self.binding = binding
+        self.device = binding.device
         self.config: Any = config  # Any: `paths` reads options of features, too
         self.pools: Any = pools
-        self.choice, self.paths = choice, paths
+        self.choice = choice
+        self.paths = paths
         self.sampler = self._build_sampler(**paths.sampler_parts(choice))
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # sequences of the latest step -> index of their newest token

@@ -151,9 +151,13 @@ class RequestOutput:
             completion.token_ids += theirs.token_ids
             if completion.logprobs is not None and theirs.logprobs is not None:
                 completion.logprobs += theirs.logprobs
-            completion.finish_reason, completion.stop_reason = theirs.finish_reason, theirs.stop_reason
-        self.finished, self.error, self.error_kind = later.finished, later.error, later.error_kind
-        self.num_cached_tokens, self.metrics = later.num_cached_tokens, later.metrics
+            completion.finish_reason = theirs.finish_reason
+            completion.stop_reason = theirs.stop_reason
+        self.finished = later.finished
+        self.error = later.error
+        self.error_kind = later.error_kind
+        self.num_cached_tokens = later.num_cached_tokens
+        self.metrics = later.metrics
         self.prompt_logprobs = later.prompt_logprobs
 
 

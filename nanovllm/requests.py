@@ -52,7 +52,8 @@ class IncrementalDetokenizer:
         is_settled = len(self._window) == self._num_settled and not self._num_early
         if is_settled and self._texts is not None and (new := self._texts[token_id]):
             self.text += new
-            self._window, self._num_settled = [token_id], 1
+            self._window = [token_id]
+            self._num_settled = 1
             return
         self._window.append(token_id)
         settled = self._decode(self._num_settled)
@@ -248,7 +249,8 @@ class InputProcessor:
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        params, count = self.default_params if sampling_params is None else sampling_params, len(prompts)
+        params = self.default_params if sampling_params is None else sampling_params
+        count = len(prompts)
         each = zip(prompts, islice(request_ids, count), _one_each(count, params, options), strict=True)
         requests: list[NewRequest] = []
         prepared: dict[int, dict[str, Any]] = {}  # id of parameters, which prompts may share -> fields
@@ -380,7 +382,8 @@ def check_prompt(prompt_token_ids: list[int], vocab_size: int, max_model_len: in
     """Raise ValueError for an (already truncated) prompt that cannot be served."""
     if not prompt_token_ids:
         raise ValueError("the prompt is empty; it needs at least one token.")
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    low = min(prompt_token_ids)
+    high = max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {vocab_size} "

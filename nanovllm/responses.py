@@ -106,7 +106,8 @@ class Sample:
     def read(self, token_id: int, *, may_stop: bool) -> str | None:
         """Detokenise one token; returns the stop string that it completes, or None; always None unless may_stop."""
         incremental = cast(IncrementalDetokenizer, self.incremental)
-        params, searched = self.sequence.params, len(incremental.text)
+        params = self.sequence.params
+        searched = len(incremental.text)
         incremental.add(token_id)
         if not params.stop or not may_stop:
             return None
@@ -131,10 +132,13 @@ class Sample:
 
     def output(self, now: float) -> RequestOutput:
         """The output at the time `now`; a delta contains only text and tokens not returned before."""
-        sequence, request, first = self.sequence, self.request, self.num_shown_tokens  # runs for each streamed token
+        sequence = self.sequence  # runs for each streamed token
+        request = self.request
+        first = self.num_shown_tokens
         if sequence.is_finished and self.finished_time is None:
             self.finished_time = now
-        text, token_ids = self.text(), sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
+        text = self.text()
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
         # Some tokenizers do not skip the stop token as special.
         if sequence.stop_reason in self._ends and self._tokenizer is not None:
             text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
@@ -161,7 +165,8 @@ class Sample:
 
     def metrics(self) -> RequestMetrics:
         sequence = self.sequence
-        first, last = self.first_token_time, self.last_token_time
+        first = self.first_token_time
+        last = self.last_token_time
         num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         return RequestMetrics(
             sequence.arrival_time,
@@ -182,11 +187,13 @@ class Sample:
         """The text so far; in a stream it only grows at the end."""
         if self._tokenizer is None:
             return self._text_without_tokenizer
-        incremental, is_finished = self.incremental, self.finished_time is not None
+        incremental = self.incremental
+        is_finished = self.finished_time is not None
         if incremental is not None and self._stopped_at is not None:
             return incremental.text[: self._stopped_at]
         if incremental is None or (is_finished and not self.is_streamed):
-            token_ids, skips_special = self.sequence.output_token_ids, self.sequence.params.skip_special_tokens
+            token_ids = self.sequence.output_token_ids
+            skips_special = self.sequence.params.skip_special_tokens
             return decode(self._tokenizer, token_ids, skip_special_tokens=skips_special)
         return incremental.text + incremental.unfinished_text() if is_finished else self._shown_text(incremental)
 
@@ -210,7 +217,8 @@ class Request:
         number: int,
         arrivals: Iterator[int],
     ) -> None:
-        config, parts = input_processor.config, input_processor.parts
+        config = input_processor.config
+        parts = input_processor.parts
         self._merge_metrics: Callable[[list[RequestMetrics]], RequestMetrics] = parts.merged_metrics
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # time on the engine's clock
@@ -289,7 +297,8 @@ def deliver(
     """
     reported: dict[Request, None] = {}
     for sequence in advanced:
-        request, num_before = requests[sequence.request_id], runs.get(sequence)
+        request = requests[sequence.request_id]
+        num_before = runs.get(sequence)
         num_tokens = len(sequence.token_ids)
         has_token = sequence.finish_reason != "error" or (num_before is not None and num_tokens > num_before)
         reason = advance(request, sequence, now, times, num_before) if has_token else None
@@ -333,7 +342,9 @@ def advance(
 
 def _advance_run(sample: Sample, now: float, times: TokenTimes, num_before: int) -> str | None:
     """Process the tokens after the first `num_before`; the sequence ends with the first stop string, if any."""
-    sequence, stop, end = sample.sequence, None, num_before
+    sequence = sample.sequence
+    stop = None
+    end = num_before
     try:
         while stop is None and end < len(sequence.token_ids):
             end += 1

@@ -74,7 +74,8 @@ def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
     the draw, come from small u. u has 31 bits, and float32 resolves small numbers finely, so they are exact up to the
     maximum of 22.2 (with a 24-bit uniform near 1 it would be 16.6).
     """
-    low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
+    low = keys.to(torch.int32)
+    high = (keys >> 32).to(torch.int32)
     bits = _mixed_32(_mixed_32(counters + low[:, None]).add_(high[:, None]))
     uniform = ((bits >> 1) & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -227,7 +228,8 @@ class DrawInputs(DrawTensors):
         values = itertools.chain.from_iterable(map(_options, [sequence.params for sequence in sequences]))
         num_options = 1 + len(FILTERS)
         table = np.fromiter(values, np.float64, num_options * len(sequences)).reshape(-1, num_options).T
-        temperatures, has_noise = table[0], table[0] > 0
+        temperatures = table[0]
+        has_noise = table[0] > 0
         seeds = [sequence.seed for sequence in sequences] if has_noise.any() else None
         inverse = np.reciprocal(np.where(has_noise, temperatures, 1.0).clip(max=_MAX_TEMPERATURE).astype(np.float32))
         return cls(
@@ -350,7 +352,8 @@ class Sampler:
         draw_on_cpu: Callable[[Tensor, DrawInputs], Tensor] | None = None,
         stage: LogitsStage | None = None,
     ) -> None:
-        self.draw, self._draw_on_cpu = draw, draw_on_cpu
+        self.draw = draw
+        self._draw_on_cpu = draw_on_cpu
         self.stage = LogitsStage() if stage is None else stage
 
     def sample(

@@ -100,7 +100,8 @@ class Scheduler:
         self.config = config
         self.waiting: Queue = WaitingQueue() if queue is None else queue
         self.budget: Budget = WholeBudget(config) if budget is None else budget
-        self.block_manager, self.block_size = block_manager, block_manager.block_size
+        self.block_manager = block_manager
+        self.block_size = block_manager.block_size
         self.admission = Admission(config, block_manager)
         self.proposer: Proposer = NoProposer()
         self.stats = SchedulerStats()
@@ -123,7 +124,9 @@ class Scheduler:
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
         self.block_manager.wanted.remove(sequence)
-        sequence.finish_reason, sequence.is_running, sequence.is_finished = reason, False, True
+        sequence.finish_reason = reason
+        sequence.is_running = False
+        sequence.is_finished = True
         self.waiting.leave(sequence)
         self.budget.see(sequence)
 
@@ -161,11 +164,14 @@ class Scheduler:
     def _schedule_decodes(self, step: OpenStep, running: list[Sequence]) -> list[Sequence]:
         """Place a decode of each sequence that lacks just one token; returns the prefills, which lack more."""
         # This loop runs once per sequence and step, so it avoids calls.
-        step_id, block_size, manager = self._step_id, self.block_size, self.block_manager
+        step_id = self._step_id
+        block_size = self.block_size
+        manager = self.block_manager
         entries = step.entries
         prefills: list[Sequence] = []
         for sequence in running:
-            start, known = sequence.num_computed_tokens, sequence.num_known_tokens
+            start = sequence.num_computed_tokens
+            known = sequence.num_known_tokens
             if known - start != 1 or not sequence.is_running:
                 if known - start > 1:
                     prefills.append(sequence)
@@ -229,7 +235,9 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.block_manager.wanted.remove(sequence)
         self.running.add(sequence)
-        sequence.is_running, sequence.num_times_passed, self._started_in_step = True, 0, self._step_id
+        sequence.is_running = True
+        sequence.num_times_passed = 0
+        self._started_in_step = self._step_id
 
     def _spend_what_is_left(self, step: OpenStep) -> None:
         """Give leftover budget to chunks that the threshold capped, in their order.
@@ -260,8 +268,10 @@ class Scheduler:
 
     def _place(self, step: OpenStep, sequence: Sequence, size: int, hits: Collection[int] = ()) -> None:
         """Claim `hits`, then place `size` tokens after them, or as many as there are free blocks for."""
-        manager, block_size = self.block_manager, self.block_size
-        before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
+        manager = self.block_manager
+        block_size = self.block_size
+        before = sequence.num_computed_tokens
+        num_blocks = len(sequence.block_table)
         if hits:  # first, since the allocation could evict them
             manager.claim(sequence, hits)
         start = before + len(hits) * block_size
@@ -308,7 +318,8 @@ class Scheduler:
         """Return a running sequence to the queue without blocks; they stay findable, so it mostly finds them again."""
         self.running.remove(sequence)
         self.block_manager.release(sequence)
-        sequence.num_computed_tokens, sequence.is_running = 0, False
+        sequence.num_computed_tokens = 0
+        sequence.is_running = False
         self.waiting.rejoin(sequence)
         self.block_manager.want(sequence)
 
@@ -331,7 +342,8 @@ class Scheduler:
         self.in_flight.popleft()
         if results is not None:
             results.record(batch.sampling, token_ids)
-        manager, block_size = self.block_manager, self.block_size
+        manager = self.block_manager
+        block_size = self.block_size
         entries, drawn = self.proposer.accept(batch, token_ids, self._requeue)
         manager.commit(batch.step_id, entries)
         advanced: list[Sequence] = []

@@ -122,9 +122,13 @@ class Sequence:
 
     def __post_init__(self, request: NewRequest, max_model_len: int, eos_token_ids: Iterable[int]) -> None:
         params = self.params = request.params
-        self.request_id, self.arrival_time = request.request_id, request.arrival_time
-        self.priority, self.key = request.priority, (request.priority, self.arrival)
-        self.cache_salt, self.client, self.bad_words = request.cache_salt, request.client, request.bad_words
+        self.request_id = request.request_id
+        self.arrival_time = request.arrival_time
+        self.priority = request.priority
+        self.key = (request.priority, self.arrival)
+        self.cache_salt = request.cache_salt
+        self.client = request.client
+        self.bad_words = request.bad_words
         self.token_ids = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = self.num_known_tokens = len(self.token_ids)
         room = max_model_len - self.num_prompt_tokens

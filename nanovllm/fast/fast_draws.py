@@ -78,7 +78,8 @@ def sampler_parts(
 
 def floors_by_sort(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
     """`fast.kernels.filter_floors.filter_floors` in torch, for filters without a kernel."""
-    offsets, floors = [], []
+    offsets = []
+    floors = []
     for rows, own in pieces(logits, inputs):
         levels, own_offsets = levels_of(rows, own)
         offsets.append(own_offsets)
@@ -121,7 +122,8 @@ def best_on_cpu(
     """
     own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
     largest = own_largest if largest is None else largest
-    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
+    scores = own_largest.float()
+    token_ids = token_ids.add_(first_token)
     rows = np.flatnonzero(inputs.noise_scales).tolist()
     if rows:
         is_all = len(rows) == len(logits)
@@ -160,9 +162,11 @@ def keep_likely(logits: Tensor, inputs: list[NDArray[Any]]) -> Tensor:
     for (name, stage), values in zip(FILTERS.items(), inputs, strict=True):
         rows = np.flatnonzero(values)
         if len(rows):
-            is_all, values = len(rows) == len(logits), values[rows]
+            is_all = len(rows) == len(logits)
+            values = values[rows]
             own = logits if is_all else logits[rows]
-            vocab_size, options = own.shape[1], torch.from_numpy(values)[:, None]
+            vocab_size = own.shape[1]
+            options = torch.from_numpy(values)[:, None]
             num_ordered = _NUM_ORDERED[name](values, vocab_size) if name in _NUM_ORDERED else vocab_size
             ordered = own.topk(min(num_ordered, vocab_size)).values
             floor = _nucleus_floor(own, ordered, options) if name == "top_p" else stage.floor(ordered, options)

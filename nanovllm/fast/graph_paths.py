@@ -50,7 +50,8 @@ class GraphPaths(FastPaths):
         return self._executor
 
     def prepare(self, runner: ModelRunner) -> None:
-        binding, config = runner.binding, runner.config
+        binding = runner.binding
+        config = runner.config
         if not runner.choice.compiles or runner.choice.kernels:
             return
         steps = binding, config, self._executor.run_layers

@@ -36,7 +36,9 @@ class FastPaths(StepPaths):
         return super().build_executor(runner)
 
     def prepare(self, runner: ModelRunner) -> None:
-        binding, config, choice = runner.binding, runner.config, runner.choice
+        binding = runner.binding
+        config = runner.config
+        choice = runner.choice
         if choice.compiles and not choice.kernels:
             FastLayers(binding).compile_layers()
             execute_dummies(runner, warm_up_spans(config))

@@ -73,7 +73,9 @@ class FastLayers:
 
     def _find_direct_pass(self, run_batches: Callable[[], Any]) -> None:
         """Use a direct pass for engine steps, or else a stack of layers, if trials give the same bits."""
-        model, passes, layers = self._binding.model, self._binding.passes, self._binding.fused_layers
+        model = self._binding.model
+        passes = self._binding.passes
+        layers = self._binding.fused_layers
         stack = layers[0].stack if layers else None
         if stack is None:
             return
@@ -119,10 +121,12 @@ class FastLayers:
         logger.warning("compiling the layers of %s: some seconds", type(binding.model).__name__)
         if not binding.is_live:  # a live module has no quantised weights
             packed_linears.warn_of_dequantising(binding.model)
-        mixers, layers = binding.mixers, binding.layer_modules
+        mixers = binding.mixers
+        layers = binding.layer_modules
         if isinstance(mixers, Mixers):
             layers = mixers.without(layers)
-        binding.calls, binding.min_rows = compile_calls(binding.model, layers), 2
+        binding.calls = compile_calls(binding.model, layers)
+        binding.min_rows = 2
 
     def use_kernel_layers(self, *run_steps: Callable[[], Any]) -> bool:
         """Run layers by our kernels instead of compiled, if `run_steps` show the same results; whether they do."""

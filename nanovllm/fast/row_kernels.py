@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-_NUM_ROWS, _VOCAB_SIZE = 3 + len(FILTERS), 333
+_NUM_ROWS = 3 + len(FILTERS)
+_VOCAB_SIZE = 333
 
 
 def load_row_kernels() -> RowKernels | None:
@@ -55,7 +56,8 @@ def first_wrong(row_kernels: RowKernels) -> str | None:
 
 def _draws_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
     """Whether greedy draws, draws at a temperature and draws with each filter agree."""
-    rows, ones = np.arange(_NUM_ROWS), np.ones(_NUM_ROWS, np.float32)
+    rows = np.arange(_NUM_ROWS)
+    ones = np.ones(_NUM_ROWS, np.float32)
     filters = [
         ((40 if stage.dtype is np.int32 else 0.3) * (rows == row)).astype(stage.dtype)
         for row, stage in enumerate(FILTERS.values(), 2)
@@ -82,7 +84,8 @@ def _measures_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
 
 def _changes_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
     """Tests a repetition penalty of 2 on a row's largest and smallest logit, and a mask that allows 32 tokens."""
-    own, expected = logits.clone(), logits.clone()
+    own = logits.clone()
+    expected = logits.clone()
     tokens = [int(logits[1].argmax()), int(logits[1].argmin())]
     entry = np.array([[1, 0, 2, 2, -1, *np.array([2, 0, 0], np.float32).view(np.int32)]], np.int32)
     given = [torch.from_numpy(array) for array in (entry, np.array(tokens, np.int32), np.zeros(1, np.int64))]

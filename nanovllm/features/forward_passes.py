@@ -131,7 +131,8 @@ class ForwardPasses:
 
         Some models (OPT) call parts of the submodule directly.
         """
-        base, head = self._model.base_model, self._model.get_output_embeddings()
+        base = self._model.base_model
+        head = self._model.get_output_embeddings()
         if base is self._model or any(module is head for module in modules_of(base)):
             return False
 

@@ -39,7 +39,8 @@ def load_headless(config: Any, source: str, **options: Any) -> tuple[Any, dict[s
     if getattr(base_class, "__name__", "") not in (getattr(config, "architectures", None) or ())[:1]:
         return None
     base, info = base_class.from_pretrained(source, **options)
-    model, name = with_stand_in(base), base_class.__name__
+    model = with_stand_in(base)
+    name = base_class.__name__
     if model is None and not info["unexpected_keys"]:
         raise UnsupportedModelError(
             f"{name} of {source!r} has no language model head, and none of a decoder's class fits it. An engine for "
@@ -68,7 +69,8 @@ def with_stand_in(base: Any) -> Any:
     setattr(model, model.base_model_prefix, base)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # a head of more modules
         return None
-    model.config, model.is_headless = base.config, True
+    model.config = base.config
+    model.is_headless = True
     return model.train(base.training)
 
 
@@ -81,7 +83,8 @@ def _names_of_head(model: Any) -> set[str]:
 def _check_pooling(name: str, source: str, options: dict[str, Any]) -> None:
     """Refuse a checkpoint of sentence-transformers that pools otherwise than by the last token, or adds layers."""
     for module in _read(source, "modules.json", options) or ():
-        kind, path = str(module.get("type")).rpartition(".")[2], module.get("path")
+        kind = str(module.get("type")).rpartition(".")[2]
+        path = module.get("path")
         given = (_read(source, f"{path}/config.json", options) or {}) if kind == "Pooling" else {}
         modes = {key for key, value in given.items() if value is True and key.startswith("pooling_mode_")}
         modes |= {given["pooling_mode"]} if isinstance(given.get("pooling_mode"), str) else set()

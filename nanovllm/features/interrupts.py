@@ -41,18 +41,21 @@ class InterruptsHeld:
 
     def __exit__(self, *_: object) -> None:
         # While the handler is None, a second SIGINT is recorded too: raised here, it would leave `_note` installed.
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is not None:
             InterruptsHeld._holder = self._outer
             signal.signal(signal.SIGINT, handler)
             if self.noted:
-                noted, self.noted = self.noted, None
+                noted = self.noted
+                self.noted = None
                 handler(*noted)
 
     def pass_on(self) -> None:
         """Call the previous handler, which usually raises KeyboardInterrupt, if a SIGINT was recorded."""
         if self.noted is not None and self._handler is not None:
-            noted, self.noted = self.noted, None
+            noted = self.noted
+            self.noted = None
             self._handler(*noted)
 
     def held_in(self, items: Generator[T]) -> Iterator[T]:

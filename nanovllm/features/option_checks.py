@@ -137,7 +137,8 @@ def memory_bytes(name: str, value: Any) -> int | None:
     """A number of bytes, at most the machine's memory; or None."""
     if value is None:
         return None
-    number, total = integer(name, value, 1), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    number = integer(name, value, 1)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if number > total:
         raise ValueError(f"{name} is {number:,} bytes, but the machine has {total:,} bytes of memory. Set less.")
     return number
@@ -147,7 +148,8 @@ def cache_folder(name: str, value: Any) -> Any:
     """A folder that exists and can be read, or can be made; or None."""
     if value is None:
         return None
-    path, remedy = Path(string(name, value)).expanduser(), "Name another folder."
+    path = Path(string(name, value)).expanduser()
+    remedy = "Name another folder."
     if path.exists():
         if not path.is_dir():
             raise ValueError(f"{name} is {str(path)!r}, which is a file. {remedy}")

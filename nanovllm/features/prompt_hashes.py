@@ -50,7 +50,8 @@ class PromptHashes(Sequence[bytes]):
         if not -self._length <= index < self._length:
             raise IndexError(f"block {index} of a prompt with {self._length} blocks to look up")
         index %= self._length
-        known, size = self._known, self._block_size
+        known = self._known
+        size = self._block_size
         while len(known) <= index:
             first = len(known) * size
             parent = known[-1] if known else root_hash(*self._root)

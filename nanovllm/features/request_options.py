@@ -47,7 +47,8 @@ class RequestOptions(LogitsStage):
         """Latest tokens of a step's sampled rows; some may have been read since the layout was made."""
         token_ids = layout.token_ids[layout.sample_rows]
         for row in np.flatnonzero(token_ids < 0).tolist():
-            sequence, position = sequences[row], layout.sampled_positions[row]
+            sequence = sequences[row]
+            position = layout.sampled_positions[row]
             if sequence is not None and len(sequence.token_ids) >= position:  # None on other ranks
                 token_ids[row] = sequence.token_ids[position - 1]
         return LatestTokens(token_ids, previous)
@@ -62,7 +63,9 @@ class RequestOptions(LogitsStage):
         report: StepLogprobs | None,
     ) -> Tensor:
         report = report or StepLogprobs()
-        reported, early, limited = [], [], []  # rows
+        reported = []  # rows
+        early = []
+        limited = []
         for row, sequence in enumerate(sequences):
             params = sequence.params
             if params.logprobs is not None:

@@ -9,7 +9,8 @@ from nanovllm.config import integer, option
 from nanovllm.features.option_checks import string
 
 MAX_DRAFTS = 32  # limit for a sequence in a step
-SUFFIX, DRAFT = "suffix", "draft"
+SUFFIX = "suffix"
+DRAFT = "draft"
 
 
 def _source(name: str, value: Any) -> Any:

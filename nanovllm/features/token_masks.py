@@ -59,7 +59,8 @@ def begin_masks(
         threads: `MaskThreads`; None fills all masks at once. All of masks must be contiguous.
     """
     # Addresses, since a view per row takes longer than its mask.
-    address, num_bytes = masks.ctypes.data, masks.strides[0]
+    address = masks.ctypes.data
+    num_bytes = masks.strides[0]
     rows: list[tuple[int, Any, SequenceABC[int], int, int]] = []
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         matcher = sequence.matcher
@@ -92,7 +93,7 @@ def rewind(sequence: Sequence, num_tokens: int) -> None:
     """Take drafts that its matcher has consumed back, to this number of output tokens."""
     matcher = sequence.matcher
     if matcher is not None and matcher.num_tokens > num_tokens:
-        with suppress(GrammarError):  # over its limits; it says so again at the next mask
+        with suppress(GrammarError):  # A matcher over its limits says so again at the next mask.
             matcher.rollback(matcher.num_tokens - num_tokens)
 
 
@@ -131,7 +132,8 @@ def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None
                 : logits.shape[1]
             ]
         return
-    words, indices = to_device(masks, logits.device), to_device(rows, logits.device)
+    words = to_device(masks, logits.device)
+    indices = to_device(rows, logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_forbidden = ((words[:, :, None] >> shifts & 1) == 0).flatten(1)[:, : logits.shape[1]]
     logits[indices] += logits.new_zeros(()).expand(is_forbidden.shape).masked_fill(is_forbidden, -torch.inf)

@@ -18,15 +18,20 @@ def check_exact_activations(config: EngineConfig, source: str | None, device: st
         refuse("exact_activations", TENSOR_PARALLEL)
     device = device or config.device
     if source is None:
-        reason, remedy = "the model is a loaded module", "save it (save_pretrained), pass the folder, set quantization"
+        reason = "the model is a loaded module"
+        remedy = "save it (save_pretrained), pass the folder, set quantization"
     elif device.startswith("cuda"):
-        reason, remedy = f"the device is {device!r}", "set device='cpu'"
+        reason = f"the device is {device!r}"
+        remedy = "set device='cpu'"
     elif config.attention_backend not in ("auto", "cpp"):
-        reason, remedy = f"attention_backend is {config.attention_backend!r}", "set attention_backend='cpp'"
+        reason = f"attention_backend is {config.attention_backend!r}"
+        remedy = "set attention_backend='cpp'"
     elif config.enforce_eager:
-        reason, remedy = "enforce_eager is True", "drop enforce_eager"
+        reason = "enforce_eager is True"
+        remedy = "drop enforce_eager"
     elif config.quantization is None and not is_gguf(source):
-        reason, remedy = f"the weights of {source} are not quantised", "set quantization='int8' or 'int4'"
+        reason = f"the weights of {source} are not quantised"
+        remedy = "set quantization='int8' or 'int4'"
     else:
         return
     raise ValueError(

@@ -77,7 +77,8 @@ def _by_operators(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """`experts_function` by `fast/kernels/expert_rows.py`: for few rows, and as the library for many."""
     (num_rows, top_k), expert_ids = top_k_index.shape, top_k_index.reshape(-1)
     order, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
-    multiply, pairs = torch.ops.nanovllm.expert_products, (expert_ids, order, ends, module.is_transposed)
+    multiply = torch.ops.nanovllm.expert_products
+    pairs = (expert_ids, order, ends, module.is_transposed)
     rows = multiply(hidden_states, *_first_projection(module), *pairs, top_k)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = multiply(rows, module.down_proj, module.down_proj_bias if module.has_bias else None, *pairs, 0)
@@ -175,8 +176,12 @@ class _ProductOfExperts:
         """[num_rows, num_outputs] from rows [num_rows, depth] sorted by expert; zero after the last expert's rows."""
         rows = rows.contiguous()
         output = rows.new_empty(len(rows), self._num_outputs)
-        row_bytes, output_bytes = rows[:1].nbytes, output[:1].nbytes
-        at, to, num_threads, done = rows.data_ptr(), output.data_ptr(), torch.get_num_threads(), 0
+        row_bytes = rows[:1].nbytes
+        output_bytes = output[:1].nbytes
+        at = rows.data_ptr()
+        to = output.data_ptr()
+        num_threads = torch.get_num_threads()
+        done = 0
         for struct, count in zip(self._structs, counts, strict=True):
             if count:
                 call(ctypes.byref(struct), at + done * row_bytes, to + done * output_bytes, count, num_threads)

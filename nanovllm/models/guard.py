@@ -112,11 +112,15 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
 
     Raises UnsupportedModelError with the difference seen.
     """
-    name, run = type(model).__name__, partial(_run, model, probing)
+    name = type(model).__name__
+    run = partial(_run, model, probing)
     assert isinstance(probe, RowProbe)
     first = probe.rows.states
-    token_ids, sampled, far = list(probe.token_ids), list(probe.sample_rows), list(probe.last)
-    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(probe.preceding_ids)))
+    token_ids = list(probe.token_ids)
+    sampled = list(probe.sample_rows)
+    far = list(probe.last)
+    near = list(range(len(token_ids)))
+    kept = list(range(len(token_ids) - len(probe.preceding_ids)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     tolerance = _HALF if is_half else FULL
 
@@ -139,7 +143,8 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
         _check_sampled_rows(name, own, probe, sampled, tolerance)
         seen = first_difference({"logits": probe.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
-        reason, at_far = "mixed rows", run(token_ids, far, sampled)
+        reason = "mixed rows"
+        at_far = run(token_ids, far, sampled)
         if far != near and first_difference(first, at_far.states, _NONE) is None:
             reason = "positions by row"
         raise unsupported(
@@ -154,7 +159,8 @@ def _run(
     model: Any, probing: Probing, token_ids: list[int], positions: list[int] | None, sample_rows: list[int] | None
 ) -> StateProbe:
     """Forward pass with each token attending only to itself; positions, sample_rows: None leaves them to the model."""
-    device, probe = next(model.parameters()).device, StateProbe()
+    device = next(model.parameters()).device
+    probe = StateProbe()
     given: dict[str, Any] = {
         "input_ids": [token_ids],
         "position_ids": positions and [positions],

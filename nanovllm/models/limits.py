@@ -23,7 +23,8 @@ def check_limits(config: Any, options: EngineConfig) -> None:
     positions = positions_of(config)
     if positions is not None:  # no contradiction depends on the device
         options.resolve_limits("cpu", positions)
-    heads, size = first_field(config, "num_attention_heads", "n_head"), options.tensor_parallel_size
+    heads = first_field(config, "num_attention_heads", "n_head")
+    size = options.tensor_parallel_size
     if heads is not None and heads % size:
         keys = first_field(config, "num_key_value_heads") or heads
         possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]

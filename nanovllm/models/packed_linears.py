@@ -163,7 +163,8 @@ def pack_linear_layers(
             form = PackedHead if is_head else PackedLinear
             vars(linear)["forward"] = form(whole, kernels, linear.out_features, memory=memory)
         elif type(linear) is nn.Linear and OneDnnLinear.can_pack(linear.weight.dtype):
-            by_one_dnn, shape = OneDnnLinear(linear), tuple(linear.weight.shape)
+            by_one_dnn = OneDnnLinear(linear)
+            shape = tuple(linear.weight.shape)
             if shape not in one_dnn_is_right:
                 one_dnn_is_right[shape] = by_one_dnn.is_right(linear)
                 if not one_dnn_is_right[shape]:

@@ -238,7 +238,8 @@ class _Quantised(nn.Module):
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(FORMATS)}.")
         if blocks.dtype != torch.uint8 or blocks.dim() != 2:
             raise ValueError(f"blocks must be uint8 [num_rows, bytes a row], not {blocks.dtype} {tuple(blocks.shape)}.")
-        self.kind, self.dtype = kind, dtype
+        self.kind = kind
+        self.dtype = dtype
         self._row_elements = FORMATS[kind].in_features(blocks.shape[1])
         self.register_buffer("blocks", blocks)
 
@@ -253,7 +254,8 @@ class _Quantised(nn.Module):
         parts = _parts_of(self.kind, self.blocks.reshape(-1, block_bytes))
         rows = len(self.blocks)
         minima = None if parts.minima is None else parts.minima.reshape(rows, -1)
-        values, scales = parts.values.reshape(rows, -1), parts.scales.reshape(rows, -1)
+        values = parts.values.reshape(rows, -1)
+        scales = parts.scales.reshape(rows, -1)
         return QuantisedParts(values, scales, minima, parts.num_bits)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +288,8 @@ class QuantisedLinear(_Quantised):
         self, kind: str, blocks: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(kind, blocks, dtype)
-        self.out_features, self.in_features = len(blocks), self._row_elements
+        self.out_features = len(blocks)
+        self.in_features = self._row_elements
         self._kept = KeptWeight()
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -327,7 +330,8 @@ class QuantisedEmbedding(_Quantised):
 
     def __init__(self, kind: str, blocks: Tensor, *, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         super().__init__(kind, blocks, dtype)
-        self.num_embeddings, self.embedding_dim = len(blocks), self._row_elements
+        self.num_embeddings = len(blocks)
+        self.embedding_dim = self._row_elements
         self.padding_idx = padding_idx
 
     def forward(self, token_ids: Tensor) -> Tensor:

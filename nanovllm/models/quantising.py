@@ -29,7 +29,9 @@ def quantise_model(model: Any, option: str) -> None:
 
     Raises UnsupportedModelError for a model without any such layer.
     """
-    kind, blocks_of = KIND_OF_OPTION[option], WeakIdKeyDictionary()  # the key is the weight: tied modules share blocks
+    # the key is the weight: tied modules share blocks
+    kind = KIND_OF_OPTION[option]
+    blocks_of = WeakIdKeyDictionary()
     num_before = sum(parameter.numel() for parameter in model.parameters())
     embedding = id(model.get_input_embeddings())  # a reference would keep its weight
     # Weights of modules that are not quantised: an embedding tied to a head of 32,001 outputs would be stored twice.

@@ -69,7 +69,8 @@ class _LayerCall:
 
     def outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Outputs [num_rows, width] of the blocks and the layer, from a float32 copy of the layer."""
-        layer, found = copy.deepcopy(self.layer).float(), {}
+        layer = copy.deepcopy(self.layer).float()
+        found = {}
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -93,7 +94,8 @@ class RankGuard:
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
-        self._model, self._ranks = model, ranks
+        self._model = model
+        self._ranks = ranks
         self._calls = _layers_to_compare(model, ranks.size)
         self._expected: list[dict[str, Tensor]] = []
         with _dense_attention(model):
@@ -125,7 +127,8 @@ class RankGuard:
 
 @contextmanager
 def _dense_attention(model: nn.Module) -> Iterator[None]:
-    patches, device = AttributePatches(), next(model.parameters()).device
+    patches = AttributePatches()
+    device = next(model.parameters()).device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             patches.apply(redirected_to(model, DENSE_NAME, EXPERTS))
@@ -181,7 +184,8 @@ def _record_arguments(calls: list[_LayerCall], model: Any) -> None:
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = missing.pop(layer, None)
         if call is not None:
-            call.args, call.kwargs = args, kwargs
+            call.args = args
+            call.kwargs = kwargs
         if not missing:
             raise _AllReached
 

@@ -126,7 +126,8 @@ def kv_layers(config: Mapping[str, Any], dtype_bytes: int) -> tuple[tuple[int | 
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0
     key_size = value_size = config.get("head_dim") or hidden // heads
     if config.get("qk_rope_head_dim") and config.get("v_head_dim"):  # latent attention, kept expanded: every head
-        key_size, value_size = (config.get("qk_nope_head_dim") or 0) + config["qk_rope_head_dim"], config["v_head_dim"]
+        key_size = (config.get("qk_nope_head_dim") or 0) + config["qk_rope_head_dim"]
+        value_size = config["v_head_dim"]
         kv_heads = heads
     types = list(config.get("layer_types") or [])
     window = config.get("sliding_window") or config.get("attention_chunk_size")

@@ -162,5 +162,6 @@ def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device, exact_
     refused = unserved_layer(layers, CppAttention.supports)
     if refused is not None:
         raise ValueError(refused)
-    kinds, dtype = kinds_of(layer.traits for layer in layers), layers[0].dtype
+    kinds = kinds_of(layer.traits for layer in layers)
+    dtype = layers[0].dtype
     return tuple(load_kernels(dtype, kind.head_dim, kind.num_groups, kind.value_dim, exact_rows) for kind in kinds)

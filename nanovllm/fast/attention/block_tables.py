@@ -26,7 +26,8 @@ class BlockTables:
     """
 
     def __init__(self, block_size: int, dtype: type[np.signedinteger[Any]], num_blocks: int | None) -> None:
-        self._block_size, self._num_blocks = block_size, num_blocks
+        self._block_size = block_size
+        self._num_blocks = num_blocks
         self._lists: list[list[int]] = []  # the block tables of the last step
         self._lasts = np.zeros(0, np.int64)  # indices of their last blocks
         self._tables: NDArray[Any] = np.zeros((0, 0), dtype)
@@ -54,12 +55,15 @@ class BlockTables:
                     f"blocks 0 to {self._num_blocks - 1}."
                 )
             self._tables[row, firsts[row] : lasts[row] + 1] = blocks
-        self._lists, self._lasts = lists, lasts
+        self._lists = lists
+        self._lasts = lasts
         return self._tables
 
     def _reorder(self, rows: NDArray[np.int64]) -> None:
         """Rows of the last step in another order; -1: a new one. The last step's array stays, since it may be read."""
         tables = np.full((len(rows), self._tables.shape[1]), NULL_BLOCK, self._tables.dtype)
-        lasts, is_kept = np.full(len(rows), -1, np.int64), rows >= 0
+        lasts = np.full(len(rows), -1, np.int64)
+        is_kept = rows >= 0
         tables[is_kept], lasts[is_kept] = self._tables[rows[is_kept]], self._lasts[rows[is_kept]]
-        self._tables, self._lasts = tables, lasts
+        self._tables = tables
+        self._lasts = lasts

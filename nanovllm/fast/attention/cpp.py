@@ -62,8 +62,10 @@ class CppAttention:
 
     def _rows(self, layout: BatchLayout, part: slice, tables: BlockTables) -> _Rows:
         """Rows of all decodes or of all chunks, with their block tables."""
-        entries, first_rows = layout.entries[part], layout.row_starts[:-1][part]
-        starts, counts = layout.positions[first_rows], np.diff(layout.row_starts)[part]
+        entries = layout.entries[part]
+        first_rows = layout.row_starts[:-1][part]
+        starts = layout.positions[first_rows]
+        counts = np.diff(layout.row_starts)[part]
         contexts = starts + counts
         lasts = (contexts - 1) // self.block_size
         for entry, last, context in zip(entries, lasts.tolist(), contexts.tolist(), strict=True):
@@ -79,7 +81,8 @@ class _KindKernels:
     """The kernels of one kind of layers and their constant arguments."""
 
     def __init__(self, traits: LayerTraits, kernels: Kernels) -> None:
-        self.kernels, self.is_full = kernels, traits.sight.is_full
+        self.kernels = kernels
+        self.is_full = traits.sight.is_full
         self._traits = traits.sight.window or 0, traits.sight.chunk or 0, traits.softcap or 0.0
         self._without_sinks = (*self._traits, None)
 

@@ -43,7 +43,8 @@ class FlexChunks:
         num_blocks: int,
         device: torch.device,
     ) -> None:
-        self._options, self._max_blocks = options, max_blocks
+        self._options = options
+        self._max_blocks = max_blocks
         width = most_listed(options.sight, options.block_size, max_blocks) + 1  # a kernel may read one past the last
         with torch.inference_mode(False):
             self._tables = chunk_tables(options.sight, max_tiles, width, num_blocks, device)
@@ -114,7 +115,8 @@ def fill_tiles_in_sight(
 ) -> None:
     """Fill `to`, the `chunk_tables` of another sight. Counts all rows of a tile, also rows missing from the step."""
     num_partial, partial, num_full, full, indices, own_blocks = to
-    num_tiles, positions = len(starts), blocks * block_size
+    num_tiles = len(starts)
+    positions = blocks * block_size
     border = first_seen_on_device(positions, window, chunk) // block_size  # first block that the first row sees
     of_last_row = first_seen_on_device(positions + (block_size - 1), window, chunk)
     whole = torch.minimum(blocks, (of_last_row + block_size - 1) // block_size)  # the first that all rows see whole
@@ -138,7 +140,8 @@ class ChunkCall(nn.Module):
 
     def __init__(self, options: KernelOptions) -> None:
         super().__init__()
-        self.block_size, self.softcap = options.block_size, options.softcap
+        self.block_size = options.block_size
+        self.softcap = options.softcap
         self.window, self.chunk = options.sight
         self.options: dict[str, Any] = options.for_chunks()
         # Nothing but the number of rows may become a symbol; see `flex_tiles.py`.
@@ -169,8 +172,11 @@ def _attend_tiles(
     scaling: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    block_size, window, chunk = call.block_size, call.window, call.chunk
-    lists, indices = tables[:4], tables[4:]
+    block_size = call.block_size
+    window = call.window
+    chunk = call.chunk
+    lists = tables[:4]
+    indices = tables[4:]
 
     def is_not_later(batch, head, row, slot):
         return slot % block_size <= row % block_size

@@ -129,7 +129,8 @@ def fill_decodes(
 ) -> None:
     """`to` is a `DecodeTables`, which the compiler does not know; `kv_tile` slots make one of a block."""
     num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets, *firsts = to
-    num_rows, in_block = len(starts), block_size // kv_tile
+    num_rows = len(starts)
+    in_block = block_size // kv_tile
     positions = positions.to(torch.int32)
     columns = torch.arange(kv_tiles.shape[3], dtype=torch.int32, device=tables.device)
     num_before: Any = 0
@@ -156,7 +157,8 @@ class DecodeCall(nn.Module):
 
     def __init__(self, num_kv_heads: int, options: DecodeOptions, softcap: float | None = None) -> None:
         super().__init__()
-        self.num_kv_heads, self.softcap = num_kv_heads, softcap
+        self.num_kv_heads = num_kv_heads
+        self.softcap = softcap
         self.kv_tile, self.options = options
         self._compiled = torch.compile(
             own_code(_attend_decodes), fullgraph=True, dynamic=False, options=DECODE_COMPILER
@@ -188,7 +190,8 @@ def _attend_decodes(
     sinks: Tensor | None,
 ) -> Tensor:
     num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets, *firsts = tables
-    kv_tile, value_dim = call.kv_tile, values.shape[3]
+    kv_tile = call.kv_tile
+    value_dim = values.shape[3]
 
     def is_used(row, head, _, slot):
         return (slot // kv_tile != last_kv_tiles[row]) | (slot % kv_tile <= last_offsets[row])

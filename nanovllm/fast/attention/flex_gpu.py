@@ -185,8 +185,10 @@ class GpuFlexPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionPlan`."""
-        calls, step = self.kinds[kind], self.steps[kind]
-        count, tile_rows = len(step.decode_blocks), step.tile_rows
+        calls = self.kinds[kind]
+        step = self.steps[kind]
+        count = len(step.decode_blocks)
+        tile_rows = step.tile_rows
         if not len(tile_rows):
             attended: Tensor = calls.decodes.attend(query, key_cache, value_cache, scaling, None, sinks)
             return attended

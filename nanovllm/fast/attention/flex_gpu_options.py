@@ -20,7 +20,8 @@ from nanovllm.layout import FULL, Sight
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
 BLOCK_N = 64  # slots of a block that a chunk reads at once, at most
-CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
+CHUNK_STAGES = 3  # tiles on their way at once, at most
+CHUNK_WARPS = 4
 
 
 class DecodeEntry(NamedTuple):
@@ -40,7 +41,8 @@ _DECODES = (
 MIN_KV_TILE = min(entry.kv_tile for entry in _DECODES)
 MAX_SPLITS = max(entry.splits for entry in _DECODES)
 # Of the GPU that it was measured on: a program serves one sequence and KV head.
-_PROGRAMS_PER_BATCH, _MULTIPROCESSORS = 8, 132
+_PROGRAMS_PER_BATCH = 8
+_MULTIPROCESSORS = 132
 
 
 class Gpu(NamedTuple):
@@ -90,7 +92,8 @@ class KernelOptions:
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
-        traits, head_dim = layer.traits, max(layer.traits.head_dim, layer.traits.value_dim)
+        traits = layer.traits
+        head_dim = max(layer.traits.head_dim, layer.traits.value_dim)
         kernel = find_kernel("paged_decode", "PagedDecode")
         if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None

@@ -26,7 +26,8 @@ from nanovllm.layout import BatchLayout
 MIN_MEMBERS = 2
 # Bytes read in the time of a merge, estimated for an H200: without groups, shared blocks come from the L2 cache at some
 # 8 TB/s, and merging takes 2 µs and 16 ns a member.
-_MEMBER_BYTES, _STEP_BYTES = 128e3, 16e6
+_MEMBER_BYTES = 128e3
+_STEP_BYTES = 16e6
 WIDE_TOKENS = 4096  # fewest that make a group wide: shorter prefixes take a fraction of the step
 # Fewest decodes times common tokens. On an H100 with 2 query heads a KV head 256 decodes of 16,384 tokens take 0.32 of
 # a layer's time in bundles, 64 of 4,096 take 1.24.
@@ -129,7 +130,8 @@ class SharedPrefixes:
     ) -> SharedPrefixes:
         """Bundles of some groups and wide programs of others, with prefixes cut into nearly equal pieces."""
         narrow = cls._from_groups(groups, num_decodes, rule)
-        members, parts = narrow.members.tolist(), np.zeros(num_decodes, np.int32)
+        members = narrow.members.tolist()
+        parts = np.zeros(num_decodes, np.int32)
         programs: list[tuple[int, int, int]] = []
         for rows, num_blocks, _ in wide_groups:
             narrow.shared[rows] = num_blocks
@@ -165,13 +167,16 @@ class _Grouping:
 
     def is_wide(self, group: Group) -> bool:
         """Whether wide programs read for the group."""
-        rule, count, num_tokens = self._rule, len(group.rows), group.num_blocks * self._block_size
+        rule = self._rule
+        count = len(group.rows)
+        num_tokens = group.num_blocks * self._block_size
         is_large = num_tokens >= rule.wide_tokens and count * num_tokens >= rule.wide_reads
         return rule.wide_members > 0 and is_large and count >= rule.least_wide
 
     def chosen(self, found: list[Group]) -> list[Group]:
         """The first groups, up to `max_bundles`; none if they save less than merging takes."""
-        chosen, left = [], self._rule.max_bundles
+        chosen = []
+        left = self._rule.max_bundles
         for group in found:
             num_bundles = self._num_bundles(len(group.rows))
             if num_bundles <= left:
@@ -203,7 +208,8 @@ class _Grouping:
         return [*chosen, rest] if rest.gain > 0 else chosen
 
     def _group(self, rows: list[int], num_blocks: int) -> Group:
-        rule, count = self._rule, len(rows)
+        rule = self._rule
+        count = len(rows)
         num_tokens = num_blocks * self._block_size * (count - self._num_bundles(count))
         return Group(rows, num_blocks, num_tokens - rule.member_tokens * count)
 

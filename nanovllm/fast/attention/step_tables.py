@@ -92,7 +92,8 @@ class TableInputs(StepFeature):
     """
 
     def __init__(self, block_size: int, num_groups: int = 0, *, has_spans: bool = False) -> None:
-        self._block_size, self._num_groups = block_size, num_groups
+        self._block_size = block_size
+        self._num_groups = num_groups
         self._tables = [BlockTables(block_size, np.int32, None) for _ in range(max(1, num_groups))]
         of_groups = (num_groups,) if num_groups else ()
         sizes: dict[str, tuple[int | str, ...] | None] = {
@@ -122,7 +123,9 @@ class TableInputs(StepFeature):
         return layout.positions[layout.row_starts[1:] - 1] // self._block_size + 1
 
     def fill(self, to: Any, step: HostStep) -> None:
-        layout, real, tiles = step.layout, step.layout.num_decodes, step.plan
+        layout = step.layout
+        real = step.layout.num_decodes
+        tiles = step.plan
         lengths = self._lengths(layout)
         self._fill_tables(to.tables, layout, lengths)
         starts = np.cumsum(lengths) - lengths
@@ -142,7 +145,9 @@ class TableInputs(StepFeature):
             to.span_tables[..., :count] = starts[real:][tiles.spans[:, 0]] + offsets
 
     def _fill_tables(self, to: NDArray[np.int32], layout: BatchLayout, lengths: NDArray[np.int64]) -> None:
-        rows, layouts = [], (layout, *layout.others)  # further layouts may be of recurrent states
+        # further layouts may be of recurrent states
+        rows = []
+        layouts = (layout, *layout.others)
         for number, (tables, of_group) in enumerate(zip(self._tables, layouts, strict=False)):
             blocks = tables.update(of_group.entries, lengths - 1)
             for row, (entry, length) in enumerate(zip(of_group.entries, lengths.tolist(), strict=True)):
@@ -154,7 +159,8 @@ class TableInputs(StepFeature):
             np.concatenate(rows, out=to)
 
     def _fill_tiles(self, to: Any, tiles: Tiles, first_row: int) -> None:
-        count, is_real = len(tiles.blocks), tiles.rows >= 0
+        count = len(tiles.blocks)
+        is_real = tiles.rows >= 0
         to.tile_blocks[:count] = tiles.blocks
         to.tile_is_used[:count] = 1
         to.tile_rows[:count] = np.where(is_real, tiles.rows + first_row, 0).reshape(count, -1)

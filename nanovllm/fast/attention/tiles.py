@@ -59,9 +59,12 @@ class Tiles:
         chunks = np.repeat(np.arange(len(entries)), counts)
         blocks = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts - starts // block_size, counts)
         order = np.argsort(-blocks, kind="stable")
-        chunks, blocks = chunks[order], blocks[order]
+        chunks = chunks[order]
+        blocks = blocks[order]
         positions = blocks[:, None] * block_size + np.arange(block_size)
-        starts, ends, first_rows = starts[chunks, None], ends[chunks, None], first_rows[chunks, None]
+        starts = starts[chunks, None]
+        ends = ends[chunks, None]
+        first_rows = first_rows[chunks, None]
         rows = np.where((positions >= starts) & (positions < ends), first_rows + positions - starts, -1)
         return cls(chunks, blocks, rows.reshape(-1), prefixes, spans)
 

@@ -85,7 +85,8 @@ def splits_head(binding: ModelBinding) -> bool:
 
 
 def _computes_parts(binding: ModelBinding) -> bool:
-    passes, positions = binding.passes, torch.arange(4, device=binding.device)[None]
+    passes = binding.passes
+    positions = torch.arange(4, device=binding.device)[None]
     try:
         whole = passes.logits(positions, positions, positions[0]).clone()
         return torch.equal(whole, passes.head(passes.hidden_states(positions, positions).clone()))

@@ -47,7 +47,8 @@ def run_many_decodes(binding: ModelBinding, config: EngineConfig, run_layers: Ca
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:
     """Start positions for steps of up to six decodes: early, in a second block and at the end."""
-    last, block_size = config.max_model_len - 2, config.block_size
+    last = config.max_model_len - 2
+    block_size = config.block_size
     places = [(0, 1), (3, 1), (block_size + 2, 7), (last, -1)]  # the first one's position, the next one's distance
     return [
         [min(last, max(0, first + step * number)) for number in range(count)]

@@ -94,7 +94,8 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
 def _wide_calls(decodes: Any, tables: tuple[Any, ...], query: Tensor, caches: list[Tensor]) -> list[Callable[[], Any]]:
     """Wide programs without work, and the cut of contexts with them."""
     nothing = query.new_zeros(MIN_ROWS, WIDE_NUMBERS, dtype=torch.int32)
-    parts, bundles = nothing.view(-1)[:MIN_ROWS], nothing[:, :BUNDLE_NUMBERS].contiguous()
+    parts = nothing.view(-1)[:MIN_ROWS]
+    bundles = nothing[:, :BUNDLE_NUMBERS].contiguous()
     wide = copy(decodes)  # other threads call the kernels without wide groups
     fill = partial(wide.fill, *tables, (parts, parts, bundles[:0], parts, nothing))
     return [fill, *(partial(decodes.attend_wide, query, *caches, 1.0, nothing, merges=each) for each in (False, True))]

@@ -60,8 +60,11 @@ class GraphExecutor:
         use_write_kernel()
         if binding.device.type == "cuda":
             binding.caches.clear = find_kernel("kv_writes", "clear_blocks") or binding.caches.clear
-        self._binding, self._config, self._sampler = binding, config, sampler
-        self._block_size, self._captures = config.block_size, config.cuda_graphs
+        self._binding = binding
+        self._config = config
+        self._sampler = sampler
+        self._block_size = config.block_size
+        self._captures = config.cuda_graphs
         self._buckets = Buckets(config, only_decodes=not self.captures_chunks)
         max_blocks = -(-config.max_model_len // config.block_size)
         self.backend = build_gpu_attention(
@@ -106,7 +109,8 @@ class GraphExecutor:
         chains = self._binding.stacked is not None and reads_own_rows(layout, self._block_size)
         if self._stacked and report is None and not chains and (draw_stacked := self._stacked.launch(batch, layout)):
             return draw_stacked
-        sequences, positions = batch.sampling, layout.sampled_positions.tolist()
+        sequences = batch.sampling
+        positions = layout.sampled_positions.tolist()
         sampler = self._sampler
         count = len(sequences)
         extras = self._extras.needed(sequences, positions)
@@ -189,7 +193,8 @@ class GraphExecutor:
 
     def _forward(self, shape: GraphShape) -> Tensor:
         """The forward pass of the packed step, captured by shape."""
-        inputs, sample_rows = self._attention_step(shape), self._draw_inputs.sample_rows
+        inputs = self._attention_step(shape)
+        sample_rows = self._draw_inputs.sample_rows
         if self._splits_head:
             hidden_states = self._binding.passes.hidden_states
             states = self._binding.compute_step(hidden_states, *inputs).index_select(0, sample_rows)
@@ -235,7 +240,8 @@ class GraphExecutor:
         # Nothing is captured for a live module while idle, since it is its owner's then.
         if self._binding.is_live and shape not in self._forwards.graphs and self._buckets.may_capture(shape):
             self._capture_forward(shape)
-        own, shape = shape, self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
+        own = shape
+        shape = self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
         self._forwards.capture_due(own, self._capture_forward)  # offline nothing is idle
         if head is not None and self._heads.is_due(head):
             self._capture_head(head)

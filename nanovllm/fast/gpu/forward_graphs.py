@@ -34,7 +34,8 @@ class ForwardGraphs:
     """
 
     def __init__(self, buckets: Buckets, *, may_wait: bool = True) -> None:
-        self._buckets, self._may_wait = buckets, may_wait
+        self._buckets = buckets
+        self._may_wait = may_wait
         self._kept = {*buckets.common(), *buckets.coarse()}
         self.missed: Counter[GraphShape] = Counter()
         self.bare: Counter[GraphShape] = Counter()

@@ -44,7 +44,9 @@ class DrawExtras(NamedTuple):
 
 def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
     """The extras of these rows for a captured graph; None if they need `Sampler.sample`."""
-    penalises, num_top, has_masks = False, None, False
+    penalises = False
+    num_top = None
+    has_masks = False
     for sequence, position in zip(sequences, positions, strict=True):
         params = sequence.params
         if sequence.changes_logits:

@@ -33,7 +33,9 @@ class LateDraw:
         reported: StepReport | None = None,
         on_drop: Callable[[], None] | None = None,
     ) -> None:
-        self._draw, self._reported, self._on_drop = draw, reported, on_drop
+        self._draw = draw
+        self._reported = reported
+        self._on_drop = on_drop
         self._pending: PendingTokens | None = None
         self._error: BaseException | None = None
 
@@ -46,7 +48,8 @@ class LateDraw:
         if self._error is not None:
             raise self._error
         if self._draw is not None:
-            draw, self._draw = self._draw, None
+            draw = self._draw
+            self._draw = None
             try:
                 self._pending = PendingTokens.send(draw(), self._reported)
             except BaseException as error:

@@ -61,7 +61,8 @@ class MaskBuffer:
         if self._begun is None:
             self.begin(sequences, positions)
         assert self._buffer is not None and self._begun is not None
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         begun.finish(errors)
         size = self._max_samples + begun.masks.size
         host, _, is_copied = self._hosts[0]
@@ -75,14 +76,16 @@ class MaskBuffer:
 
     def wait(self) -> None:
         """Wait for the threads of a step that will not be drawn."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None:
             begun.finish({})
 
     def _allocate(self, num_words: int) -> None:
         from nanovllm.features.grammar.mask_threads import MaskThreads
 
-        self._threads, self._num_words = MaskThreads(), num_words
+        self._threads = MaskThreads()
+        self._num_words = num_words
         size = self._max_samples * (1 + num_words)
         with torch.inference_mode(False):
             self._buffer = torch.full((size,), -1, dtype=torch.int32, device=self._device)

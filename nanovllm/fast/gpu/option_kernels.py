@@ -56,9 +56,11 @@ def option_calls(vocab_size: int, dtype: torch.dtype, device: torch.device) -> l
 
 def _draw_calls(vocab_size: int, dtype: torch.dtype, device: torch.device, inputs: Any) -> list[Callable[[], Any]]:
     """Kernels of draws and filters: of the model's logits, and of float32 ones, which a penalty or a bias leaves."""
-    draw, own = fast_sampler(compiles=True).draw, draw_tensors(inputs)
+    draw = fast_sampler(compiles=True).draw
+    own = draw_tensors(inputs)
     calls: list[Callable[[], Any]] = []
-    floor_launches, masked = find_kernel("filter_floors", "floor_launches"), find_kernel("bit_masks", "masked")
+    floor_launches = find_kernel("filter_floors", "floor_launches")
+    masked = find_kernel("bit_masks", "masked")
     masks = _token_masks(vocab_size, device)
     for each in dict.fromkeys((dtype, torch.float32)):
         logits = torch.zeros(MIN_ROWS, vocab_size, dtype=each, device=device)

@@ -195,7 +195,8 @@ def build_ranks(
         refuse("a loaded module as model", TENSOR_PARALLEL)
     if ":" in config.device:
         refuse("a GPU by its number as device", TENSOR_PARALLEL)
-    source, device = loader.find_source(model, tokenizer, config), device_of(config)
+    source = loader.find_source(model, tokenizer, config)
+    device = device_of(config)
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and config.tensor_parallel_size > num_gpus:
         raise ValueError(

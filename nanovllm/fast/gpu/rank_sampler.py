@@ -43,7 +43,9 @@ class RankSampler(Sampler):
     def __init__(self, binding: ModelBinding, *, compiles: bool, **parts: Any) -> None:
         super().__init__(**parts)
         assert binding.ranks is not None
-        self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
+        self._ranks = binding.ranks
+        self._shards = binding.head_shards
+        self._vocab_size = binding.vocab_size
         self.is_first = self._ranks.rank == 0
         # A report does not keep the sampler, which knows the binding's caches.
         self.stage.new_report = partial(RankLogprobs, sampler=weakref.proxy(self), by_kernel=compiles)

@@ -62,14 +62,16 @@ class PackedLaunch:
         first = min(array.ctypes.data for array in arrays.values())
         places = {name: array.ctypes.data - first for name, array in arrays.items()}
         self._launch = step.token_step(places, num_rows, sampled, logits)
-        self._to, self._rows = packing.views(self._launch.packed), self._launch.packed[: packing.num_words]
+        self._to = packing.views(self._launch.packed)
+        self._rows = self._launch.packed[: packing.num_words]
 
     def pack(self, layout: BatchLayout, block_size: int, sequences: Sequence[Any]) -> int | None:
         """Write a layout's rows; returns the number of their blocks, or None if they are too many or draw otherwise."""
         inverses = [_inverse_temperature(_draw_options(sequence.params)) for sequence in sequences]
         if None in inverses:
             return None
-        to, positions = self._to, layout.positions.tolist()
+        to = self._to
+        positions = layout.positions.tolist()
         counts = [position // block_size + 1 for position in positions]
         num_tables = sum(counts)
         if num_tables > len(to.tables):
@@ -106,16 +108,21 @@ class StackedSteps:
     def __init__(
         self, step: StackedStep, block_size: int, *, sampled: Tensor, begin: Callable[[BatchLayout], None]
     ) -> None:
-        self._step, self._block_size, self._sampled, self._begin = step, block_size, sampled, begin
+        self._step = step
+        self._block_size = block_size
+        self._sampled = sampled
+        self._begin = begin
         self._launches = {num_rows: PackedLaunch(step, num_rows, sampled) for num_rows in step.num_rows}
         shape = _NUM_BUFFERS, step.num_rows[-1]
         with torch.inference_mode(False):
             buffers = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=sampled.is_cuda)
-        self._buffers, self.num_launched = buffers.unbind(), 0
+        self._buffers = buffers.unbind()
+        self.num_launched = 0
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Any | None:
         """Pack a step of plain sequences; returns its launch, to `PendingTokens`, or None for another step."""
-        count, sequences = layout.num_tokens, batch.sampling
+        count = layout.num_tokens
+        sequences = batch.sampling
         if batch.copies or not count == len(sequences) == layout.num_decodes:
             return None  # the launch samples each row once, in any order
         launch = next((launch for num_rows, launch in self._launches.items() if num_rows >= count), None)
@@ -147,7 +154,9 @@ class StackedSteps:
         self._check(chained, expected, temperature=0.8)
 
     def _check(self, layout: BatchLayout, expected: Tensor, temperature: float) -> None:
-        count, device, params = len(expected), expected.device, SamplingParams(temperature=temperature)
+        count = len(expected)
+        device = expected.device
+        params = SamplingParams(temperature=temperature)
         samples: Any = [SimpleNamespace(params=params, seed=sample) for sample in range(count)]
         num_rows = next(size for size in self._step.num_rows if size >= count)
         logits = expected.new_zeros(num_rows, expected.shape[1])
@@ -159,7 +168,8 @@ class StackedSteps:
             for cache in self._step.caches:
                 stack.enter_context(rewriting("the launch", cache, slots))
             launch.run(num_tables)
-        own, tokens = logits[torch.from_numpy(layout.sample_rows).to(device)], self._sampled[:count]
+        own = logits[torch.from_numpy(layout.sample_rows).to(device)]
+        tokens = self._sampled[:count]
         if (differs := difference_of_rows(own, expected)) is not None:
             raise NotFusedError(f"its logits are others: rows differ {differs}")
         if temperature:

@@ -50,7 +50,8 @@ class StepPacking(Packing):
     """The packed steps of one shape. The draw's inputs come first, at the same place for every shape."""
 
     def __init__(self, shape: GraphShape, max_samples: int, features: Sequence[StepFeature]) -> None:
-        self._num_decodes, self._features = shape.num_decodes, features
+        self._num_decodes = shape.num_decodes
+        self._features = features
         sizes = {
             "samples": max_samples, "rows": shape.num_rows, "decodes": shape.num_decodes,
             "pairs": shape.num_decodes // 2, "wide": shape.num_decodes * shape.is_wide,
@@ -65,7 +66,8 @@ class StepPacking(Packing):
     def pack(self, layout: BatchLayout, plan: Any, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
         """Write a step into `buffer` [num_words_for(layout)] int32; `plan` is by the attention backend."""
         buffer[: self.num_words] = 0
-        to, step = self.views(buffer), HostStep(layout, plan, draws, self._num_decodes)
+        to = self.views(buffer)
+        step = HostStep(layout, plan, draws, self._num_decodes)
         for feature in self._features:
             feature.fill(to, step)
 
@@ -76,7 +78,8 @@ class SampleInputs(StepFeature):
     inputs = StepInput("sample_rows", np.int64, ("samples",)), *DRAW_INPUTS
 
     def fill(self, to: Any, step: HostStep) -> None:
-        rows, real = step.layout.sample_rows, step.layout.num_decodes
+        rows = step.layout.sample_rows
+        real = step.layout.num_decodes
         to.sample_rows[: len(rows)] = rows + (step.num_decodes - real) * (rows >= real)
         if step.draws is not None:
             for part, values in zip(draw_tensors(to), step.draws, strict=True):
@@ -105,7 +108,9 @@ class RowInputs(StepFeature):
         )
 
     def fill(self, to: Any, step: HostStep) -> None:
-        layout, real, padded = step.layout, step.layout.num_decodes, step.num_decodes
+        layout = step.layout
+        real = step.layout.num_decodes
+        padded = step.num_decodes
         slots = to.slot_mapping if self._kind_groups else [to.slot_mapping]
         layouts = layout, *layout.others  # layouts of all groups
         slots_of_kinds = [layouts[group].slot_mapping for group in self._kind_groups or (0,)]
@@ -121,6 +126,7 @@ class StateInputs(StepFeature):
     inputs = StepInput("state_reads", np.int64, ("decodes",)), StepInput("state_writes", np.int64, ("decodes",))
 
     def fill(self, to: Any, step: HostStep) -> None:
-        states, real = step.layout.others[-1], step.layout.num_decodes
+        states = step.layout.others[-1]
+        real = step.layout.num_decodes
         assert states.state_reads is not None and states.state_writes is not None
         to.state_reads[:real], to.state_writes[:real] = states.state_reads[:real], states.state_writes[:real]

@@ -159,7 +159,8 @@ def _madvise() -> Any:
     if sys.platform != "linux":
         return None
     function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
     return function
 
 

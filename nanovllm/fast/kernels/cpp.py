@@ -56,7 +56,8 @@ def open_library(library: Path, signatures: Mapping[str, Any]) -> Any:
     functions = CDLL(str(library))
     for name, arguments in signatures.items():
         function = getattr(functions, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = arguments
+        function.restype = None
     return functions
 
 
@@ -71,7 +72,9 @@ class Kernels:
     """
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int, target: str) -> None:
-        self.dtype, self.num_groups, self.target = dtype, num_groups, target
+        self.dtype = dtype
+        self.num_groups = num_groups
+        self.target = target
         functions = open_library(library, _SIGNATURES)
         functions.least_byte_rows.restype = c_int64
         self.least_byte_rows: int = functions.least_byte_rows()

@@ -76,9 +76,12 @@ class RowKernels:
         and per row [num_rows]: the largest logit (float32), the mass of all tokens relative to it (float64), and the
         rank of the row's token.
         """
-        num_rows, largest = len(logits), logits.new_empty(len(logits), dtype=torch.float32)
-        masses, is_sound = largest.new_empty(num_rows, dtype=torch.float64), np.empty(num_rows, np.uint8)
-        ranks, top_ids = token_ids.new_empty(num_rows), token_ids.new_empty(num_rows, num_top)
+        num_rows = len(logits)
+        largest = logits.new_empty(len(logits), dtype=torch.float32)
+        masses = largest.new_empty(num_rows, dtype=torch.float64)
+        is_sound = np.empty(num_rows, np.uint8)
+        ranks = token_ids.new_empty(num_rows)
+        top_ids = token_ids.new_empty(num_rows, num_top)
         token_ids = token_ids.contiguous()
         self._functions.measure(
             *_as_read(logits), token_ids.data_ptr(), num_top, largest.data_ptr(), masses.data_ptr(), ranks.data_ptr(),
@@ -90,7 +93,8 @@ class RowKernels:
         """Same as `features.grammar.structured.keep_bits`."""
         if not logits.is_contiguous():
             raise ValueError("keep_bits needs contiguous logits.")
-        indices, words = np.asarray(rows, np.int64), np.ascontiguousarray(masks)
+        indices = np.asarray(rows, np.int64)
+        words = np.ascontiguousarray(masks)
         self._functions.keep_bits(
             logits.data_ptr(), indices.ctypes.data, words.ctypes.data, len(indices), logits.shape[1], masks.shape[1],
             self._num_threads(),
@@ -119,6 +123,7 @@ def load_row_kernels() -> RowKernels:
     """
     folder = SOURCES / "sampling"
     # torch rounds sums and products separately, so no fused multiply-add.
-    options, headers = ["-ffp-contract=off"], [SOURCES / "lanes.h"]
+    options = ["-ffp-contract=off"]
+    headers = [SOURCES / "lanes.h"]
     build = partial(built_library, "sampling", options, folder, headers=headers)
     return RowKernels(next(compiled_targets(build))[1])

@@ -74,7 +74,9 @@ class StateKernels:
             starts: [num_sequences + 1] int64, the first row of each, and their end.
         """
         before = self.reads, self.writes
-        self.reads, self.writes, self._starts = reads, writes, starts
+        self.reads = reads
+        self.writes = writes
+        self._starts = starts
         try:
             yield
         finally:
@@ -98,7 +100,8 @@ class StateKernels:
             raise ValueError(f"a convolution of {weight.shape[1]} inputs")
         if len(types) > 1 or activation not in (None, "silu", "swish") or weight.shape != pool.shape[1:]:
             raise ValueError(f"a convolution of {types}, {tuple(weight.shape)}, with activation {activation!r}")
-        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
         output = rows.new_empty(inputs.shape[0], inputs.shape[2], inputs.shape[1])
         starts: list[int | None] = [] if self._starts is None else [self._starts_at]
         function = self._functions.convolution_chunks if starts else self._functions.convolution
@@ -134,7 +137,8 @@ class StateKernels:
         rows = [self._rows(tensor) for tensor in (query, key, value)]
         if query.shape != key.shape or len({each.dtype for each in rows}) > 1 or key_width > MAX_WIDTH:
             raise ValueError(f"queries {tuple(query.shape)} and keys {tuple(key.shape)} of {rows[0].dtype}")
-        decay, beta = g.float().exp().contiguous(), beta.float().contiguous()
+        decay = g.float().exp().contiguous()
+        beta = beta.float().contiguous()
         sizes = key_heads, value_heads, key_width, value_width, decay.numel() // beta.numel()
         output = rows[0].new_empty(*key.shape[:2], value_heads, value_width)
         self._functions.delta_rule(
@@ -164,7 +168,8 @@ class StateKernels:
             B, C: [num_sequences, groups, state width].
             options: `dt_bias`, as dt; `dt_softplus`; `z`, a gate of the outputs, as `inputs`.
         """
-        dt_bias, z = options.get("dt_bias"), options.get("z")
+        dt_bias = options.get("dt_bias")
+        z = options.get("z")
         check_of_heads(dt, A, D, dt_bias)
         step = _steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], options.get("dt_softplus", False))
         of_heads = step[:, None], A[..., 0, 0], None if D is None else D[..., 0]

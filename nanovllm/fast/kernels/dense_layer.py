@@ -26,7 +26,8 @@ TUNING = {"PATIENCE": 0}  # reads before a wait traps, for tests; 0: never
 # Largest weights of a layer that an engine runs by it. A gain at 31, 201 and 386 MB; more is not measured.
 MAX_LAYER_BYTES = 512 * 2**20
 _LARGE_BYTES = 128 * 2**20  # bytes of a layer's weights above which it counts as large
-_MOST_ROWS_OF_LARGE, _FLIGHT_OF_LARGE = 64, 4  # cuBLAS is faster with 128 rows
+_MOST_ROWS_OF_LARGE = 64  # cuBLAS is faster with 128 rows
+_FLIGHT_OF_LARGE = 4
 _THREADS = 384
 _PANEL = 64  # elements of a box of the copy engine: 128 bytes, the swizzle's width
 _STEP = 2 * _PANEL
@@ -35,10 +36,13 @@ _WEIGHT_BYTES = 2 * 64 * _PANEL * 2  # bytes of a slot for weights
 _MAX_SPLITS = 8  # MEETING_ROUND of the source
 _MOST_BLOCKS = 256
 _MOST_INPUT_BYTES = 112 * 1024  # most bytes of all slots for inputs
-_ALIGNMENT, _BARRIER_BYTES = 1024, 512  # bytes of shared memory
+_ALIGNMENT = 1024  # bytes of shared memory
+_BARRIER_BYTES = 512
 _SOURCES = Path(__file__).with_name("dense_layer_cuda")
 _HOPPER = Path(__file__).with_name("prompt_attention_cuda") / "1_hopper.h"
-_BF16, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 9, 3, 3
+_BF16 = 9
+_SWIZZLE_128_BYTES = 3
+_L2_PROMOTION_256_BYTES = 3
 
 
 class DenseSizes(NamedTuple):
@@ -151,7 +155,8 @@ class Plan(NamedTuple):
 
         def splits(features: int, depth: int, width: int) -> int:
             """Most splits with at most one item a block, of equal depths unless far fewer blocks would have one."""
-            items, steps = features // width * tiles, depth // _STEP
+            items = features // width * tiles
+            steps = depth // _STEP
             fit = [n for n in range(1, min(_MAX_SPLITS, steps) + 1) if n == 1 or n * items <= num_processors]
             fit = [n for n in fit if tiles == 1 or columns % n == 0]
             equal = max(n for n in fit if steps % n == 0 and columns % n == 0)
@@ -189,7 +194,9 @@ class DenseLayers:
     def __init__(
         self, sizes: DenseSizes, device: torch.device, num_rows: int, *, has_norms: bool, has_bias: bool
     ) -> None:
-        self.sizes, self._device, self.num_rows = sizes, device, num_rows
+        self.sizes = sizes
+        self._device = device
+        self.num_rows = num_rows
         code = machine_code(sizes, device, num_rows, has_norms=has_norms, has_bias=has_bias)
         self._num_blocks, plan = _plan(sizes, device, num_rows)
         self._starts_early, self._has_run = sizes.num_bytes > _LARGE_BYTES, False  # a gain there; less is not measured
@@ -198,7 +205,8 @@ class DenseLayers:
         def space(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        hidden, parts = sizes.hidden, max(plan.output_splits, plan.down_splits)
+        hidden = sizes.hidden
+        parts = max(plan.output_splits, plan.down_splits)
         sums = num_rows * max(hidden * parts, sizes.qkv * plan.qkv_splits)
         with torch.inference_mode(False), torch.cuda.device(device):
             self._function = nvrtc.CudaFunction(
@@ -225,7 +233,8 @@ class DenseLayers:
         return _LayerStruct.from_buffer_copy(known[1])
 
     def _describe(self, layer: DenseWeights) -> _LayerStruct:
-        rows, columns = self._rows, min(self.num_rows, _MOST_COLUMNS)
+        rows = self._rows
+        columns = min(self.num_rows, _MOST_COLUMNS)
         struct = _LayerStruct(
             output_weight=_map(layer.output, 64), middle=_map(rows["middle_scaled"], columns),
             gate_weight=_gate_map(layer.gate_up), inner=_map(rows["inner_rows"], columns),
@@ -259,7 +268,8 @@ class DenseLayers:
         """
         attended, residual, cosines, sines, slots = (part.contiguous() for part in (attended, residual, *turns, slots))
         struct = self._struct(index, layer)
-        output, query = torch.empty_like(residual), attended.new_empty(len(attended), self.sizes.query)
+        output = torch.empty_like(residual)
+        query = attended.new_empty(len(attended), self.sizes.query)
         struct.attended = _map(attended, min(self.num_rows, _MOST_COLUMNS))
         struct.num_rows = len(attended)
         given = {

@@ -113,7 +113,8 @@ class FewExperts:
         output = torch.empty_like(states)
         inner = states.new_empty(num_rows * sizes.top_k, sizes.inner)
         logits = states.new_empty(num_rows, sizes.num_experts, dtype=torch.float32)
-        given, made = (states, norm, weight, ids, weights, gate_up, down, slots), (output, inner, logits)
+        given = (states, norm, weight, ids, weights, gate_up, down, slots)
+        made = (output, inner, logits)
         parts = *given, *made, _counter(self._device)
         call = _Call(
             *(None if part is None else part.data_ptr() for part in parts), 0.0 if router is None else router.epsilon,

@@ -183,10 +183,13 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: StackSizes, scaling: float, device: torch.device) -> None:
         self._layers = layers  # keeps the targets of the pointers alive
-        self._sizes, self._scaling, self._device = sizes, scaling, device
+        self._sizes = sizes
+        self._scaling = scaling
+        self._device = device
         structs = (_LayerStruct * len(layers))(*map(_struct, layers))
         self._num_blocks = _num_blocks(sizes, device)
-        rows, query = NUM_ROWS[-1], sizes.num_heads * sizes.head_dim
+        rows = NUM_ROWS[-1]
+        query = sizes.num_heads * sizes.head_dim
         splits = max(1, min(_MAX_SPLITS, self._num_blocks // sizes.num_kv_heads))
         counts = sizes.qkv, query, sizes.hidden, sizes.inner, sizes.hidden
         partial = splits * sizes.num_heads * (sizes.head_dim + 2)
@@ -200,8 +203,10 @@ class LayerStack:
             self._function = self._load()
 
     def _load(self) -> nvrtc.CudaFunction:
-        sizes, first = self._sizes, self._layers[0]
-        has_norms, has_biases = first.q_norm is not None, first.q_bias is not None
+        sizes = self._sizes
+        first = self._layers[0]
+        has_norms = first.q_norm is not None
+        has_biases = first.q_bias is not None
         code = machine_code(sizes, self._device, has_norms=has_norms, has_biases=has_biases)
         shared_bytes = sizes.shared_bytes(self._num_blocks, _slots(sizes, self._device))
         return nvrtc.CudaFunction(code, "layer_stack", num_threads=32 * (_WARPS + 1), shared_bytes=shared_bytes)

@@ -86,7 +86,8 @@ def compile_source(source: str, architecture: str, definitions: Mapping[str, Any
 
 
 def _version(library: Any) -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "name its version")
     return major.value, minor.value
 
@@ -137,7 +138,8 @@ class CudaFunction:
 
     def __init__(self, code: bytes, name: str, *, num_threads: int, shared_bytes: int) -> None:
         torch.cuda.current_stream().synchronize()  # creates the context
-        self._num_threads, self._shared_bytes = num_threads, shared_bytes
+        self._num_threads = num_threads
+        self._shared_bytes = shared_bytes
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), code), "load code")
         check(driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"find {name}")

@@ -72,7 +72,8 @@ _KINDS = {(8, 4, 0): 1, (8, 2, 32): 2, (8, 4, 16): 3, (4, 2, 32): 4, (4, 4, 32):
 
 def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = False) -> bool:
     """Whether `PackedProduct` can pack these layers together: linear layers, plain or quantised, of that dtype."""
-    sizes, kinds = {linear.out_features for linear in linears}, {_kind_of(linear) for linear in linears}
+    sizes = {linear.out_features for linear in linears}
+    kinds = {_kind_of(linear) for linear in linears}
     if interleave and (len(sizes) > 1 or len(kinds) > 1):
         return False
     num_outputs = [sum(linear.out_features for linear in run) for _, run in groupby(linears, _kind_of)]
@@ -105,11 +106,13 @@ def pack(*weights: Tensor, interleave: bool = False, memory: HugePages | None = 
     Returns [num_panels, depth / step, PANEL, step], where `step` elements take four bytes; allocated from `memory` if
     given. With interleave each panel has 16 outputs of the first of two weights and the same 16 of the second.
     """
-    dtype, step = weights[0].dtype, 4 // weights[0].element_size()
+    dtype = weights[0].dtype
+    step = 4 // weights[0].element_size()
     words = [_words(weight) for weight in weights]  # each [num_outputs, depth / step]
     if not interleave and any(len(part) % PANEL for part in words):
         words = [torch.cat(words)]
-    num_panels, length = sum(len(part) for part in words) // PANEL, words[0].shape[1]
+    num_panels = sum(len(part) for part in words) // PANEL
+    length = words[0].shape[1]
     packed = (memory or HugePages(0)).allocate([num_panels, length, PANEL], torch.int32)
     if interleave:
         places = packed.unflatten(2, (2, LANES)).unbind(2)
@@ -153,7 +156,8 @@ def pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bi
         values: [num_outputs, depth], int8 with 8 bits, or uint8 with 4 or 5.
         scales, minima: [num_outputs, runs], each for depth / runs neighbours.
     """
-    depth, num_runs = values.shape[1], scales.shape[1]
+    depth = values.shape[1]
+    num_runs = scales.shape[1]
     run = depth // num_runs
     size = scales.element_size()
     kind = _KINDS[num_bits, size, run if num_runs > 1 or size == 2 or minima is not None else 0]
@@ -193,7 +197,8 @@ class PackedProduct:
                 if linear.bias is None else linear.bias.detach()
                 for linear in linears
             ])  # fmt: skip
-        self.num_outputs, depth = sum(linear.out_features for linear in linears), linears[0].in_features
+        self.num_outputs = sum(linear.out_features for linear in linears)
+        depth = linears[0].in_features
         if all(_kind_of(linear) == "" for linear in linears):
             self._weight = pack(*(linear.weight for linear in linears), interleave=interleave, memory=memory)
         else:
@@ -206,11 +211,14 @@ def _panels_of_kinds(
     linears: Sequence[Any], join: Callable[[list[Tensor]], Tensor], memory: HugePages
 ) -> tuple[Tensor, Tensor]:
     """Packed panels of layers of several kinds, uint8, and their (offset, kind) [num_panels, 2] int64."""
-    segments, places, offset = [], [], 0
+    segments = []
+    places = []
+    offset = 0
     for kind_name, run in groupby(linears, _kind_of):
         layers = list(run)
         if kind_name == "":
-            panels, kind = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8), 0
+            panels = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8)
+            kind = 0
         else:
             values, scales, minima, num_bits = zip(*(layer.quantised_parts() for layer in layers), strict=True)
             all_minima = None if minima[0] is None else join(list(minima))

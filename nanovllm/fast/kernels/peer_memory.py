@@ -36,7 +36,8 @@ class PeerMemory:
     """
 
     def __init__(self, rank: int, size: int, num_bytes: int, store: Any) -> None:
-        own, handle = ctypes.c_uint64(), _Handle()
+        own = ctypes.c_uint64()
+        handle = _Handle()
         name = b""  # stays empty if the allocation fails
         try:
             check(driver().cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)), f"allocate {num_bytes} bytes")

@@ -24,16 +24,19 @@ TILE_ROWS = 128  # query rows of a thread block
 _TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # name in PTX, number in a tensor map
 _PANEL = 64  # columns per fetch: 128 bytes, the swizzle's width
 NUM_THREADS = 384
-_ALIGNMENT, _STATIC_BYTES = 1024, 6144
+_ALIGNMENT = 1024
+_STATIC_BYTES = 6144
 _LARGE_TILES = 65536  # bytes of keys and values; two stages of them hide the copies
 _MOST_CUT = 32  # tiles with keys cut in parts
 _WIDEST_ROWS = 640  # bytes of a token's key and value: two stages of 128 tokens fit into shared memory
-_LEAST_HEAD_DIM, _MOST_HEAD_DIM = 64, 256
+_LEAST_HEAD_DIM = 64
+_MOST_HEAD_DIM = 256
 _MOST_SOFTCAP = 1000.0  # the error of a capped score is 2^-21 of the cap
 _MAX_MAPS = 1024
 _MAX_CHECKED = 8192  # window of the check at start-up, in tokens
 TOLERANCE = 8e-3  # largest error in the check at start-up; bfloat16 rounds to 4e-3
-_SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES = 3, 3
+_SWIZZLE_128_BYTES = 3
+_L2_PROMOTION_256_BYTES = 3
 _SOURCES = Path(__file__).with_name("prompt_attention_cuda")
 
 
@@ -110,7 +113,8 @@ def compile_kernel(*sizes: Any, device: torch.device) -> None:
 
 def shared_memory(sizes: AttentionSizes, device: torch.device, most_buffers: int = 2) -> tuple[int, int, int]:
     """Stages of K and V in shared memory, buffers of Q, and bytes of both."""
-    query_bytes, tile_bytes = TILE_ROWS * sizes.row_bytes[0], sizes.tile_keys * sum(sizes.row_bytes)
+    query_bytes = TILE_ROWS * sizes.row_bytes[0]
+    tile_bytes = sizes.tile_keys * sum(sizes.row_bytes)
     properties: Any = torch.cuda.get_device_properties(device)
     room = properties.shared_memory_per_block_optin - _STATIC_BYTES - _ALIGNMENT
     most = 3 if tile_bytes < _LARGE_TILES else 2
@@ -131,7 +135,8 @@ class HopperAttention:
     most_buffers = 2
 
     def __init__(self, sizes: AttentionSizes, device: torch.device) -> None:
-        self._sizes, self._device = sizes, device
+        self._sizes = sizes
+        self._device = device
         stages, buffers, shared_bytes = shared_memory(sizes, device, self.most_buffers)
         with torch.cuda.device(device):
             code = machine_code(sizes, stages, buffers, self.name)
@@ -178,7 +183,8 @@ class PromptAttention(HopperAttention):
         super().__init__(sizes, device)
         properties: Any = torch.cuda.get_device_properties(device)
         self._num_processors = properties.multi_processor_count
-        items, sums = 2 * self._num_processors, 8 * 32 * (sizes.row_bytes[1] // 4 + 4)  # parts, floats of each part
+        items = 2 * self._num_processors  # parts, floats of each part
+        sums = 8 * 32 * (sizes.row_bytes[1] // 4 + 4)
         self._workspace = torch.empty(items * sums, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(_MOST_CUT * sizes.num_heads * 8, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, dtype=torch.int32, device=device)
@@ -238,7 +244,8 @@ class PromptAttention(HopperAttention):
         The step has two chunks, one of them beyond the window or across two chunks of positions, with sinks and
         without. Scores exceed the soft-cap.
         """
-        sizes, block = self._sizes, self._sizes.block_size
+        sizes = self._sizes
+        block = self._sizes.block_size
         farthest = max(3 * TILE_ROWS, *(min(span or 0, _MAX_CHECKED) for span in (sizes.window, sizes.chunk)))
         chunks = [(0, 150), (farthest + (5 if sizes.chunk is None else -15), 40)]  # first position, rows
         counts = [-(-(start + rows) // block) for start, rows in chunks]
@@ -248,24 +255,31 @@ class PromptAttention(HopperAttention):
             return torch.randn(shape, generator=generator, device=self._device).to(sizes.dtype)
 
         tables = torch.arange(sum(counts), 0, -1, dtype=torch.int32, device=self._device)
-        slots, num_rows = (sum(counts) + 1) * block, sum(rows for _, rows in chunks)
+        slots = (sum(counts) + 1) * block
+        num_rows = sum(rows for _, rows in chunks)
         keys, values = (random(slots, sizes.num_kv_heads, width) for width in sizes.widths)
-        query, sinks = random(num_rows, sizes.num_heads, sizes.head_dim), random(sizes.num_heads)
-        query, sinks = query * (sizes.softcap or 1), sinks + (sizes.softcap or 0)
-        spans, starts = [(150, chunks[1][0], 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)], [counts[0], 0, 0, 0]
+        query = random(num_rows, sizes.num_heads, sizes.head_dim)
+        sinks = random(sizes.num_heads)
+        query = query * (sizes.softcap or 1)
+        sinks = sinks + (sizes.softcap or 0)
+        spans = [(150, chunks[1][0], 40), (128, 128, 22), (0, 0, 128), (0, 0, 0)]
+        starts = [counts[0], 0, 0, 0]
         span_table, start_table = (torch.tensor(x, dtype=torch.int32, device=self._device) for x in (spans, starts))
         step = span_table, start_table, tables
         errors = []
         for given in (None, sinks):
             output = query.new_full((num_rows, sizes.num_heads, sizes.widths[1]), torch.nan)
             self.attend(query, keys, values, step, sizes.head_dim**-0.5, output, given)
-            expected, row, table = [], 0, 0
+            expected = []
+            row = 0
+            table = 0
             for (start, rows), count in zip(chunks, counts, strict=True):
                 positions = torch.arange(start + rows, device=self._device)
                 seen = tables[table + positions // block].long() * block + positions % block
                 own = query[row : row + rows]
                 expected.append(_dense_attention(own, keys[seen], values[seen], sizes, given))
-                row, table = row + rows, table + count
+                row = row + rows
+                table = table + count
             right = torch.cat(expected)
             errors.append(float((output.float() - right).abs().max() / right.abs().max()))
         return max(errors) if all(error >= 0.0 for error in errors) else math.nan

@@ -89,9 +89,11 @@ def _quantised_products(
     kernels: Kernels, generator: torch.Generator, runs: _Runs, depth: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Products with signed values (8 bits) and scales, or with unsigned values, scales and minima."""
-    shape, size = (2 * PANEL, depth), (2 * PANEL, depth // runs.length)
+    shape = (2 * PANEL, depth)
+    size = (2 * PANEL, depth // runs.length)
     if runs.num_bits == 8:
-        values, minima = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8, device="cpu"), None
+        values = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8, device="cpu")
+        minima = None
     else:
         values = torch.randint(0, 1 << runs.num_bits, shape, generator=generator, dtype=torch.uint8, device="cpu")
         minima = _random(generator, runs.dtype, *size)
@@ -145,7 +147,9 @@ def _attention(
     kernels: Kernels, head_dim: int, value_dim: int, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Attention of sequences of up to 107 tokens with two shared first pages, in caches filled with NaN elsewhere."""
-    num_kv_heads, num_heads, shared = 2, 2 * kernels.num_groups, 2
+    num_kv_heads = 2
+    num_heads = 2 * kernels.num_groups
+    shared = 2
     num_members = max(2, -(-16 // kernels.num_groups))
     contexts = [shared * PAGE + 7 + 36 * (member % 2) for member in range(num_members)]
     width = -(-max(contexts) // PAGE)
@@ -174,14 +178,16 @@ def _attention(
     queries = _queries(generator, kernels.dtype, num_members, num_heads, head_dim)
     ends = torch.tensor(contexts, device="cpu")
     for name, (starts, num_shared, traits) in groupings.items():
-        own, counts = queries.new_empty(num_members, num_heads, value_dim), torch.tensor(num_shared, device="cpu")
+        own = queries.new_empty(num_members, num_heads, value_dim)
+        counts = torch.tensor(num_shared, device="cpu")
         kernels.decode(
             queries.data_ptr(), *caches, ends.data_ptr(), members.data_ptr(), starts.data_ptr(), counts.data_ptr(),
             own.data_ptr(), num_members, len(counts), *sizes, *traits.arguments(),
         )  # fmt: skip
         for member, slots in enumerate(seen):
             yield name, own[member], _dense(queries[member][None], keys[slots], values[slots], traits)[0]
-    begin, end = 21, contexts[1]
+    begin = 21
+    end = contexts[1]
     queries = _queries(generator, kernels.dtype, end - begin, num_heads, head_dim)
     first_row, start, count = torch.tensor([[0], [begin], [end - begin]], device="cpu")
     for name, traits in (("chunks", plain), ("chunks with traits", every)):
@@ -222,7 +228,8 @@ def _slots(table: Tensor, end: int) -> Tensor:
 def _dense(queries: Tensor, keys: Tensor, values: Tensor, traits: _Traits) -> Tensor:
     """Reference attention [num_rows, num_heads, value_dim] float64 of the last rows of the context."""
     num_rows, num_heads, head_dim = queries.shape
-    groups, total = num_heads // keys.shape[1], len(keys)
+    groups = num_heads // keys.shape[1]
+    total = len(keys)
     keys, values = (cache.double().repeat_interleave(groups, 1) for cache in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * head_dim**-0.5
     if traits.softcap:

@@ -43,8 +43,11 @@ def _convolutions(kernels: Any, random: Callable[..., Tensor]) -> Check:
 
 def _delta_rules(kernels: Any, random: Callable[..., Tensor]) -> Check:
     for width, value_width, decay_width in ((16, 80, 1), (40, 24, 40)):
-        query, key, value = random(3, 1, 2, width), random(3, 1, 2, width), random(3, 1, 4, value_width)
-        pool, beta = random(6, 4, width, value_width, dtype=torch.float32), random(3, 1, 4).sigmoid()
+        query = random(3, 1, 2, width)
+        key = random(3, 1, 2, width)
+        value = random(3, 1, 4, value_width)
+        pool = random(6, 4, width, value_width, dtype=torch.float32)
+        beta = random(3, 1, 4).sigmoid()
         logarithm = -random(3, 1, 4, decay_width, dtype=torch.float32).abs()
         g = logarithm[..., 0] if decay_width == 1 else logarithm
         own_query, own_key = (F.normalize(rows[:, 0].double(), dim=-1).repeat_interleave(2, 1) for rows in (query, key))
@@ -61,9 +64,13 @@ def _delta_rules(kernels: Any, random: Callable[..., Tensor]) -> Check:
 
 def _state_spaces(kernels: Any, random: Callable[..., Tensor]) -> Check:
     for width, state_width in ((8, 32), (5, 24)):
-        inputs, b, c = random(3, 4, width), random(3, 2, state_width), random(3, 2, state_width)
-        pool, skip = random(6, 4, width, state_width, dtype=torch.float32), random(4)
-        dt, decay = random(3, 4), -random(4, dtype=torch.float32).exp()
+        inputs = random(3, 4, width)
+        b = random(3, 2, state_width)
+        c = random(3, 2, state_width)
+        pool = random(6, 4, width, state_width, dtype=torch.float32)
+        skip = random(4)
+        dt = random(3, 4)
+        decay = -random(4, dtype=torch.float32).exp()
         step = F.softplus(dt.double())[..., None, None]
         own_b, own_c = (rows.double().repeat_interleave(2, 1)[:, :, None] for rows in (b, c))
         states = pool[kernels.reads].double() * (step * decay.double()[:, None, None]).exp()
@@ -77,11 +84,17 @@ def _state_spaces(kernels: Any, random: Callable[..., Tensor]) -> Check:
 
 def _chunks(kernels: Any, random: Callable[..., Tensor]) -> Check:
     """Chunks against their rows one by one; the first begins its sequence."""
-    bounds, own = [0, 3, 40], [1, 3]
+    bounds = [0, 3, 40]
+    own = [1, 3]
     slots = [torch.tensor(values, device="cpu") for values in ([0, 2], own, bounds)]
-    query, key, value = random(1, 40, 2, 24), random(1, 40, 2, 24), random(1, 40, 4, 80)
-    g, beta = -random(1, 40, 4, dtype=torch.float32).abs(), random(1, 40, 4).sigmoid()
-    dt, decay, skip = random(1, 40, 4), -random(4, dtype=torch.float32).exp(), random(4)
+    query = random(1, 40, 2, 24)
+    key = random(1, 40, 2, 24)
+    value = random(1, 40, 4, 80)
+    g = -random(1, 40, 4, dtype=torch.float32).abs()
+    beta = random(1, 40, 4).sigmoid()
+    dt = random(1, 40, 4)
+    decay = -random(4, dtype=torch.float32).exp()
+    skip = random(4)
     of_heads = decay[:, None, None].expand(-1, 80, 24), skip[:, None].expand(-1, 80)
     pools = [random(6, 4, *sizes, dtype=torch.float32) for sizes in ((24, 80), (80, 24))]
     found, expected = ([pool.clone() for pool in pools] for _ in range(2))
@@ -90,7 +103,9 @@ def _chunks(kernels: Any, random: Callable[..., Tensor]) -> Check:
         options = {"D": skip, "dt_softplus": True, "initial_states": found[1]}
         space, _ = kernels.state_space_chunks(value, dt, decay, query, key, chunk_size=8, **options)
     for width in (4, 3):
-        channels, weight, bias = random(1, 40, 300), random(300, width), random(300)
+        channels = random(1, 40, 300)
+        weight = random(300, width)
+        bias = random(300)
         pool = random(6, 300, width)
         padded = [torch.zeros(width, 300, device="cpu"), channels[0, :3], pool[2].T, channels[0, 3:]]
         rows = torch.cat([each.double() for each in padded])

@@ -48,7 +48,9 @@ class TokenStep:
     """
 
     def __init__(self, launch: Callable[[StepStruct, PackedInputs], None], step: StepStruct, tensors: Any) -> None:
-        self._launch, self._step, self._tensors = launch, step, tensors  # the step points to the tensors
+        self._launch = launch  # the step points to the tensors
+        self._step = step
+        self._tensors = tensors
         self._packed = PackedInputs()
         self.packed = np.ctypeslib.as_array(self._packed.words).view(np.int32)
 

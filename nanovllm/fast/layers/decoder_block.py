@@ -68,7 +68,8 @@ def describe_blocks(modules: Sequence[nn.Module], layers: Sequence[AttentionLaye
 
 
 def _describe_block(module: nn.Module, layer: AttentionLayer) -> Parts:
-    kind, mlp = type(module).__name__, getattr(module, "mlp", None)
+    kind = type(module).__name__
+    mlp = getattr(module, "mlp", None)
     linears = {name: _linear(mlp, f"{name}_proj", kind) for name in ("gate", "up", "down")}
     names = {"input": "input_layernorm", "post": "post_attention_layernorm"}
     norms = {place: find_norm(module, name, linears["gate"].in_features, kind) for place, name in names.items()}
@@ -89,7 +90,8 @@ def _describe_block(module: nn.Module, layer: AttentionLayer) -> Parts:
 
 def describe_attention(layer: AttentionLayer) -> Parts:
     """Describe an attention module; raises NotFusedError if a part is missing. Does not test norms for being RMS."""
-    module, kind = layer.module, type(layer.module).__name__
+    module = layer.module
+    kind = type(layer.module).__name__
     linears = {name: _linear(module, f"{name}_proj", kind) for name in ("q", "k", "v", "o")}
     normed = [name for name in ("q", "k") if getattr(module, f"{name}_norm", None) is not None]
     if len(normed) == 1:
@@ -100,7 +102,8 @@ def describe_attention(layer: AttentionLayer) -> Parts:
 
 def model_parts(model: Any) -> ModelParts | None:
     """The modules outside of the layers; None for a model with other parts or with a custom forward."""
-    base, head = model.base_model, model.get_output_embeddings()
+    base = model.base_model
+    head = model.get_output_embeddings()
     is_known = (
         all(type(part).forward.__module__.startswith("transformers.") for part in (model, base))
         and not any("forward" in vars(part) for part in (model, base))
@@ -145,7 +148,8 @@ def find_norm(parent: nn.Module, name: str, size: int, kind: str) -> Norm:
 
 def _check_sizes(block: Parts, layer: AttentionLayer) -> None:
     traits, (hidden, inner) = layer.traits, block.sizes
-    heads, kv = traits.num_heads * traits.head_dim, traits.num_kv_heads * traits.head_dim
+    heads = traits.num_heads * traits.head_dim
+    kv = traits.num_kv_heads * traits.head_dim
     expected = {"q": (heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, heads),
                 "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}  # fmt: skip
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in block.linears.items()}

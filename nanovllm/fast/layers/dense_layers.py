@@ -54,7 +54,8 @@ class _Step:
 
     def query_for(self, index: int, hidden_states: Tensor, position_embeddings: Any) -> Tensor | None:
         """The layer's queries, if the launch before computed them from these hidden states; else None."""
-        passed, self.passed = self.passed, None
+        passed = self.passed
+        self.passed = None
         if passed is None or passed.layer != index or passed.hidden_states is not hidden_states:
             return None
         return passed.query if passed.position_embeddings is position_embeddings else None
@@ -71,7 +72,9 @@ class DenseLayer(KernelLayer):
     def __init__(self, plain: KernelLayer, index: int, following: DenseLayer | None, step: _Step) -> None:
         super().__init__(*plain.parts)
         self.is_first = plain.is_first
-        self._index, self._following, self._step = index, following, step
+        self._index = index
+        self._following = following
+        self._step = step
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any) -> Tensor:
         """See `KernelLayer`."""
@@ -99,12 +102,15 @@ class DenseLayer(KernelLayer):
         if query is None:
             attended = self._attention.attended(self.normed(hidden_states), turns, attend_in_step, kwargs)
         else:
-            module, fused = self._attention.attention, self._attention
+            module = self._attention.attention
+            fused = self._attention
             cache, (handle, _) = getattr(module, LAYER_CACHE), step_tensors(module, kwargs)
             heads = query.unflatten(1, (-1, cache.shape[3])).transpose(0, 1)[None]
             attended = attend_in_step(heads, cache[0], cache[1], handle, fused.scaling, getattr(module, LAYER_KIND))
-        rows, angles = hidden_states[0], tuple(part[0] for part in turns)
-        slots, attended = kwargs[STEP_SLOT_MAPPING], attended[0].flatten(1)
+        rows = hidden_states[0]
+        angles = tuple(part[0] for part in turns)
+        slots = kwargs[STEP_SLOT_MAPPING]
+        attended = attended[0].flatten(1)
         output, query = kernel.run(self._index, self._weights(), attended, rows, angles, slots)
         return output[None], query
 
@@ -129,7 +135,8 @@ class DenseLayer(KernelLayer):
         if following is None:
             return make(*own, *(None,) * 7, (epsilon, 0.0, 0.0, 0.0))
         (norm, next_epsilon), fused = following._norms[0], following._attention
-        norms, cache = [part.weight for part in fused.norms] or [None, None], getattr(fused.attention, LAYER_CACHE)
+        norms = [part.weight for part in fused.norms] or [None, None]
+        cache = getattr(fused.attention, LAYER_CACHE)
         parts = fused.qkv.all_weights, norm.weight, *norms, fused.qkv.all_biases, cache[0], cache[1]
         return make(*own, *parts, (epsilon, next_epsilon, fused.epsilon, fused.epsilon))
 
@@ -158,7 +165,9 @@ class DenseLayers:
         for block in blocks:
             _check(block)
         self._device = blocks[0].norms["input"].module.weight.device
-        self._modules, self._calls, self._blocks = modules, calls, blocks
+        self._modules = modules
+        self._calls = calls
+        self._blocks = blocks
         self._step = _Step(_least_rows(self._sizes))
         self._num_rows: Any = find_kernel("dense_layer", "compiled_rows")(self._sizes)  # type: ignore[misc]
         self._launch_error: Any = find_kernel("nvrtc", "CudaError")
@@ -182,13 +191,16 @@ class DenseLayers:
     def _compare(
         self, index: int, hidden_states: Tensor, *args: Any, position_embeddings: Any, **kwargs: Any
     ) -> Tensor:
-        layer, before, slots = self._layers[index], hidden_states.clone(), kwargs[STEP_SLOT_MAPPING]
+        layer = self._layers[index]
+        before = hidden_states.clone()
+        slots = kwargs[STEP_SLOT_MAPPING]
         expected = layer.by_kernels(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
         if (kernel := self._kernel(before.shape[1])) is None:
             return expected
         with in_another_way("they are called"):
             own, query = layer.launch(kernel, before, None, position_embeddings, kwargs)
-            kind, count = self._blocks[index].kind, int((slots > 0).sum())  # padding comes last
+            kind = self._blocks[index].kind  # padding comes last
+            count = int((slots > 0).sum())
             check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1]

@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-_PIECE, _MOST_PIECES = 512, 64  # positions per computation of angles, and number of such pieces kept: 16 MiB
+# positions per computation of angles, and number of such pieces kept: 16 MiB
+_PIECE = 512
+_MOST_PIECES = 64
 
 
 class DirectPass:
     """Replaces `ForwardPasses.logits`."""
 
     def __init__(self, parts: ModelParts, stack: FusedStack) -> None:
-        self._stack, self._embed, self._norm = stack, parts.embed, parts.norm
-        self._rotary, self._head = parts.rotary, parts.head
+        self._stack = stack
+        self._embed = parts.embed
+        self._norm = parts.norm
+        self._rotary = parts.rotary
+        self._head = parts.head
         self._tables: tuple[Tensor, Tensor] | None = None  # cosines and sines [positions, head_dim], filled in pieces
         self._filled: set[int] = set()
 
@@ -54,7 +59,8 @@ class DirectPass:
         return cosines[positions][None], sines[positions][None]
 
     def _fill(self, hidden: Tensor, piece: int) -> None:
-        begin, end = piece * _PIECE, (piece + 1) * _PIECE
+        begin = piece * _PIECE
+        end = (piece + 1) * _PIECE
         with torch.inference_mode(False), torch.no_grad():
             parts = self._rotary(hidden.detach(), torch.arange(begin, end, device="cpu")[None])
             if self._tables is None:  # pages are allocated when a piece is filled
@@ -71,9 +77,12 @@ class Trial:
     is_ready = True
 
     def __init__(self, own: Callable[..., Tensor], stack: FusedStack, direct: DirectPass | None) -> None:
-        self._own, self._stack, self._direct = own, stack, direct
+        self._own = own
+        self._stack = stack
+        self._direct = direct
         self._num_batches = 0
-        self._stack_is_right, self._direct_is_right = True, direct is not None
+        self._stack_is_right = True
+        self._direct_is_right = direct is not None
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         self._num_batches += 1

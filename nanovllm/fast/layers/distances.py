@@ -36,7 +36,8 @@ def check_change(kind: str, before: Tensor, expected: Tensor, own: Tensor, *, ha
     change = (expected.float() - before.float()).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     rounding = torch.finfo(expected.dtype).eps * expected.float().abs()
     distances = ((own.float() - expected.float()).abs() - rounding).clamp(min=0).norm(dim=-1) / change
-    median, worst = distances.median().item(), distances.max().item()
+    median = distances.median().item()
+    worst = distances.max().item()
     tolerance = BYTE_TOLERANCE if has_byte_rows else TOLERANCE[expected.dtype]
     if not (median <= tolerance and worst <= 4 * tolerance):  # NaN differs too
         raise NotFusedError(f"{kind} computes something else: the change differs by up to {worst:.1e} of its size")
@@ -47,7 +48,7 @@ def in_another_way(call: str, *more: type[Exception]) -> Iterator[None]:
     """Raise NotFusedError for errors of a call with other arguments or results than expected.
 
     Args:
-        call: Beginning of the error, such as "LlamaAttention is called".
+        call: first words of the error, such as "LlamaAttention is called".
         more: Further types of such errors.
     """
     errors: tuple[type[Exception], ...] = (TypeError, KeyError, AttributeError, IndexError, *more)

@@ -55,8 +55,10 @@ def _run(
 
     (num_experts, hidden, inner), slots = down.shape, slots_in_step()
     kernel = few_experts(Sizes(hidden, inner, num_experts, top_k), states.device)
-    rows, parts = states.reshape(-1, hidden).contiguous(), []
-    gate_up, down = gate_up.contiguous(), down.contiguous()  # no copies of a model's own
+    rows = states.reshape(-1, hidden).contiguous()
+    parts = []
+    gate_up = gate_up.contiguous()  # no copies of a model's own
+    down = down.contiguous()
     for begin in range(0, len(rows), MAX_ROWS):  # one launch in a step of up to MAX_ROWS rows
         some = slice(begin, begin + MAX_ROWS)
         own: Any = Router(choice[0].contiguous(), normalises, rounds, None if len(choice) == 1 else choice[1], epsilon)
@@ -163,7 +165,9 @@ def join_experts(module: GraphModule) -> None:
 def _replace(module: GraphModule, experts: _Experts) -> None:
     router = _router(experts)
     around = None if router is None else _sum_around(experts)
-    replaced, states, norm = experts.output, experts.states, None
+    replaced = experts.output
+    states = experts.states
+    norm = None
     if around is not None:
         replaced, norm = around
         states = norm.states
@@ -193,7 +197,8 @@ def _experts(node: Any) -> _Experts | None:
         for gate, upper in factors_of(down.args[0]):
             if not is_call(gate, F.silu) or not is_call(upper, operator.getitem) or upper.args[1] != 1:
                 continue
-            chunks, gate = upper.args[0], gate.args[0]
+            chunks = upper.args[0]
+            gate = gate.args[0]
             first = chunks.args[0] if is_call(chunks, "chunk", torch.chunk) and chunks.args[1:] == (2,) else None
             is_half = chunks.kwargs == {"dim": -1} and is_call(gate, operator.getitem) and gate.args == (chunks, 0)
             if first is None or not is_half or not _is_product(first) or first.args[3:7] != down.args[3:7]:
@@ -209,7 +214,9 @@ def _experts(node: Any) -> _Experts | None:
 
 def _router(experts: _Experts) -> _Router | None:
     """The router that chooses these experts: softmax over a product, and the highest of it."""
-    weights, rounds, normalises = experts.weights, False, False
+    weights = experts.weights
+    rounds = False
+    normalises = False
     if is_call(weights, "to"):
         weights, rounds = weights.args[0], dtype_of(weights) == torch.bfloat16
     if is_call(weights, operator.itruediv, operator.truediv, torch.div):
@@ -217,8 +224,10 @@ def _router(experts: _Experts) -> _Router | None:
         is_total = is_call(total, "sum", torch.sum) and total.args[0] is values
         if not is_total or total.kwargs != {"dim": -1, "keepdim": True}:
             return None
-        weights, normalises = values, True
-    chosen, ids = weights, experts.ids
+        weights = values
+        normalises = True
+    chosen = weights
+    ids = experts.ids
     if not is_call(chosen, operator.getitem) or not is_call(ids, operator.getitem) or chosen.args[0] is not ids.args[0]:
         return None
     top = chosen.args[0]
@@ -227,7 +236,8 @@ def _router(experts: _Experts) -> _Router | None:
     scores, count = top.args
     if count != experts.top_k or not is_call(scores, F.softmax, torch.softmax) or dtype_of(scores) != torch.float32:
         return None
-    product, linear = base_of(scores.args[0], "float"), find_kernel("skinny_linear", "linear")
+    product = base_of(scores.args[0], "float")
+    linear = find_kernel("skinny_linear", "linear")
     if (
         scores.kwargs.get("dim") != -1
         or not is_call(product, F.linear, linear, getattr(linear, "overloadpacket", None))
@@ -242,7 +252,8 @@ def _router(experts: _Experts) -> _Router | None:
 
 def _sum_around(experts: _Experts) -> tuple[Any, Norm] | None:
     """The residual sum after experts, and the norm of its residual before them and their router."""
-    norm, after = norm_of(base_of(experts.states, "view", "reshape")), users_of(experts.output)
+    norm = norm_of(base_of(experts.states, "view", "reshape"))
+    after = users_of(experts.output)
     if norm is None or len(after) != 1 or not is_call(after[0], operator.add) or norm.states not in after[0].args:
         return None
     is_narrow = dtype_of(after[0]) == dtype_of(norm.states) == torch.bfloat16

@@ -78,7 +78,8 @@ class FusedLayer:
 
     def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace) -> None:
         """Set the layer's K and V cache and its buffers."""
-        self._caches, self._workspace = caches, workspace
+        self._caches = caches
+        self._workspace = workspace
 
     def stacked(self) -> StackedLayerStruct:
         """The layer as a struct of `FusedStack`; valid while the layer lives."""
@@ -89,7 +90,8 @@ class FusedLayer:
 
     def call_in(self, stack: FusedStack, *, is_first: bool) -> None:
         """Let a stack compute the layer from now on, while the stack is on."""
-        self.stack, self._is_first = stack, is_first
+        self.stack = stack
+        self._is_first = is_first
 
     def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         """Compute the layer, or all layers if it is the first of a stack.
@@ -103,15 +105,16 @@ class FusedLayer:
         """
         if self.stack is not None and self.stack.runs_pass(begins=self._is_first):
             return self.stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
-        step, space, num_rows = running_step(kwargs[STEP_HANDLE]), self._workspace, hidden_states.shape[1]
+        step = running_step(kwargs[STEP_HANDLE])
+        space = self._workspace
+        num_rows = hidden_states.shape[1]
         plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
         assert isinstance(plan, CppPlan)  # layers are fused only for this backend
         cosines, sines = (part.contiguous() for part in position_embeddings)
-        hidden, output = (
-            hidden_states.contiguous(),
-            torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
-        )
-        layer, threads = ctypes.byref(self._struct), torch.get_num_threads()
+        hidden = hidden_states.contiguous()
+        output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        layer = ctypes.byref(self._struct)
+        threads = torch.get_num_threads()
         self._kernels.attention_inputs(
             layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOT_MAPPING].data_ptr(),
             keys.data_ptr(), values.data_ptr(), space.queries.data_ptr(), space.scratch.data_ptr(), num_rows, threads,
@@ -157,7 +160,8 @@ class FusedStack:
         return self._runs_pass
 
     def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], kwargs: Any) -> Tensor:
-        plan, num_rows = running_step(kwargs[STEP_HANDLE]).plan, hidden_states.shape[1]
+        plan = running_step(kwargs[STEP_HANDLE]).plan
+        num_rows = hidden_states.shape[1]
         assert isinstance(plan, CppPlan)
         rows = plan.rows_of_full_attention()
         inputs = [part.contiguous() for part in (hidden_states, *position_embeddings, kwargs[STEP_SLOT_MAPPING])]
@@ -176,7 +180,8 @@ class _Chain:
         self._is_whole = True
 
     def note(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
-        before, embeddings = args[0] if args else kwargs["hidden_states"], kwargs["position_embeddings"]
+        before = args[0] if args else kwargs["hidden_states"]
+        embeddings = kwargs["position_embeddings"]
         if index > 0 and (
             self._last is None
             or self._last[0] != index - 1
@@ -216,7 +221,8 @@ def fuse_layers(
     """
     blocks = describe_blocks(modules, layers)
     workspaces: list[Workspace] = []
-    kept, chain = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
+    kept = cast("list[FusedLayer | None]", [None] * len(modules))
+    chain = _Chain()
     equations = LayerEquations(modules, blocks)
 
     def make(index: int) -> FusedLayer:

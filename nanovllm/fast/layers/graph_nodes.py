@@ -26,7 +26,8 @@ def norm_of(node: Any) -> Norm | None:
         for wide, root in factors_of(normed.args[0]):
             if not is_call(wide, "to") or dtype_of(wide) != torch.float32 or not is_call(root, torch.rsqrt):
                 continue
-            shifted, states = root.args[0], wide.args[0]
+            shifted = root.args[0]
+            states = wide.args[0]
             if not is_call(shifted, operator.add) or not isinstance(shifted.args[1], float):
                 continue
             mean, epsilon = shifted.args

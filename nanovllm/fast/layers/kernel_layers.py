@@ -57,11 +57,15 @@ class KernelLayer:
     is_first = False
 
     def __init__(self, block: Parts, attention: RotaryAttention, kernels: dict[str, Any]) -> None:
-        gate, up = block.linears["gate"], block.linears["up"]
+        gate = block.linears["gate"]
+        up = block.linears["up"]
         if not _are_one_product(gate, up):
             raise NotFusedError(f"{block.kind} has no product of gate and up alone")
-        self._attention, self._gate, self._down = attention, gate, block.linears["down"]
-        self._norms, self._kernels = (block.norms["input"], block.norms["post"]), kernels
+        self._attention = attention
+        self._gate = gate
+        self._down = block.linears["down"]
+        self._norms = (block.norms["input"], block.norms["post"])
+        self._kernels = kernels
         self.parts = block, attention, kernels
 
     @property
@@ -122,7 +126,9 @@ class KernelLayers:
             raise NotFusedError("the layers are of different sizes, or some have parts that others have not")
         if kernels is None or not all(isinstance(fused.get(b.attention), RotaryAttention) for b in self._blocks):
             raise NotFusedError("there are no kernels for them")
-        self._model, self._modules, self._kernels = model, modules, kernels
+        self._model = model
+        self._modules = modules
+        self._kernels = kernels
         with torch.no_grad():
             _check_kernels(kernels, self._blocks[0])
         self._layers = [KernelLayer(block, fused[block.attention], kernels) for block in self._blocks]
@@ -145,7 +151,8 @@ class KernelLayers:
         return {module: partial(self._compare, index, module) for index, module in enumerate(self._modules)}
 
     def _compare(self, index: int, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kind, before = self._blocks[index].kind, hidden_states.clone()
+        kind = self._blocks[index].kind
+        before = hidden_states.clone()
         expected: Any = module._call_impl(hidden_states, *args, **kwargs)
         if not isinstance(expected, Tensor) or expected.shape != before.shape:
             raise NotFusedError(f"{kind} returns something else than one tensor of its input's shape")
@@ -161,12 +168,14 @@ class KernelLayers:
         """Replacements of the last norm's and the rotary embedding's calls; raises NotFusedError if these differ."""
         if (parts := model_parts(self._model)) is None:
             raise NotFusedError("other modules are around them")
-        norm, rotary = parts.norm, parts.rotary
+        norm = parts.norm
+        rotary = parts.rotary
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         frequencies, scale = (getattr(rotary, name, None) for name in ("inv_freq", "attention_scaling"))
         if epsilon is None or frequencies is None or scale is None:
             raise NotFusedError("the norm or the rotary embedding around them is of another kind")
-        weight, turns = norm.weight.detach(), self._kernels["turns"]
+        weight = norm.weight.detach()
+        turns = self._kernels["turns"]
         row = torch.linspace(-1.0, 3.0, len(weight), device=weight.device)
         sizes = torch.linspace(float(epsilon) ** 0.5, 8.0, _COMPARED_ROWS, device=weight.device)
         rows = (sizes[:, None] * row.roll(7)).to(weight.dtype)[None]
@@ -201,7 +210,9 @@ def _check_kernels(kernels: dict[str, Any], block: Parts) -> None:
         rows = torch.randn(1, _COMPARED_ROWS, size, generator=generator, device=weight.device)
         return (rows * torch.linspace(0.01, 4.0, _COMPARED_ROWS, device=weight.device)[:, None]).to(weight.dtype)
 
-    first, second, product = random(len(weight)), random(len(weight)), random(2 * inner)
+    first = random(len(weight))
+    second = random(len(weight))
+    product = random(2 * inner)
     gate, up = product.float().chunk(2, dim=-1)
     size = (len(weight),)
     try:

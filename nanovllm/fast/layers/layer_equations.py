@@ -35,7 +35,8 @@ class LayerEquations:
     """
 
     def __init__(self, modules: Sequence[nn.Module], blocks: Sequence[Parts]) -> None:
-        self._modules, self.blocks = modules, blocks
+        self._modules = modules
+        self.blocks = blocks
         self._notes = False
         self._got: dict[str, Tensor] = {}  # inputs by part of the running layer; "layer": of the layer itself
         self._gave: dict[str, Tensor] = {}  # outputs
@@ -67,7 +68,10 @@ class LayerEquations:
             yield
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._got, self._gave, self._states, self._notes = {}, {}, (), True
+        self._got = {}
+        self._gave = {}
+        self._states = ()
+        self._notes = True
         self._note_input("layer", args, kwargs)
 
     def _end(self, *_: Any) -> None:
@@ -95,14 +99,16 @@ class LayerEquations:
         Args:
             num_rows: rows of each sequence; later rows are padding.
         """
-        kind, total = self.blocks[index].kind, sum(num_rows)
+        kind = self.blocks[index].kind
+        total = sum(num_rows)
         with in_another_way(f"{kind} is called", ValueError, RuntimeError):
             exact, rounded = self._block_equations(output)
             if index in self._fused_attention:
                 exact["before attention"] = self._got["attention"], self._gave["input norm"]
             else:
                 exact_heads, rounded_heads = self._attention_equations(kwargs["position_embeddings"], kind)
-                exact, rounded = exact | exact_heads, rounded | rounded_heads
+                exact = exact | exact_heads
+                rounded = rounded | rounded_heads
         for place, (seen, expected) in exact.items():
             if seen.dtype != expected.dtype or not torch.equal(seen[:, :total], expected[:, :total]):
                 raise NotFusedError(f"{kind} computes something else {place}")
@@ -113,7 +119,8 @@ class LayerEquations:
 
     def _block_equations(self, output: Tensor) -> tuple[_Equations, _Equations]:
         """(exact, rounded) equations around attention and in the MLP; exact ones hold bit for bit."""
-        got, gave = self._got, self._gave
+        got = self._got
+        gave = self._gave
         residual = got["layer"] + gave["o"]
         exact = {
             "before its first norm": (got["input norm"], got["layer"]),
@@ -126,7 +133,8 @@ class LayerEquations:
 
     def _attention_equations(self, turns: Any, kind: str) -> tuple[_Equations, _Equations]:
         """(exact, rounded) equations from the first norm to the output projection."""
-        got, gave = self._got, self._gave
+        got = self._got
+        gave = self._gave
         *heads, attended = self._states
         query, key, value = (states.transpose(1, 2) for states in heads)  # [1, num_rows, heads, head_dim]
         if any(part.shape != (*query.shape[:2], query.shape[3]) for part in turns):

@@ -38,8 +38,10 @@ class _Part(nn.Module):
     def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
         super().__init__()
         self._shared = shared
-        self.in_features, self.out_features = in_features, end - start
-        self.start, self.end = start, end
+        self.in_features = in_features
+        self.out_features = end - start
+        self.start = start
+        self.end = end
 
     def shares_with(self, other: _Part) -> bool:
         """Whether both are parts of one product."""
@@ -168,10 +170,12 @@ def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
 def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
     """Replace `linears` by the merged layers; the last reference to the old weights frees them."""
     shared = _Shared(linears)
-    depth, end = linears[0].in_features, linears[0].out_features
+    depth = linears[0].in_features
+    end = linears[0].out_features
     replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}
     for module in linears[1:]:
-        start, end = end, end + module.out_features
+        start = end
+        end = end + module.out_features
         replacements[module] = MergedPart(shared, depth, start, end, is_last=module is linears[-1])
     for parent in list(layer.modules()):
         for name, child in parent._modules.items():

@@ -30,7 +30,9 @@ def _run(states: Tensor, norm: Tensor, epsilon: float, weight: Tensor, following
 
     (num_outputs, depth), rows = weight.shape, states.reshape(-1, states.shape[-1]).contiguous()
     kernel = normed_linear(num_outputs, depth, states.device)
-    weight, slots, parts = weight.contiguous(), slots_in_step(), []
+    weight = weight.contiguous()
+    slots = slots_in_step()
+    parts = []
     for begin in range(0, len(rows), MAX_ROWS):  # one launch in a step of up to MAX_ROWS rows
         some = rows[begin : begin + MAX_ROWS]
         parts.append(kernel.run(some, norm, epsilon, weight, None if slots is None else slots[begin:], following))

@@ -44,7 +44,9 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, layer: AttentionLayer, rotate: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.scaling, self.rotate, self._layer = layer.scaling, rotate, layer
+        self.scaling = layer.scaling
+        self.rotate = rotate
+        self._layer = layer
         parts = describe_attention(layer)
         q, k, v = (parts.linears[name] for name in ("q", "k", "v"))
         if not _are_one_product([q, k, v], layer):
@@ -55,7 +57,8 @@ class RotaryAttention(nn.Module):
         self.epsilon = max(epsilons, default=0.0)
         # Compiled code reads these attributes from this module.
         self.attention: Any = layer.module
-        self.qkv, self.output = q, parts.linears["o"]
+        self.qkv = q
+        self.output = parts.linears["o"]
         self.norms: Any = nn.ModuleList(norm.module for norm in parts.norms.values())
 
     def forward(
@@ -75,7 +78,8 @@ class RotaryAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: Any, attend: Callable[..., Tensor], kwargs: dict[str, Any]
     ) -> Tensor:
         """The module's attention [1, num_rows, num_heads, head_dim], by `attend_in_step` or its operator."""
-        attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
+        attention = self.attention
+        cache = getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         kind = getattr(attention, LAYER_KIND)
         if slot_mapping.dim() == 2:  # several cache groups: one row per kind of layer
@@ -95,8 +99,10 @@ class RotaryAttention(nn.Module):
 
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
         """A call of the kernel alone, on zeros, for compilation."""
-        traits, weight = self._layer.traits, self.qkv.all_weights
-        products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, traits.head_dim)
+        traits = self._layer.traits
+        weight = self.qkv.all_weights
+        products = weight.new_zeros(1, num_rows, len(weight))
+        turns = weight.new_zeros(1, num_rows, traits.head_dim)
         cache = weight.new_zeros(2, 1, traits.num_kv_heads, traits.head_dim)
         slots = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
         return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
@@ -153,7 +159,9 @@ class RotaryProbe:
         Differences in values are recorded, not raised: only one rank may see them, and all must reach the next
         all-reduce.
         """
-        name, fused, states = type(module).__name__, self.fused[module], self._states
+        name = type(module).__name__
+        fused = self.fused[module]
+        states = self._states
         unexpected = self.operators.names - OPERATORS
         if unexpected:
             raise NotFusedError(f"{name} computes with {min(unexpected)!r} too")
@@ -166,7 +174,8 @@ class RotaryProbe:
             query, key, value = (part[0].transpose(0, 1) for part in states)  # [num_rows, heads, head_dim]
             if any(part.shape != (1, *key.shape[::2]) for part in turns):
                 raise NotFusedError(f"{name} turns only a part of each head by its position")
-            cache, slots = key.new_zeros(2, *key.shape), torch.arange(len(key), device=key.device)
+            cache = key.new_zeros(2, *key.shape)
+            slots = torch.arange(len(key), device=key.device)
             own_query = fused.rotated(hidden, turns, cache, slots)
             attended = cache[1].repeat_interleave(query.shape[1] // key.shape[1], dim=1)[None]
             pairs = {"query": (own_query, query), "key": (cache[0], key), "value": (cache[1], value),
@@ -194,7 +203,8 @@ def fuse_rotary(
     Raises NotFusedError if a module is of another kind.
     """
     check_attention(layers, *_SERVED)
-    probe, device = RotaryProbe(layers, rotate), next(layers[0].module.parameters()).device
+    probe = RotaryProbe(layers, rotate)
+    device = next(layers[0].module.parameters()).device
     with probing(probe), probe.operators, ExitStack() as hooks:
         for module in probe.fused:
             hooks.callback(module.register_forward_pre_hook(probe.begin).remove)

@@ -40,7 +40,9 @@ def _choice(node: Node) -> tuple[Node, int] | None:
         or not example.is_floating_point()
     ):
         return None
-    count, dim, largest = given.get("k"), given.get("dim", -1), given.get("largest", True)
+    count = given.get("k")
+    dim = given.get("dim", -1)
+    largest = given.get("largest", True)
     is_short = isinstance(example.shape[-1], int) and example.shape[-1] <= MAX_SCORES
     if not isinstance(count, int) or not count <= MAX_CHOSEN or not is_short or example.dtype == torch.float64:
         return None

@@ -47,7 +47,8 @@ class StackedLayers:
         stack = find_kernel("layer_stack", "LayerStack")
         if stack is None:
             raise NotFusedError("there is no kernel for them")
-        self._blocks, device = describe_blocks(modules, layers), caches[0][0].device
+        self._blocks = describe_blocks(modules, layers)
+        device = caches[0][0].device
         self.caches: Sequence[Any] = caches
         sizes = _sizes(self._blocks[0], layers[0], block_size)
         reason = find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device)  # type: ignore[misc]
@@ -58,7 +59,8 @@ class StackedLayers:
             raise NotFusedError("the layers are of different sizes")
         if len({tuple(part is None for part in layer) for layer in weights}) > 1:
             raise NotFusedError("some of the layers have norms or biases that others have not")
-        self.modules, self.layered_calls = modules, calls
+        self.modules = modules
+        self.layered_calls = calls
         self.equations = LayerEquations(modules, self._blocks)
         self.num_compared = 0  # layers, each in several steps
         self.num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
@@ -196,7 +198,8 @@ def unstack_layers(binding: ModelBinding) -> None:
     """Run layer by layer from now on: a stack reads weights by their old addresses."""
     if binding.stacked is not None:
         binding.uninstall()
-        binding.calls, binding.stacked = binding.stacked.layered_calls, None
+        binding.calls = binding.stacked.layered_calls
+        binding.stacked = None
 
 
 def stacked_layers(
@@ -236,7 +239,8 @@ def compile_calls_of(
         return []
     if find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device) is not None:  # type: ignore[misc]
         return []
-    has_biases, has_norms = any(bias is not None for bias in _biases(block)), "q" in block.norms
+    has_biases = any(bias is not None for bias in _biases(block))
+    has_norms = "q" in block.norms
 
     def call() -> None:
         with suppress(find_kernel("nvrtc", "CudaError")):  # type: ignore[arg-type]

@@ -37,13 +37,18 @@ class StackedStep:
     def __init__(
         self, model: Any, stacked: StackedLayers, vocab_size: int, num_positions: int, draw_options: dict[str, int]
     ) -> None:
-        self.num_rows, self.caches, self._stack = stacked.num_rows, stacked.caches, stacked.stack
-        self._vocab_size, self._draw_options = vocab_size, draw_options
+        self.num_rows = stacked.num_rows
+        self.caches = stacked.caches
+        self._stack = stacked.stack
+        self._vocab_size = vocab_size
+        self._draw_options = draw_options
         self._input_names: Any = find_kernel("token_steps", "STEP_INPUTS")
         parts = model_parts(model)
         if parts is None:
             raise NotFusedError(f"{type(model).__name__} has other parts around its layers, or its own code")
-        kind, embedding, head = type(model).__name__, parts.embed, parts.head
+        kind = type(model).__name__
+        embedding = parts.embed
+        head = parts.head
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
             raise NotFusedError(f"the embedding of {kind} is no plain one")
         if not is_plain_linear(head) or head.bias is not None:

@@ -84,7 +84,9 @@ class Search:
     def __init__(
         self, engine: Engine, params: BeamSearchParams, prompts: list[tuple[NewRequest, BeamBooks]], ids: Any
     ) -> None:
-        self.engine, self.width, self._ids = engine, params.beam_width, ids
+        self.engine = engine
+        self.width = params.beam_width
+        self._ids = ids
         self._waiting = [Beams(request, books) for request, books in prompts][::-1]
         self._active: list[Beams] = []
         self._check(params)
@@ -95,7 +97,8 @@ class Search:
         engine.scheduler.proposer = NoProposer()  # a step brings a beam one token
 
     def _check(self, params: BeamSearchParams) -> None:
-        engine, config = self.engine, self.engine.config
+        engine = self.engine
+        config = self.engine.config
         if engine.model_runner.binding.mixers:
             raise ValueError("beam_search forks sequences, which recurrent states of this model do not allow.")
         longest = max(len(beams.request.prompt_token_ids) for beams in self._waiting) + params.max_tokens
@@ -149,7 +152,8 @@ class Search:
 
     def _move(self, beams: Beams, going_on: list[Continuation]) -> None:
         """Give each beam a sequence: the first extension of a beam keeps its own, others fork it."""
-        manager, before = self.engine.block_manager, beams.sequences
+        manager = self.engine.block_manager
+        before = beams.sequences
         placed: list[Sequence | None] = [None] * len(going_on)
         taken: set[int] = set()
         for index, each in enumerate(going_on):
@@ -172,7 +176,8 @@ class Search:
     def _fork(
         self, source: Sequence, known: array[int], token_id: int, dropped: list[Sequence], beams: Beams
     ) -> Sequence:
-        engine, num_tokens = self.engine, len(known)
+        engine = self.engine
+        num_tokens = len(known)
         while not engine.block_manager.can_fork(source, num_tokens):
             self._preempt_another()
         if dropped:
@@ -215,4 +220,5 @@ class Search:
         if not self.engine.is_dead:
             for beams in self._active:
                 self._end(beams)
-        self.engine.config, self.engine.scheduler.proposer = self._config, self._proposer
+        self.engine.config = self._config
+        self.engine.scheduler.proposer = self._proposer

@@ -66,7 +66,8 @@ class ChatTemplate:
         self._encoder = ChatEncoder(tokenizer)
         self._allows_control_tokens = config.allow_control_tokens_in_messages
         self._content_format = config.chat_template_content_format
-        self._eos_token_ids, self._num_logits = eos_token_ids, num_logits
+        self._eos_token_ids = eos_token_ids
+        self._num_logits = num_logits
         self._shapers: dict[str, TemplateMessages] = {}  # template's source -> shaper
         self._ends: dict[str, tuple[int, ...]] = {}  # likewise
         self._lossy: set[str] = set()  # sources of templates that the log names as such
@@ -191,7 +192,9 @@ def _named(render: Callable[..., str], shaped: Conversation) -> str:
     """The error for a conversation that the template refuses in every form, with the first message that it refuses."""
     messages, tools = shaped
     words = _refusal(render, messages, tools)
-    taken, refused = 0, len(messages)  # lengths of beginnings that the template takes and refuses
+    # lengths of beginnings that the template takes and refuses
+    taken = 0
+    refused = len(messages)
     while refused - taken > 1:
         middle = (taken + refused) // 2
         if _refusal(render, messages[:middle], tools) == words:

@@ -134,7 +134,8 @@ def _is_shallow(arguments: dict[str, Any]) -> bool:
 
 def _close_call(result: PlainMessage, open_calls: list[tuple[str, str]]) -> None:
     """Give a result the id and the name of its call, which some clients leave out."""
-    by_id, by_name = result.get("tool_call_id"), result.get("name")
+    by_id = result.get("tool_call_id")
+    by_name = result.get("name")
     for call_id, name in open_calls:
         if by_id in (None, call_id) and by_name in (None, name):
             result |= {"tool_call_id": call_id, "name": name}

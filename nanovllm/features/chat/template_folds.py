@@ -127,7 +127,8 @@ def fold_system(messages: list[PlainMessage], tools: Tools) -> Conversation:
     is_first = True
     waiting = ""  # text for the next message, if it is the user's
     for message in messages:
-        is_system, text = message["role"] == "system", text_of(message["content"])
+        is_system = message["role"] == "system"
+        text = text_of(message["content"])
         if not is_system and waiting:
             if message["role"] == "user":
                 message = message | {"content": _prefixed(waiting, message["content"])}
@@ -197,7 +198,8 @@ def move_system(messages: list[PlainMessage], tools: Tools) -> Conversation:
     """The first system message is the beginning of the user's first text."""
     if messages[0]["role"] != "system":
         return messages, tools
-    text, rest = text_of(messages[0]["content"]), list(messages[1:])
+    text = text_of(messages[0]["content"])
+    rest = list(messages[1:])
     if rest and rest[0]["role"] == "user":
         rest[0] = rest[0] | {"content": _prefixed(text, rest[0]["content"])}
     else:

@@ -89,7 +89,8 @@ class TemplateMessages:
         other: ContentKind = "parts" if given == "string" else "string"
         kind = self._content_format
         if kind == "auto":
-            reads, role = self._trials.reads, message["role"]
+            reads = self._trials.reads
+            role = message["role"]
             kind = given if reads(role, given) else other if reads(role, other) else self._trials.usual_kind()
         if kind == given:
             return content

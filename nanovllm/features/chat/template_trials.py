@@ -16,9 +16,14 @@ from nanovllm.features.chat.plain_messages import PlainMessage, as_parts
 Render = Callable[[list[PlainMessage]], str]
 ContentKind = Literal["string", "parts", "second part"]
 
-MARK, NAME, VALUE = "qmarkq", "qnameq", "qvalueq"
-OTHER_NAME, OTHER_VALUE = "qothernameq", "qothervalueq"
-CALL_ID, OTHER_ID = "qcall0001", "qcall0002"  # nine letters and digits: no known template refuses them
+MARK = "qmarkq"
+NAME = "qnameq"
+VALUE = "qvalueq"
+OTHER_NAME = "qothernameq"
+OTHER_VALUE = "qothervalueq"
+# nine letters and digits: no known template refuses them
+CALL_ID = "qcall0001"
+OTHER_ID = "qcall0002"
 _LIST_AS_TEXT = re.compile(rf"""text['"]\s*:\s*['"]{MARK}""")  # a list as Python or JSON prints it
 _OBJECT_AS_PYTHON = re.compile(rf"'key'\s*:\s*'{VALUE}'")
 _NAMED_ARGUMENT = re.compile(r"""\barguments(?:\.|\[['"])(\w+)""")  # an argument that a template shows alone

@@ -43,7 +43,8 @@ def turn_end(added: Mapping[str, int], render: Callable[[list[PlainMessage], boo
         render: text of a conversation, with or without the generation prompt; raises if the template refuses it.
     """
     try:
-        opening, ended = render([_QUESTION], True), render([_QUESTION, _ANSWER], False)
+        opening = render([_QUESTION], True)
+        ended = render([_QUESTION, _ANSWER], False)
     except Exception:  # templates raise errors of any kind
         return ()
     behind = ended.rpartition(MARK)[2].lstrip()

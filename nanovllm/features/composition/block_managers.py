@@ -15,11 +15,13 @@ def build_block_manager(
 ) -> BlockManager:
     """The block manager of an engine: a plain one for full attention alone. The config is fully resolved."""
     prefixes: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching, "hash_seed": hash_seed}
-    plain, grouped = BlockManager, CacheGroups
+    plain = BlockManager
+    grouped = CacheGroups
     if with_tiers:
         from nanovllm.features.tiers.tiered_blocks import TieredBlocks, TieredGroups
 
-        plain, grouped = TieredBlocks, TieredGroups
+        plain = TieredBlocks
+        grouped = TieredGroups
     if pools.is_one_full:
         return plain(config.num_kv_blocks, config.block_size, **prefixes)
     return grouped(

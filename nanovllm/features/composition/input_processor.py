@@ -41,7 +41,9 @@ class AllParts(RequestParts):
     merged_metrics = staticmethod(merged_metrics)
 
     def __init__(self, tokenizer: Any, config: EngineConfig, limits: RequestLimits) -> None:
-        self._tokenizer, self._config, self._limits = tokenizer, config, limits
+        self._tokenizer = tokenizer
+        self._config = config
+        self._limits = limits
         self.texts = Pieces(tokenizer)
         self.encode = self.texts.encode  # type: ignore[method-assign]
         self.goals: Callable[[], Goals] = lambda: config
@@ -63,7 +65,8 @@ class AllParts(RequestParts):
         """See `RequestParts`: attaches the template's end tokens to chats, and to prompts of structured outputs."""
         if not params.embeds and not self._limits.has_head:
             raise ValueError(without_head(self._limits))
-        start, length = params.prompt_logprobs_start, len(token_ids)
+        start = params.prompt_logprobs_start
+        length = len(token_ids)
         if 0 < length <= start:
             raise ValueError(
                 f"prompt_logprobs_start is {start}, but the prompt has {length} tokens; it must be at most "
@@ -80,7 +83,8 @@ class AllParts(RequestParts):
         return token_ids if params.structured_output is None else ChatPrompt(token_ids, self.chat.end_token_ids)
 
     def fields_of(self, params: SamplingParams) -> dict[str, Any]:
-        limits, vocab_size = self._limits, self._limits.num_logits
+        limits = self._limits
+        vocab_size = self._limits.num_logits
         for name in ("allowed_token_ids", "logit_bias"):
             check_token_ids(name, getattr(params, name), limits)
         for name in ("logprobs", "prompt_logprobs"):
@@ -101,7 +105,8 @@ class AllParts(RequestParts):
         if self._tokenizer is None:
             check_unused("bad_words", params.bad_words)
             check_unused("structured_output", params.structured_output)
-        words, form = params.bad_words, params.structured_output
+        words = params.bad_words
+        form = params.structured_output
         return {
             "bad_words": words and self.texts.spellings_of(words),
             "matcher": form and self.grammars.matcher(form),
@@ -111,7 +116,8 @@ class AllParts(RequestParts):
 def _check_goals(params: SamplingParams, in_force: Goals) -> None:
     """Raise ValueError for a goal that is stricter than the engine's."""
     for name in ("itl_goal", "ttft_goal"):
-        goal, least = getattr(params, name), getattr(in_force, name)
+        goal = getattr(params, name)
+        least = getattr(in_force, name)
         if goal is not None and (least is None or goal < least):
             has = "none" if least is None else f"{least:g} s"
             remedy = f"the engine option {name}" if least is None else f"at least {least:g} s"

@@ -16,7 +16,8 @@ def merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
 
     num_gaps = [max(0, sample.num_output_tokens - 1) for sample in samples]
     in_gaps = sum(gaps * (sample.mean_itl or 0.0) for gaps, sample in zip(num_gaps, samples, strict=True))
-    ends, itls = known("finished_time"), known("itls")
+    ends = known("finished_time")
+    itls = known("itls")
     return replace(
         samples[0],
         scheduled_time=min(known("scheduled_time"), default=None),

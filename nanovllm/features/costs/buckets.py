@@ -25,7 +25,8 @@ class RowSizes:
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        most, budget = -(-max_num_seqs // MIN_ROWS) * MIN_ROWS, max_num_batched_tokens
+        most = -(-max_num_seqs // MIN_ROWS) * MIN_ROWS
+        budget = max_num_batched_tokens
         quarters = (n << k for k in range(5, 12) for n in (4, 5, 6, 7))
         self.decodes = up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
         self.mixed_decodes = [0, *up_to(most, [16, 64, *(128 << n for n in range(8))])]
@@ -147,7 +148,8 @@ class Buckets:
     """
 
     def __init__(self, config: EngineConfig, *, only_decodes: bool = False) -> None:
-        self._block_size, self._only_decodes = config.block_size, only_decodes
+        self._block_size = config.block_size
+        self._only_decodes = only_decodes
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two.
@@ -205,15 +207,18 @@ class Buckets:
 
         The compiler optimises for the first shape that it sees: for decodes the medium one.
         """
-        most, rows = self.max_decodes, self.max_rows
+        most = self.max_decodes
+        rows = self.max_rows
         sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
         largest = GraphShape(most, rows, self._tiles(rows, self._more[0]))
         return [*([] if self._only_decodes else [largest]), *(GraphShape(size, size, 0) for size in sizes)]
 
     def coarse(self) -> list[GraphShape]:
         """The usual shapes that start-up captures: with padding they hold all others."""
-        sizes, budget = self._sizes, self._budget
-        decodes, counts = spread(sizes.decodes, 1.3), spread(sizes.mixed_decodes, 4)
+        sizes = self._sizes
+        budget = self._budget
+        decodes = spread(sizes.decodes, 1.3)
+        counts = spread(sizes.mixed_decodes, 4)
         rows = spread(sizes.mixed_rows[: sizes.mixed_rows.index(budget) + 1], 1.9)
 
         def is_coarse(shape: GraphShape) -> bool:

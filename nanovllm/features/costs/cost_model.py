@@ -47,15 +47,24 @@ class StepWork(NamedTuple):
             sizes: buckets that the engine pads to, if any.
             groups: the model's cache groups; none for full attention alone.
         """
-        num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
-        state_bytes, groups = sum(group.kind.record_bytes or 0 for group in groups), _paged(groups)
-        num_single, num_runs, run_rows, run_context, run_shared = num_decodes, 0, 0, 0, 0
+        num_decodes = batch.num_decodes
+        num_tokens = batch.num_decodes
+        num_pairs = 0
+        num_samples = batch.num_decodes
+        state_bytes = sum(group.kind.record_bytes or 0 for group in groups)
+        groups = _paged(groups)
+        num_single = num_decodes
+        num_runs = 0
+        run_rows = 0
+        run_context = 0
+        run_shared = 0
         for _, start, size, num_drawn, *_ in batch.entries[num_decodes:]:
             num_tokens += size
             num_samples += num_drawn
             pairs = _num_pairs(groups, start, size)
             if sizes is not None and 1 < num_drawn == size:  # decodes with common blocks: `runs_as_decodes`
-                num_runs, run_rows = num_runs + 1, run_rows + size
+                num_runs = num_runs + 1
+                run_rows = run_rows + size
                 run_context += _num_seen(groups, start + size)
                 run_shared += pairs - _num_seen(groups, start + size)
                 continue
@@ -130,7 +139,8 @@ def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
         groups.setdefault(table[0], []).append(table)
     num_blocks = 0
     for group in groups.values():
-        first, last = min(group), max(group)  # their common prefix is the group's
+        first = min(group)  # their common prefix is the group's
+        last = max(group)
         pairs = enumerate(zip(first, last, strict=False))
         common = next((number for number, (a, b) in pairs if a != b), min(len(first), len(last)))
         num_blocks += (len(group) - 1) * common
@@ -243,8 +253,10 @@ class CostModel:
         """Seconds of a whole step, the host's included, unless overlap hides them."""
         if overlap:
             return self.device
-        hosts, device = (self.schedule, self.launch, self.update), self.device
-        per_sequence, per_chunk = sum(host.per_sequence for host in hosts), sum(host.per_chunk for host in hosts)
+        hosts = (self.schedule, self.launch, self.update)
+        device = self.device
+        per_sequence = sum(host.per_sequence for host in hosts)
+        per_chunk = sum(host.per_chunk for host in hosts)
         return replace(
             device,
             fixed=device.fixed + sum(host.fixed for host in hosts),

@@ -30,10 +30,13 @@ NUM_FIRST_SWEEPS = 300
 NUM_ERRORS = 100
 # margin = this percentile of measured / predicted over so many prefill steps. A request waits for some ten such steps:
 # at 95 % two requests in five would have a gap above the goal, and 99 % cost more first tokens.
-NUM_EXCESSES, KEPT_SHARE = 300, 0.98
+NUM_EXCESSES = 300
+KEPT_SHARE = 0.98
 # itl_goal="auto", on a CPU and a GPU: text still flows, at a cost of at most 5 % of a batch; or the time of so many
 # blocks, if that is longer.
-DEFAULT_GOAL_S, GPU_GOAL_S, DEFAULT_GOAL_BLOCKS = 0.1, 0.05, 4
+DEFAULT_GOAL_S = 0.1
+GPU_GOAL_S = 0.05
+DEFAULT_GOAL_BLOCKS = 4
 # A CPU's ttft_goal with it, in itl_goals: up to the capacity hardly a prompt waits half of them, in a batch most do.
 DEFAULT_TTFT_GOALS = 50
 BUSY = 2.0  # a machine that is busy at start may take this many times as long for a step; such a goal is kept
@@ -130,7 +133,8 @@ class RecursiveFit:
 
     def _descend(self, places: np.ndarray, num_sweeps: int) -> None:
         """Minimise over the coefficients at some places, one by one, with a ridge."""
-        products, values = self._products, self._coefficients
+        products = self._products
+        values = self._coefficients
         for _ in range(num_sweeps):
             for place in places.tolist():
                 ridge = RIDGE * self._squares[place]
@@ -150,7 +154,8 @@ def resolve_goal(config: EngineConfig, block_seconds: float) -> EngineConfig:
     Raises ValueError for less than half of them; for a goal between, a warning says that steps will exceed it.
     """
     if config.itl_goal == AUTO_GOAL:
-        goal, ttft_goal = automatic_goal(config, block_seconds), config.ttft_goal
+        goal = automatic_goal(config, block_seconds)
+        ttft_goal = config.ttft_goal
         if ttft_goal is None and not config.device.startswith("cuda"):
             ttft_goal = DEFAULT_TTFT_GOALS * goal
         return replace(config, itl_goal=goal, ttft_goal=ttft_goal)
@@ -176,7 +181,8 @@ def relative_decode_cost(cost: DeviceCost, config: EngineConfig) -> float:
     Args:
         config: fully resolved.
     """
-    size, count = min(config.max_num_batched_tokens, config.max_model_len - 1), config.max_num_seqs
+    size = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    count = config.max_num_seqs
     num_held = (config.num_kv_blocks - 1) * config.block_size
     context = min(num_held, count * config.max_model_len) // 2  # sequences are half as long as they may become
     prompt = cost.seconds(NO_WORK.with_chunk(0, size)) / size
@@ -201,7 +207,8 @@ class LearnedCosts(Observer):
         self.fit = RecursiveFit(cost or DeviceCost(KNEES[0]))
         self.last_time = 0.0
         self.when_learned: Callable[[float], None] | None = None
-        self._block_size, self._groups = config.block_size, groups
+        self._block_size = config.block_size
+        self._groups = groups
         self.row_sizes = RowSizes.from_config(config)
         self._filling: dict[tuple[int, int], tuple[int, ...]] = {}  # (padded decodes, limit) -> sizes
         self._work: tuple[ScheduledBatch, StepWork] | None = None  # Last batch and its work
@@ -240,7 +247,8 @@ class LearnedCosts(Observer):
     def forecast(self, decodes: Sequence[ScheduledSequence], start: int) -> Callable[[int], float]:
         batch = ScheduledBatch(0, tuple(decodes), len(decodes))
         work = StepWork.from_batch(batch, self._block_size, groups=self._groups)
-        cost, margin = self.fit.cost, self.fit.margin
+        cost = self.fit.cost
+        margin = self.fit.margin
         return lambda size: margin * cost.seconds(work.with_chunk(start, size, self.row_sizes, self._groups))
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:

@@ -45,9 +45,11 @@ class Forking:
         with self._turn() as engine:
             running = engine.requests.get(name)
             if running is not None:
-                token_ids, salt = [*running.sequences[0].token_ids], running.sequences[0].cache_salt
+                token_ids = [*running.sequences[0].token_ids]
+                salt = running.sequences[0].cache_salt
             elif isinstance(request_id, RequestOutput):
-                token_ids, salt = [*request_id.prompt_token_ids, *request_id.outputs[0].token_ids], ""
+                token_ids = [*request_id.prompt_token_ids, *request_id.outputs[0].token_ids]
+                salt = ""
             else:
                 raise ValueError(f"no request {name!r} runs. Give the RequestOutput of one that has ended.")
         at = len(token_ids) if at is None else integer("at", at, 1, len(token_ids))
@@ -73,7 +75,8 @@ def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None
 
     Steps in flight do not count: a failed one takes back its KV.
     """
-    manager, num_tokens = scheduler.block_manager, len(target.token_ids) - 1
+    manager = scheduler.block_manager
+    num_tokens = len(target.token_ids) - 1
     launched = (entry for batch in scheduler.in_flight for entry in batch.entries if entry.sequence is source)
     starts = (entry.num_computed_before for entry in launched if entry.block_table is source.block_table)
     if (

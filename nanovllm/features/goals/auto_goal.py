@@ -28,7 +28,9 @@ class AutoGoal:
     """
 
     def __init__(self, config: EngineConfig, budget: StepBudget, costs: LearnedCosts) -> None:
-        self._config, self._budget, self._costs = config, budget, costs
+        self._config = config
+        self._budget = budget
+        self._costs = costs
         self._least = self._told = budget.itl_goal
         self._told_at = -math.inf  # the first change is logged at once
         self._ttft_follows = config.ttft_goal is None and budget.ttft_goal is not None

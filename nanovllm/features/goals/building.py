@@ -73,7 +73,8 @@ def learned_budget(
     give_up = clock() + PATIENCE_S
     while config.itl_goal != AUTO_GOAL and samples[0][1] > config.itl_goal and clock() < give_up:
         samples[0] = min(samples[0], timed([(0, block)], 0), key=itemgetter(1))
-    asked, config = config, resolve_goal(config, samples[0][1])
+    asked = config
+    config = resolve_goal(config, samples[0][1])
     if samples[0][1] <= LONG_STEP:
         samples += [timed([(0, size)], 0) for size in (block // 4, min(4 * block, longest)) if size > 1]
         samples.append(timed([(block - 1, 1)] * min(8, config.max_num_seqs), min(8, config.max_num_seqs)))

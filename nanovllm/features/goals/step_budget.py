@@ -22,7 +22,8 @@ from nanovllm.scheduler import Queue
 from nanovllm.sequence import Sequence
 
 # A prompt's deadline begins to count at this share of ttft_goal, and at all of it steps may take this many itl_goals.
-URGENT_FROM, MAX_RELAXATION = 0.5, 4.0
+URGENT_FROM = 0.5
+MAX_RELAXATION = 4.0
 # Lateness beyond this share of the goal is lost: shorter steps would not regain it, and prompts would starve.
 MAX_LATENESS = 0.5
 
@@ -71,7 +72,9 @@ class StepBudget:
     """
 
     def __init__(self, config: EngineConfig, costs: StepCosts, clock: Callable[[], float]) -> None:
-        self._config, self._costs, self._clock = config, costs, clock
+        self._config = config
+        self._costs = costs
+        self._clock = clock
         assert config.itl_goal is not None
         self.itl_goal: float = config.itl_goal
         self.ttft_goal = config.ttft_goal
@@ -101,7 +104,8 @@ class StepBudget:
         The budget is at least the decodes and one block, at most `max_num_batched_tokens`; without decodes, and without
         other clients lately, it is whole. The chunk of the first prompt is predicted.
         """
-        config, threshold = self._config, self._config.long_prefill_token_threshold
+        config = self._config
+        threshold = self._config.long_prefill_token_threshold
         budget = self._num_tokens(decodes, prefills or (waiting.in_order() if has_slot else ()), lookup)
         if len(prefills) + len(waiting) > 1:
             threshold = threshold * budget // config.max_num_batched_tokens
@@ -146,9 +150,11 @@ class StepBudget:
         """Longest step, in seconds, that all running streams can wait for; without any, that a new request can."""
         if not decodes:
             return self.itl_goal
-        now, config = self._clock(), self._config
+        now = self._clock()
+        config = self._config
         relaxation = self._relaxation(first, now)
-        goal, longest = math.inf, math.inf
+        goal = math.inf
+        longest = math.inf
         for sequence, *_ in decodes:
             own = max(self.itl_goal, sequence.params.itl_goal or 0.0)  # The engine's may have become longer
             goal = min(goal, own)

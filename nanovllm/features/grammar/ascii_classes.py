@@ -33,7 +33,8 @@ def ascii_schema(schema: Any) -> Any:
 
 def ascii_lark(grammar: str) -> str:
     """A Lark grammar with the classes written out in its expressions and embedded schemas."""
-    parts, position = [], 0
+    parts = []
+    position = 0
     while found := _LARK.search(grammar, position):
         parts.append(grammar[position : found.start()])
         position = found.end()

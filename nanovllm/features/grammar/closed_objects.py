@@ -23,7 +23,8 @@ _OWN_SAY = (
     "additionalProperties", "unevaluatedProperties", "enum", "const", "if", "not", "dependentSchemas",
     "$dynamicRef", "propertyNames",
 )  # fmt: skip
-_LISTS, _BRANCHES = ("allOf", "anyOf", "oneOf"), ("anyOf", "oneOf")
+_LISTS = ("allOf", "anyOf", "oneOf")
+_BRANCHES = ("anyOf", "oneOf")
 _PARTS = ("items", "contains", "additionalItems", "unevaluatedItems", "additionalProperties", "unevaluatedProperties")
 _DEFINITIONS = ("$defs", "definitions")
 MAX_CHAIN = 50  # definitions combined in a row

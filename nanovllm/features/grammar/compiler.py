@@ -82,7 +82,9 @@ class GrammarCompiler:
         if isinstance(known := self._cache.get(form), Matcher):  # another request compiled it meanwhile
             return known
         with self._reading:
-            vocabulary, is_forced, source = self.vocabulary, self._is_forced, self._source
+            vocabulary = self.vocabulary
+            is_forced = self._is_forced
+            source = self._source
         # Without the lock, which a large form would hold too long.
         try:
             num_bytes = 0 if is_tried else TRIALS.compile(source, form, is_forced=is_forced)

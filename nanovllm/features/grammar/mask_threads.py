@@ -126,7 +126,8 @@ def _spread_form(rows: list[MaskRow], num_lexers: int) -> int:
     by_lexer: dict[int, list[MaskRow]] = {lexer: [] for lexer in range(num_lexers)}
     for row in rows:
         by_lexer.setdefault(row[1].lexer, []).append(row)
-    most, num_replayed = -(-len(rows) // num_lexers), 0
+    most = -(-len(rows) // num_lexers)
+    num_replayed = 0
     for own in by_lexer.values():
         for row in own[most:]:
             _, matcher, token_ids, start, _ = row
@@ -187,7 +188,8 @@ class MaskCaller:
             self._is_done.acquire(timeout=0.01)
         for lock in (self._is_done, self._has_begun):
             lock.acquire(blocking=False)
-        self._executor, self._arguments = executor, arguments
+        self._executor = executor
+        self._arguments = arguments
         self._num_begun += 1
         self._asked.release()
         self._has_begun.acquire()  # the thread now keeps Python's lock until its call releases that
@@ -209,7 +211,8 @@ class MaskCaller:
                 self._outcome = perf_counter() - begin
             except BaseException as error:  # a panic of llguidance too
                 self._outcome = error
-            self._executor, self._arguments = None, ()
+            self._executor = None
+            self._arguments = ()
             self._num_done += 1
             if self._is_done.locked():
                 self._is_done.release()

@@ -16,7 +16,9 @@ from nanovllm.features.structured_output import GrammarError
 # a faster one refills it. A list of characters, the slowest useful form, takes half of its allowance; an ambiguous
 # rule, such as "a: a a | X", takes more with each token.
 RESERVE_SECONDS = 0.05
-MASK_SECONDS, WORD_SECONDS = 2e-3, 1e-6  # allowance for a mask, and for each of its words
+# allowance for a mask, and for each of its words
+MASK_SECONDS = 2e-3
+WORD_SECONDS = 1e-6
 
 EXPECTATION_DECAY = 0.9  # a mask: texts differ, and a step has to hold its slowest masks
 
@@ -141,7 +143,8 @@ class Matcher:
                 f"beyond {1e3 * budget.allowed:.1f} ms each. Simplify it: rules that can read a text in many "
                 "ways cost most"
             )
-        begin, num_before = thread_time(), self.num_tokens
+        begin = thread_time()
+        num_before = self.num_tokens
         for token_id in token_ids:
             self.consume(token_id)
         self.state.unsafe_compute_mask_ptr(address, 4 * self.num_words)

@@ -58,7 +58,8 @@ def vocabulary_text(tokenizer: Any, eos_token_ids: Collection[int]) -> str:
 def _is_text(token: dict[str, Any], tokenizer: Any) -> bool:
     """Whether an added token decodes to its text after other text: a decoder may insert a space."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    before, content = tokenizer.encode("a", add_special_tokens=False), token["content"]
+    before = tokenizer.encode("a", add_special_tokens=False)
+    content = token["content"]
     decoded = tokenizer.decode([*before, token["id"]], **options)
     beginning = tokenizer.decode(before, **options)
     return decoded in (beginning + content, beginning + content.replace("▁", " "))  # SentencePiece's space

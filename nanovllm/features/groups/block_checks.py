@@ -79,7 +79,8 @@ def _check_holders(manager: BlockManager, pool: BlockPool) -> None:
         _check(bool(blocks), "an entry without blocks")
         _check(prefix_id in of_id, "blocks of a prefix that is not in the index")
         _check(all(pool.entry_of[block] is of_id[prefix_id] for block in blocks), "an entry names a stranger's block")
-    num_findable, num_named = sum(map(len, pool.holders.values())), sum(entry is not None for entry in pool.entry_of)
+    num_findable = sum(map(len, pool.holders.values()))
+    num_named = sum(entry is not None for entry in pool.entry_of)
     _check(num_findable == num_named == pool.num_findable_blocks, "a findable block that no entry names")
 
 

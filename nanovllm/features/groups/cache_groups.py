@@ -160,7 +160,8 @@ class CacheGroups(BlockManager):
     def has_free(self, num_blocks: int, victim: Sequence | None = None, hits: Collection[int] = ()) -> bool:
         counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.groups)
         if victim is not None:
-            entries, tables = self._hit_entries(hits), self.tables_of(victim)
+            entries = self._hit_entries(hits)
+            tables = self.tables_of(victim)
             freed = [group.num_freed(table, group.hit_blocks(entries, 0)) for group, table in tables]
             counts = list(map(int.__sub__, counts, freed))
         return all(n <= len(group.pool.free_blocks) for n, group in zip(counts, self.groups, strict=True))
@@ -175,7 +176,8 @@ class CacheGroups(BlockManager):
         )
 
     def trim(self, sequence: Sequence) -> None:
-        tables, newest = self._group_tables(sequence), (sequence.num_computed_tokens - 1) // self.block_size
+        tables = self._group_tables(sequence)
+        newest = (sequence.num_computed_tokens - 1) // self.block_size
         for number, (group, table) in enumerate(self.tables_of(sequence)):
             if group.keeps_records and not group.pool.free_blocks and newest > tables.first_held[number]:
                 group.free_unseen(table, tables.first_held[number], newest, self._junctions(sequence))
@@ -202,9 +204,12 @@ class CacheGroups(BlockManager):
         It is the last one before the end of the known tokens, or a junction: after it fewer waiting sequences go on
         as this one does, or a prefix ends that the index knows.
         """
-        block_size, junctions = self.block_size, self._group_tables(sequence).junctions
-        first, stop = start // block_size + 1, (end - 1) // block_size  # the boundaries between them
-        last, num_full = (sequence.num_known_tokens - 1) // block_size, len(sequence.token_ids) // block_size
+        block_size = self.block_size
+        junctions = self._group_tables(sequence).junctions
+        first = start // block_size + 1  # the boundaries between them
+        stop = (end - 1) // block_size
+        last = (sequence.num_known_tokens - 1) // block_size
+        num_full = len(sequence.token_ids) // block_size
         nearest = min((n for n in (last, max(junctions, default=0)) if first <= n <= stop), default=stop + 1)
         for length in range(first, nearest):
             num_wanted = self._num_others(sequence, length - 1)
@@ -220,7 +225,8 @@ class CacheGroups(BlockManager):
     def rewindable(self, sequence: Sequence, num_tokens: int) -> int:
         if not self._states:
             return num_tokens
-        length, agreed = num_tokens // self.block_size, -1
+        length = num_tokens // self.block_size
+        agreed = -1
         while agreed != length:
             agreed = length
             for group, table in self.tables_of(sequence):
@@ -249,7 +255,8 @@ class CacheGroups(BlockManager):
 
     def _longest_hit(self, entries: list[PrefixEntry], first: int, *, with_fresh: bool = False) -> int:
         """Length of the longest prefix that all groups have."""
-        length, agreed = len(entries), -1
+        length = len(entries)
+        agreed = -1
         while agreed != length:
             agreed = length
             for group in self.groups:
@@ -270,7 +277,8 @@ class CacheGroups(BlockManager):
         return entries[::-1]
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
-        entries, by_group = self._hit_entries(blocks), self.hits_by_group(sequence, blocks)
+        entries = self._hit_entries(blocks)
+        by_group = self.hits_by_group(sequence, blocks)
         for (group, table), found in zip(self.tables_of(sequence), by_group, strict=True):
             group.claim(found, entries)
             table.extend(found)
@@ -337,7 +345,8 @@ class CacheGroups(BlockManager):
             if num_kept:
                 del table[num_kept:]
         if not num_kept:
-            sequence.block_table, sequence.group_tables = [], None
+            sequence.block_table = []
+            sequence.group_tables = None
 
     def can_fork(self, source: Sequence, num_tokens: int) -> bool:
         num_full, begun = divmod(num_tokens, self.block_size)
@@ -370,14 +379,17 @@ class CacheGroups(BlockManager):
 
     def _free_unseen(self, sequence: Sequence, num_read: int) -> None:
         """Free the blocks that no later row sees, now that `num_read` tokens are computed for certain."""
-        tables, junctions = self._group_tables(sequence), self._junctions(sequence)
+        tables = self._group_tables(sequence)
+        junctions = self._junctions(sequence)
         for number, (group, table) in enumerate(self.tables_of(sequence)):
-            first, end = tables.first_held[number], group.first_block(num_read)
+            first = tables.first_held[number]
+            end = group.first_block(num_read)
             if end > first:
                 group.free_unseen(table, first, end, junctions)
                 tables.first_held[number] = end
 
     def _junctions(self, sequence: Sequence) -> set[int]:
         """Lengths in blocks after which later requests are likely to continue."""
-        prompt, block_size = sequence.num_prompt_tokens, self.block_size
+        prompt = sequence.num_prompt_tokens
+        block_size = self.block_size
         return {(prompt - 1) // block_size, prompt // block_size, *self._group_tables(sequence).junctions}

@@ -143,7 +143,8 @@ def resolve_pools(
         config = resolve_pool(config, groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
         return config, CachePools(groups, (config.num_kv_blocks,))
     pools = CachePools(groups, _split(config, groups, memory_bytes))
-    longest, fitting = config.max_model_len, (pools.num_blocks[0] - 1) * config.block_size
+    longest = config.max_model_len
+    fitting = (pools.num_blocks[0] - 1) * config.block_size
     if groups[0].kind.is_full and not max_model_len_is_set and 2 <= fitting < longest:
         longest = fitting
     for number, (group, count) in enumerate(zip(*pools, strict=True)):

@@ -26,9 +26,12 @@ class GroupBlocks:
     def __init__(
         self, kind: StateKind, pool: BlockPool, block_size: int, *, max_model_len: int, max_chunk_tokens: int
     ) -> None:
-        self.kind, self.pool, self.block_size = kind, pool, block_size
+        self.kind = kind
+        self.pool = pool
+        self.block_size = block_size
         self.claimed: set[int] = set()
-        needed, num_blocks = kind.max_blocks(max_model_len, block_size), pool.num_blocks - 1
+        needed = kind.max_blocks(max_model_len, block_size)
+        num_blocks = pool.num_blocks - 1
         if needed > num_blocks:
             seen = (
                 "recurrent states" if self.keeps_records else f"layers with window {kind.window} and chunk {kind.chunk}"

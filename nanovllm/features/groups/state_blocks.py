@@ -31,7 +31,8 @@ class StatePool(BlockPool):
         self, num_blocks: int, found: Callable[[PrefixEntry], None], lost: Callable[[PrefixEntry], None]
     ) -> None:
         super().__init__(num_blocks)
-        self._on_found, self._on_lost = found, lost  # type: ignore[method-assign,assignment]
+        self._on_found = found
+        self._on_lost = lost  # type: ignore[method-assign,assignment]
 
     def hold(self, block: int, entry: PrefixEntry) -> None:
         if entry.prefix_id not in self.holders:

@@ -55,7 +55,8 @@ class StateKind(NamedTuple):
 
     def max_blocks(self, max_model_len: int, block_size: int) -> int:
         """Most blocks that one sequence needs, including the block of its next token, once its steps were read."""
-        longest, span = -(-max_model_len // block_size), max_model_len
+        longest = -(-max_model_len // block_size)
+        span = max_model_len
         if self.window is not None:
             span = min(span, self.window - 1)
         if self.chunk is not None:

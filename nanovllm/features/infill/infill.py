@@ -137,7 +137,8 @@ class Infill:
         if not given:
             return []
         text(name, given)
-        pieces, begin = [], 0
+        pieces = []
+        begin = 0
         for match in self._spelling.finditer(given):  # a spelling in two pieces is no marker
             pieces.append(given[begin : match.start() + 1])
             begin = match.start() + 1

@@ -295,7 +295,8 @@ class Intake:
                 return
             lane.remove(task)
             lane.running.append(task)
-            task.since, task.is_stopped = time.perf_counter(), False
+            task.since = time.perf_counter()
+            task.is_stopped = False
             task.has_place.set()
             if not task.has_begun:
                 task.has_begun = True

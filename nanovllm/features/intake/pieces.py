@@ -31,7 +31,8 @@ CUT = re.compile(rf"(?<=[{LETTERS}])(?=[{MARKS}])|(?<=[{LETTERS}0-9])(?= [A-Za-z
 # depends on the text before it.
 REST = r"\s+"  # rest of a pattern that matches everything
 CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)")
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 WORD = r"[^\r\n\p{L}\p{N}]?"
 ALTERNATIVES = frozenset(
     (
@@ -76,7 +77,8 @@ class Pieces:
         specials = self._around(encode, whole)
         if specials is None:
             return whole(text)
-        ids, begin = list(specials[0]), 0
+        ids = list(specials[0])
+        begin = 0
         while begin < len(text):
             end = self._end_of_piece(text, begin)
             ids += encode(text[begin:end])
@@ -111,7 +113,8 @@ class Pieces:
         self, encode: Callable[[str], list[int]], whole: Callable[[str], list[int]]
     ) -> tuple[list[int], list[int]] | None:
         """Special tokens before and after a text; None if the tokenizer does something else."""
-        probe, full = encode("a"), whole("a")
+        probe = encode("a")
+        full = whole("a")
         for place in range(len(full) - len(probe) + 1):
             if full[place : place + len(probe)] == probe:
                 return full[:place], full[place + len(probe) :]
@@ -132,7 +135,8 @@ class Pieces:
     def _stages(self) -> list[dict[str, Any]]:
         """The stages of pre-tokenisation; [] if texts are changed or split in ways that are not understood."""
         try:
-            state, normalizer = self._state("pre_tokenizer"), self._state("normalizer")
+            state = self._state("pre_tokenizer")
+            normalizer = self._state("normalizer")
             if normalizer and normalizer["type"] != "NFC":
                 return []
             if any(t.lstrip or t.rstrip or t.single_word or (t.normalized and normalizer) for t in self._added):
@@ -200,7 +204,9 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, .
 
 def alternatives(pattern: str) -> list[str]:
     """The alternatives of a pattern: its parts between bars that are in no brackets."""
-    parts, depth, is_set = [""], 0, False
+    parts = [""]
+    depth = 0
+    is_set = False
     for token in re.findall(r"\\.|.", pattern, re.DOTALL):
         if is_set:
             is_set = token != "]"

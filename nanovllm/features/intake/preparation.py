@@ -34,7 +34,8 @@ def text_size(*values: Any) -> int:
 
     Bytes are JSON to be parsed.
     """
-    open_values, num_chars = list(values), 0
+    open_values = list(values)
+    num_chars = 0
     while open_values and num_chars <= LONG_CHARS:
         value = open_values.pop()
         num_chars += CHARS_PER_VALUE

@@ -106,7 +106,8 @@ class BlockEvents(Observer):
         """Deliver the events so far; a receiver that raises is logged and dropped."""
         if not self._events:
             return
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         for receive in tuple(self._receivers):
             try:
                 receive(events)

@@ -66,8 +66,10 @@ class KvEventPublisher(Observer):
         from zmq import ROUTER, XPUB, Context
 
         self._encode = Encoder().encode
-        self._topic, self._rank = config.kv_events_topic.encode(), config.kv_events_rank
-        self._next_sequence, self._num_lost = 0, 0
+        self._topic = config.kv_events_topic.encode()
+        self._rank = config.kv_events_rank
+        self._next_sequence = 0
+        self._num_lost = 0
         self._queue: queue.Queue[tuple[int, float, Sequence[BlockEvent | InHostMemory]]] = queue.Queue(MAX_QUEUED)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_REPLAYED)  # (sequence number, payload)
         self._is_closing = threading.Event()
@@ -103,7 +105,8 @@ class KvEventPublisher(Observer):
 
     def receive(self, events: Sequence[BlockEvent | InHostMemory]) -> None:
         """Queue a batch for sending; never waits."""
-        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        sequence = self._next_sequence
+        self._next_sequence = self._next_sequence + 1
         try:
             self._queue.put_nowait((sequence, time.time(), events))
         except queue.Full:
@@ -120,7 +123,8 @@ class KvEventPublisher(Observer):
             if (block_hash := self._in_tier.pop((block, of_states), None)) is not None:
                 self._of_tier.append(InHostMemory(block_hash, None, of_states))
             return
-        entry, before = block.entry, block.parent
+        entry = block.entry
+        before = block.parent
         if entry is None or before is None:  # a block from a file: its hash is not known yet
             return
         parent_hash = before.entry.block_hash if before.entry is not None else self._in_tier.get((before, False))
@@ -132,7 +136,8 @@ class KvEventPublisher(Observer):
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         if self._of_tier:
-            events, self._of_tier = self._of_tier, []
+            events = self._of_tier
+            self._of_tier = []
             self.receive(events)
 
     def engine_closed(self) -> None:
@@ -182,10 +187,8 @@ class KvEventPublisher(Observer):
                     break
                 continue
             try:
-                number, payload = (
-                    sequence.to_bytes(8, "big"),
-                    self._encode([now, in_schema(events, self._kinds), self._rank]),
-                )
+                number = sequence.to_bytes(8, "big")
+                payload = self._encode([now, in_schema(events, self._kinds), self._rank])
                 self._sent.append((number, payload))
                 self._publish.send_multipart((self._topic, number, payload))
             except Exception:
@@ -204,7 +207,8 @@ class KvEventPublisher(Observer):
         if len(request) != 3 or len(request[2]) != 8:
             logger.warning("a replay request must be an empty frame and one of 8 bytes, not %r", request[1:])
             return
-        client, first = request[0], request[2]
+        client = request[0]
+        first = request[2]
         for number, payload in self._sent:
             if number >= first:  # big endian, so bytes compare as numbers
                 self._replay.send_multipart((client, b"", number, payload))
@@ -239,7 +243,8 @@ def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] 
         if isinstance(event, Findable):
             if tail is None or (event.parent_hash, event.of_states) != tail:
                 found.append(_stored(event) | _group(event, kinds, with_kind=True))
-            stored, tail = found[-1], (event.block_hash, event.of_states)
+            stored = found[-1]
+            tail = (event.block_hash, event.of_states)
             stored["block_hashes"].append(as_number(event.block_hash))
             stored["token_ids"] += array("i", event.tokens)
             if "extra_keys" in stored:  # the salt is a key of the first block

@@ -37,7 +37,8 @@ class ModuleWatch:
     """
 
     def __init__(self, model: nn.Module, lock: AbstractContextManager[Any]) -> None:
-        self._model, self._lock = model, lock
+        self._model = model
+        self._lock = lock
         self._weights: list[_TensorState] = []
         self._structure = 0
         self.changes(with_structure=True)

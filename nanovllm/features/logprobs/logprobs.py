@@ -124,7 +124,8 @@ def _kernel() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] 
 
 
 def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    chosen, last = token_ids.clamp(min=0)[:, None], logits.shape[1] - 1
+    chosen = token_ids.clamp(min=0)[:, None]
+    last = logits.shape[1] - 1
     logits_of_chosen = logits.gather(1, chosen.clamp(max=last)).masked_fill_(chosen > last, -torch.inf)
     ranks = (logits > logits_of_chosen).sum(dim=-1) + 1
     largest = logits.amax(dim=-1)
@@ -148,7 +149,8 @@ def _logprobs(
     logits: Tensor, chosen: Tensor, top_ids: Tensor, largest: Tensor, total: Tensor, ranks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The fields of `Measured`, from the largest logit and the sum of masses, [num_rows] each."""
-    token_ids, last = torch.cat([chosen, top_ids], dim=1), logits.shape[1] - 1
+    token_ids = torch.cat([chosen, top_ids], dim=1)
+    last = logits.shape[1] - 1
     levels = logits.gather(1, token_ids.clamp(max=last)).float() - largest[:, None]
     return token_ids, (levels - total.log().float()[:, None]).masked_fill_(token_ids > last, -torch.inf), ranks
 
@@ -169,7 +171,9 @@ class PromptRows:
     @classmethod
     def from_layout(cls, layout: BatchLayout) -> PromptRows | None:
         """The prompt rows of a step, or None. Only chunks have prompt rows: decodes are past their prompts."""
-        spans, rows, token_ids = [], [], []
+        spans = []
+        rows = []
+        token_ids = []
         for entry, first_row in zip(layout.chunks, layout.row_starts[layout.num_decodes : -1].tolist(), strict=True):
             sequence = entry.sequence
             first = max(entry.start + 1, sequence.params.prompt_logprobs_start)
@@ -253,7 +257,8 @@ class StepLogprobs:
 
     def add_measured(self, rows: SequenceABC[int], measured: PackedMeasured) -> None:
         """Add logprobs of these sampled rows, computed with the draw."""
-        self._rows, self._sampled = rows, measured
+        self._rows = rows
+        self._sampled = measured
 
     def to_host(self) -> StepLogprobs:
         """Copy all results to the host, asynchronously; they arrive with the step's tokens."""

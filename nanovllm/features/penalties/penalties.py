@@ -126,7 +126,9 @@ def _keep_form(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
     """Forbid tokens that would complete a bad word, across prompt and output, as in `transformers`."""
-    vocab_size, device, latest = logits.shape[1], logits.device, step.latest
+    vocab_size = logits.shape[1]
+    device = logits.device
+    latest = step.latest
     sure: list[int] = []  # indices into the flattened logits
     unsure: list[tuple[int, int, int]] = []  # (index, entry of `previous`, its token id that would complete the word)
     for row in rows:
@@ -238,10 +240,12 @@ def penalty_entries(
     rows: list[int], sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
 ) -> tuple[NDArray[np.int32], int]:
     """Entries [len(rows), PENALTY_FIELDS] of the kernel `penalise`, and the number of tokens that they refer to."""
-    entries, floats = np.full((len(rows), PENALTY_FIELDS), -1, np.int32), np.empty((len(rows), 3), np.float32)
+    entries = np.full((len(rows), PENALTY_FIELDS), -1, np.int32)
+    floats = np.empty((len(rows), 3), np.float32)
     start = 0
     for place, row in enumerate(rows):
-        sequence, params = sequences[row], sequences[row].params
+        sequence = sequences[row]
+        params = sequences[row].params
         first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others: output only
         length = min(positions[row], len(sequence.token_ids) + len(sequence.draft)) - first
         entries[place, :4] = row, start, length, sequence.num_prompt_tokens - first
@@ -267,9 +271,11 @@ def write_tokens(
     for row, (_, start, length, num_prompt, *_) in zip(rows, entries.tolist(), strict=True):
         if length:
             sequence = sequences[row]
-            token_ids, first = sequence.token_ids, sequence.num_prompt_tokens - num_prompt
+            token_ids = sequence.token_ids
+            first = sequence.num_prompt_tokens - num_prompt
             if sequence.draft:
-                token_ids, first = sequence.history(first, first + length), 0
+                token_ids = sequence.history(first, first + length)
+                first = 0
             # A view for this line only, since an array cannot grow while it has views.
             to[start : start + length] = np.frombuffer(token_ids, np.int32, length, first * token_ids.itemsize)
 

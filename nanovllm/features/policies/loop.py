@@ -200,7 +200,8 @@ class Loop:
     def check_outputs(self) -> None:
         """Check that every request ended with its tokens (an aborted one with a prefix), and that nothing leaked."""
         for sequence in self.sequences:
-            expected, output = generate_alone(sequence), sequence.output_token_ids
+            expected = generate_alone(sequence)
+            output = sequence.output_token_ids
             if sequence.finish_reason in ("abort", "error"):
                 expected = expected[: len(output)]
             elif expected and expected[-1] in sequence.stop_token_ids:
@@ -249,7 +250,8 @@ class Loop:
 
         In between at most two prompts of the largest length are computed.
         """
-        limit, num_decodes = self.scheduler.config.max_num_batched_tokens, batch.num_decodes
+        limit = self.scheduler.config.max_num_batched_tokens
+        num_decodes = batch.num_decodes
         check(batch.budget <= limit, f"a step has a budget of {batch.budget} tokens, above {limit}")
         within = batch.num_tokens <= max(batch.budget, num_decodes)
         check(within, f"{batch.num_tokens} tokens in a step with a budget of {batch.budget}")
@@ -262,7 +264,8 @@ class Loop:
 
     def _check_partial_prefills(self) -> None:
         """Check the limits; not where failed steps returned sequences to their states, or for the rest of a cut."""
-        config, is_cut = self.scheduler.config, bool(self.model.states)
+        config = self.scheduler.config
+        is_cut = bool(self.model.states)
         if is_cut and self.scheduler.stats.num_failed_steps:
             return
         lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]

@@ -90,7 +90,8 @@ class MockModel(MockBlocks):
             self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
         self._check_batch(batch)
         for entry in batch.drafted:
-            state, known = self._state_of(entry.sequence), entry.sequence.token_ids
+            state = self._state_of(entry.sequence)
+            known = entry.sequence.token_ids
             check(state.token_ids == known.tolist(), f"{entry.sequence} has drafts and tokens in flight")
             seen = entry.sequence.history(0, entry.start + entry.num_new_tokens).tolist()
             check(seen == [*known, *entry.draft], f"the rows of {entry.sequence} see other tokens than its drafts")
@@ -103,7 +104,8 @@ class MockModel(MockBlocks):
         sampled: list[int] = []
         poisoned = False
         for entry in batch.entries:
-            request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
+            request_id = entry.sequence.request_id
+            state = self._on_device[entry.sequence.request_id]
             end = entry.start + entry.num_new_tokens
             if entry.num_new_tokens:  # an entry without rows draws from the row of the entry before
                 poisoned = self._reads_poison(batch, entry, written_by)
@@ -165,7 +167,8 @@ class MockModel(MockBlocks):
                 }
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
-        entries, block_size = batch.entries, self.block_size
+        entries = batch.entries
+        block_size = self.block_size
         check(0 < batch.num_tokens <= self.config.max_num_batched_tokens, f"{batch.num_tokens} tokens in a step")
         check(len(entries) <= self.config.max_num_seqs, f"{len(entries)} sequences in a step")
         check(len({id(entry.sequence) for entry in entries}) == len(entries), "a sequence is in a step twice")
@@ -217,9 +220,11 @@ class MockModel(MockBlocks):
         return poisoned
 
     def _write_states(self, batch: ScheduledBatch, entry: ScheduledSequence, poisoned: bool) -> None:
-        request_id, end = entry.sequence.request_id, entry.start + entry.num_new_tokens
+        request_id = entry.sequence.request_id
+        end = entry.start + entry.num_new_tokens
         for states in self.states:
-            table, state = self._tables[batch.step_id, request_id][states.number], Poison(states.number, NULL_BLOCK)
+            table = self._tables[batch.step_id, request_id][states.number]
+            state = Poison(states.number, NULL_BLOCK)
             slot = states.write(
                 batch, entry, table, state if poisoned else self._on_device[request_id].prefixes[end - 1]
             )
@@ -228,7 +233,8 @@ class MockModel(MockBlocks):
                 self._poisons.setdefault(request_id, []).append(state)
 
     def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
-        sequence, state = entry.sequence, self._state_of(entry.sequence)
+        sequence = entry.sequence
+        state = self._state_of(entry.sequence)
         # A token drawn twice, lost or changed makes host and device differ.
         known = sequence.token_ids.tolist()
         check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
@@ -256,7 +262,8 @@ class MockModel(MockBlocks):
         self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]
     ) -> bool:
         """Check every slot that the entry attends to in any group; returns whether one of them is poisoned."""
-        request_id, block_size = entry.sequence.request_id, self.block_size
+        request_id = entry.sequence.request_id
+        block_size = self.block_size
         prefixes = self._on_device[request_id].prefixes
         end = entry.start + entry.num_new_tokens
         poisoned = shared = False
@@ -264,7 +271,8 @@ class MockModel(MockBlocks):
             table = self._tables[batch.step_id, request_id][number]
             for index in range(self._first_seen(self.kinds[number], entry) // block_size, -(-end // block_size)):
                 first = index * block_size
-                count, slot = min(block_size, end - first), table[index] * block_size
+                count = min(block_size, end - first)
+                slot = table[index] * block_size
                 shared |= written_by.get((number, slot), request_id) != request_id
                 found = self.slots[number][slot : slot + count]
                 if found != prefixes[first : first + count]:
@@ -274,7 +282,8 @@ class MockModel(MockBlocks):
 
     def _is_poison(self, entry: ScheduledSequence, found: list[int | Poison | None], first: int, place: str) -> bool:
         """Whether poison was found at a position from `first` on; the others must hold the KV."""
-        request_id, poisoned = entry.sequence.request_id, False
+        request_id = entry.sequence.request_id
+        poisoned = False
         for position, content in enumerate(found, first):
             if isinstance(content, Poison):
                 poisoned = True

@@ -47,7 +47,9 @@ class MockStates:
     """The records of one cache group. A step reads all of its states before it writes any."""
 
     def __init__(self, number: int, pool: BlockPool, block_size: int) -> None:
-        self.number, self._pool, self._block_size = number, pool, block_size
+        self.number = number
+        self._pool = pool
+        self._block_size = block_size
         self.slots: list[int | Poison | None] = [UNWRITTEN] * pool.num_blocks
         self._reads: dict[str, int] = {}  # request id -> slot that the running step reads
         self._written: dict[int, dict[str, int]] = {}  # step id -> request id -> slot
@@ -76,7 +78,8 @@ class MockStates:
 
     def write(self, batch: ScheduledBatch, entry: ScheduledSequence, table: list[int], state: int | Poison) -> int:
         """Write the state after an entry; returns its slot."""
-        request_id, end = entry.sequence.request_id, entry.start + entry.num_new_tokens
+        request_id = entry.sequence.request_id
+        end = entry.start + entry.num_new_tokens
         slot = table[(end - 1) // self._block_size]
         written = self._written.setdefault(batch.step_id, {})
         check(slot != NULL_BLOCK, f"{request_id} has no slot for its state after {end} tokens")
@@ -123,11 +126,13 @@ class MockBlocks:
 
     def block(self, group: int, block: int) -> list[int | Poison | None]:
         """The content of a block, or of a record."""
-        slots, size = self._slots_of(group), self.size_of(group)
+        slots = self._slots_of(group)
+        size = self.size_of(group)
         return slots[block * size : (block + 1) * size]
 
     def set_block(self, group: int, block: int, content: list[int | Poison | None]) -> None:
-        slots, size = self._slots_of(group), self.size_of(group)
+        slots = self._slots_of(group)
+        size = self.size_of(group)
         slots[block * size : (block + 1) * size] = content
 
     def size_of(self, group: int) -> int:

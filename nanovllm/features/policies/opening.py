@@ -33,7 +33,8 @@ NAMES = {
 METHODS = {kind: [name for name in names if not hasattr(object, name)] for kind, names in NAMES.items()}
 MISSING = object()
 # Sizes of the trial, in which a policy is built before a model is loaded.
-TRIAL_BLOCKS, TRIAL_BLOCK_SIZE = 9, 16
+TRIAL_BLOCKS = 9
+TRIAL_BLOCK_SIZE = 16
 TRIAL = EngineConfig(
     max_model_len=64,
     max_num_batched_tokens=64,
@@ -132,7 +133,8 @@ def _imported(name: str) -> Any:
                 f"policy {name!r} is not the name of an entry point of the group {GROUP}; installed are: "
                 f"{', '.join(sorted(points)) or 'none'}. Name one of them, or a class as module:Class."
             )
-        module, attribute = points[name].module, points[name].attr
+        module = points[name].module
+        attribute = points[name].attr
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

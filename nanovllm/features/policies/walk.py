@@ -50,7 +50,9 @@ class Sizes(NamedTuple):
     @classmethod
     def drawn(cls, rng: random.Random) -> Sizes:
         kinds = rng.choice(KINDS)(rng.randint(1, 12))
-        block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
+        block_size = rng.choice((1, 2, 3, 4))
+        max_num_seqs = rng.randint(1, 6)
+        max_model_len = rng.randint(8, 28)
         max_long = rng.choice((1, 1, 2, 6))
         limits = {
             "max_model_len": max_model_len,
@@ -174,8 +176,10 @@ class Walk:
     """
 
     def __init__(self, loop: Loop, rng: random.Random, *, samples: tuple[int, ...], max_unfinished: int) -> None:
-        self.loop, self.rng = loop, rng
-        self.samples, self.max_unfinished = samples, max_unfinished
+        self.loop = loop
+        self.rng = rng
+        self.samples = samples
+        self.max_unfinished = max_unfinished
         self.max_model_len = loop.scheduler.config.max_model_len
         self.depth = rng.randint(1, MAX_IN_FLIGHT)
 
@@ -231,7 +235,8 @@ class Walk:
             self.loop.check()
 
     def fork(self) -> None:
-        loop, rng = self.loop, self.rng
+        loop = self.loop
+        rng = self.rng
         if loop.scheduler.running and len(loop.unfinished) < self.max_unfinished:
             source = rng.choice(loop.scheduler.running)
             num_known = len(source.token_ids)

@@ -46,7 +46,10 @@ class Ranks:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
-        self.rank, self.size, self.device, self.store = rank, size, device, store
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.store = store
         self.handle = next(_handles)
         _ranks[self.handle] = self
         self._one_shot: Any = None

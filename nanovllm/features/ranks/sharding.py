@@ -76,7 +76,8 @@ def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None
     positions = torch.arange(4, device=binding.device)[None]
     with binding.probing(PassProbe()):
         expected = binding.passes.logits(positions, positions, positions[0]).clone()
-        head.is_split, parts = True, None
+        head.is_split = True
+        parts = None
         try:
             parts = split.logits(positions, positions, positions[0])
         except Exception as error:  # whatever a model's own code raises
@@ -87,7 +88,8 @@ def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None
             and ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
         )
     if head.is_split:
-        binding.passes, binding.head_shards = split, head
+        binding.passes = split
+        binding.head_shards = head
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
@@ -115,7 +117,8 @@ def plan_shards(model: Any, size: int) -> list[Shard]:
     Raises UnsupportedModelError, naming the cause, for a model with recurrent states or without a plan, an
     unimplemented style, and sizes not divisible by the number of ranks.
     """
-    name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
+    name = type(model).__name__
+    plan = getattr(model, "_tp_plan", None) or {}
     if recurrent_modules(model):
         raise unsupported("states on ranks", name)
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
@@ -250,7 +253,8 @@ def _keep_columns(linear: Any, start: int, width: int) -> None:
 
 
 def _shard_experts(shard: Shard, ranks: Ranks) -> None:
-    parameter, handle = _own_parameter(shard), ranks.handle
+    parameter = _own_parameter(shard)
+    handle = ranks.handle
     if parameter is None:
         shard.module.register_forward_hook(lambda _, inputs, states: all_reduce(states, handle))
         return

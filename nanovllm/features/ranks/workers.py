@@ -190,7 +190,8 @@ class WorkerProcesses:
                 self._failure = "; ".join(self._last_words(number) for number in numbers)
 
     def _last_words(self, number: int) -> str:
-        process, said = self._processes[number], ""
+        process = self._processes[number]
+        said = ""
         with contextlib.suppress(EOFError, OSError):
             if self._orders[number].poll():
                 said = f":\n{self._orders[number].recv()}"

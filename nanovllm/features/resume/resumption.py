@@ -41,7 +41,8 @@ class Resumed:
 
     def restore(self, sample: Sample) -> None:
         """Restore a new sample's progress, as after a preemption: all tokens known, none computed."""
-        sequence, before = sample.sequence, self.metrics
+        sequence = sample.sequence
+        before = self.metrics
         own = self.samples[sequence.index]
         sequence.token_ids.extend(own.token_ids)
         sequence.num_known_tokens = sequence.num_counted_tokens = len(sequence.token_ids)
@@ -49,21 +50,26 @@ class Resumed:
             sequence.logprobs = list(own.logprobs)
         if sequence.prompt_logprobs is not None and self.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(self.prompt_logprobs)
-        sequence.finish_reason, sequence.stop_reason = own.finish_reason, own.stop_reason
+        sequence.finish_reason = own.finish_reason
+        sequence.stop_reason = own.stop_reason
         sequence.is_finished = own.finish_reason is not None
         if own.finish_reason == "error":
-            sequence.error, sequence.error_kind = self.error, self.error_kind
-        sequence.scheduled_time, sequence.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
+            sequence.error = self.error
+            sequence.error_kind = self.error_kind
+        sequence.scheduled_time = before.scheduled_time
+        sequence.num_cached_tokens = before.num_cached_tokens
         sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs sum over samples
         _catch_up(sample, before)
 
 
 def _catch_up(sample: Sample, before: RequestMetrics) -> None:
     """Read the tokens of a restored sequence, which were all sent before."""
-    sequence, token_ids = sample.sequence, sample.sequence.output_token_ids
+    sequence = sample.sequence
+    token_ids = sample.sequence.output_token_ids
     sample.max_itl = before.max_itl
     if token_ids:
-        sample.first_token_time, sample.last_token_time = before.first_token_time, before.last_token_time
+        sample.first_token_time = before.first_token_time
+        sample.last_token_time = before.last_token_time
     if sample.incremental is not None:
         for count, token_id in enumerate(token_ids, start=1):
             sample.read(token_id, may_stop=count >= sequence.params.min_tokens)
@@ -82,9 +88,11 @@ def continuation(output: RequestOutput, params: SamplingParams, max_model_len: i
         raise ValueError(
             f"the request has {max(len(output.outputs), params.n)} samples; resume continues one. Set n=1."
         )
-    token_ids, logprobs = [], None
+    token_ids = []
+    logprobs = None
     for completion in output.outputs:  # none before the first token
-        token_ids, logprobs = completion.token_ids, completion.logprobs
+        token_ids = completion.token_ids
+        logprobs = completion.logprobs
         if completion.finish_reason in ENDED:
             raise ValueError(
                 f"the output's finish_reason is {completion.finish_reason!r}, so nothing follows it. Resume outputs "

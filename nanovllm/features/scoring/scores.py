@@ -96,7 +96,9 @@ class ScoringPlan:
         return [self._score(outputs, *pair) for pair in self.pairs]
 
     def _score(self, outputs: SequenceABC[RequestOutput], query_index: int, document_index: int) -> ScoreOutput:
-        query, document, score = outputs[query_index], outputs[document_index], None
+        query = outputs[query_index]
+        document = outputs[document_index]
+        score = None
         failed = next((o for o in (query, document) if o.outputs[0].finish_reason not in ("stop", "length")), None)
         if failed is None and not self.params[document_index].embeds:
             answer = AnswerLogits.find_in(self.params[document_index])

@@ -76,11 +76,13 @@ class ClientQueue:
         prefill_cost: float = PREFILL_COST,
         decode_cost: float = DECODE_COST,
     ) -> None:
-        self.prefill_cost, self.decode_cost = prefill_cost, decode_cost
+        self.prefill_cost = prefill_cost
+        self.decode_cost = decode_cost
         num_tokens = min(blocks.max_running_tokens, config.max_num_seqs * config.max_model_len)
         self.bound = max(prefill_cost * config.max_model_len, decode_cost * num_tokens)
         self.is_shared = False
-        self._config, self._blocks = config, blocks
+        self._config = config
+        self._blocks = blocks
         self._admission = Admission(config, blocks)
         self._weights = config.client_weights or {}
         self._waiting = SortedKeyList(key=SCHEDULING_KEY)
@@ -96,7 +98,8 @@ class ClientQueue:
         An idle client returns at the minimum counter of clients that wait, or that run if none waits, so it cannot bank
         service.
         """
-        client, level = sequence.client, self._levels.setdefault(sequence.priority, {})
+        client = sequence.client
+        level = self._levels.setdefault(sequence.priority, {})
         account = level.get(client)
         if account is None:
             account = self._idle.pop((sequence.priority, client), None)
@@ -114,7 +117,8 @@ class ClientQueue:
 
     def leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; it waits no longer."""
-        client, level = sequence.client, self._levels[sequence.priority]
+        client = sequence.client
+        level = self._levels[sequence.priority]
         level[client].num_unfinished -= 1
         if not level[client].num_unfinished:
             self._idle[sequence.priority, client] = level.pop(client)
@@ -269,7 +273,8 @@ class ClientQueue:
         The caller preempts each before the next. They are enough once blocks are free for the next tokens of all
         running sequences, and for the first waiting request of the less-served client.
         """
-        blocks, blocks_lacking = self._blocks, self._admission.blocks_lacking
+        blocks = self._blocks
+        blocks_lacking = self._admission.blocks_lacking
         for first, victims in self._lagging(running):
             hits = blocks.lookup(first) if first else []
             if first and not self._admission.chunk_size(first, len(hits) * blocks.block_size, first.num_known_tokens):
@@ -317,7 +322,8 @@ class ClientQueue:
         `bound`.
         """
         first = self.first
-        account, client = first.account, first.client
+        account = first.account
+        client = first.client
         if first.num_in_flight_tokens:
             return None
         num_slots = sum(level[client].num_running for level in self._levels.values() if client in level)

@@ -43,7 +43,8 @@ def add_drafts(
 
     Closes the target if it raises.
     """
-    config, limits = target.config, input_processor.limits
+    config = target.config
+    limits = input_processor.limits
     try:
         if not limits.has_head:
             raise ValueError(

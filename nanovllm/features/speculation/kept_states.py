@@ -28,7 +28,9 @@ class KeptStates:
     """
 
     def __init__(self, manager: BlockManager, group: StateBlocks, number: int) -> None:
-        self._manager, self._group, self._number = manager, group, number
+        self._manager = manager
+        self._group = group
+        self._number = number
         self._kept: dict[Sequence, int] = {}
 
     @classmethod

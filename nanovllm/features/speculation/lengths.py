@@ -61,7 +61,8 @@ class BatchSize:
         if gain >= 1.0:
             self.rest = REST
         else:
-            self.num_left, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
+            self.num_left = self.rest
+            self.rest = min(2 * self.rest, LONGEST_REST)
         if self.num_won == WINDOWS:
             self.num_won = 0
             self.plain.clear()
@@ -86,7 +87,8 @@ class DraftLengths(Observer):
 
     def __init__(self, most: int, *, overlap: bool) -> None:
         self.asks = False
-        self._most, self._overlap = most, overlap
+        self._most = most
+        self._overlap = overlap
         self._sizes: defaultdict[int, BatchSize] = defaultdict(BatchSize)  # number of sequences, in bits -> steps
         self._last: StepRecord | None = None
 
@@ -97,7 +99,8 @@ class DraftLengths(Observer):
         return min(self._most, next((most for count, most in BOUNDS if num_running <= count), 0))
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
-        last, self._last = self._last, record
+        last = self._last
+        self._last = record
         count = record.num_decode_tokens
         if last is None or not last.num_running or batch.prefills or not count:
             return  # idle time, or another kind of step

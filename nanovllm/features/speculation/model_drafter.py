@@ -55,7 +55,9 @@ class ModelDrafter:
         block_manager: BlockManager,
         runner: DraftRunner,
     ) -> None:
-        self._config, self._manager, self._runner = config, block_manager, runner
+        self._config = config
+        self._manager = block_manager
+        self._runner = runner
         self._shadows: OrderedDict[Sequence, Shadow] = OrderedDict()  # the one used longest ago first
         self._turn = 0  # number of the call of `propose`
 
@@ -118,8 +120,10 @@ class ModelDrafter:
         """The target's shadow, cut to the tokens that both have, and extended by the target's other tokens."""
         shadow = self._shadows.pop(target, None) or Shadow(_shadow_of(target, self._config))
         self._shadows[target] = shadow  # the one used last
-        sequence, known = shadow.sequence, target.token_ids
-        own, agreed = sequence.token_ids, shadow.num_agreed
+        sequence = shadow.sequence
+        known = target.token_ids
+        own = sequence.token_ids
+        agreed = shadow.num_agreed
         while agreed < min(len(own), len(known)) and own[agreed] == known[agreed]:
             agreed += 1
         del own[agreed:]
@@ -135,7 +139,8 @@ class ModelDrafter:
 
     def _place(self, sequence: Sequence, size: int) -> ScheduledSequence | None:
         """An entry for a shadow's next `size` tokens; None if it lacks blocks even after dropping all other shadows."""
-        manager, start = self._manager, sequence.num_computed_tokens
+        manager = self._manager
+        start = sequence.num_computed_tokens
         end = start + size
         lacking = manager.num_blocks_for(end) - len(sequence.block_table)
         for target, other in list(self._shadows.items()):
@@ -147,7 +152,8 @@ class ModelDrafter:
             return None
         if lacking > 0:
             manager.allocate(sequence, lacking)
-        sequence.num_computed_tokens, sequence.placed_in_step = end, self._turn
+        sequence.num_computed_tokens = end
+        sequence.placed_in_step = self._turn
         num_samples = int(end == len(sequence.token_ids))
         return ScheduledSequence(sequence, start, size, num_samples, sequence.block_table, start)
 

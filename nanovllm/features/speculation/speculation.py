@@ -104,12 +104,14 @@ class Speculation(Observer):
         source: str = "drafter",
     ) -> None:
         self.counts = SpeculationCounts()
-        self.drafter, self.lengths = drafter, lengths
+        self.drafter = drafter
+        self.lengths = lengths
         self._source = source
         self._may_draft = True  # True if a step like the last one may have drafts
         self._end: Callable[[Sequence], None] | None = getattr(drafter, "end", None)
         self._suffixes = drafter if isinstance(drafter, SuffixDrafter) else None
-        self._max_num_seqs, self._vocab_size = config.max_num_seqs, vocab_size
+        self._max_num_seqs = config.max_num_seqs
+        self._vocab_size = vocab_size
         self._manager, self._states = block_manager, KeptStates.of_manager(block_manager)
 
     # ------------------------------------------------------------------------------------------------ scheduling
@@ -208,7 +210,8 @@ class Speculation(Observer):
 
     def _usable(self, request: DraftRequest, proposed: SequenceABC[int]) -> list[int]:
         """The drafts before the first that cannot be drawn or ends the sequence; a grammar's forced tokens go first."""
-        sequence, limit = request.sequence, request.max_tokens
+        sequence = request.sequence
+        limit = request.max_tokens
         matcher = sequence.matcher
         if not proposed and matcher is None:
             return []
@@ -222,7 +225,8 @@ class Speculation(Observer):
                 matcher.consume(token_id)
             forced = list(takewhile(lambda token_id: token_id not in stops, matcher.forced()[:limit]))
             if forced and usable[: len(forced)] != forced:
-                sequence.drafting.source, usable = GRAMMAR, forced
+                sequence.drafting.source = GRAMMAR
+                usable = forced
             del usable[matcher.accepted(usable) :]
         except Exception:  # a matcher over its limits raises again at its next mask; ids may exceed its vocabulary
             return []
@@ -230,7 +234,8 @@ class Speculation(Observer):
 
     def _allocate(self, sequence: Sequence, count: int) -> int:
         """Allocate blocks for `count` drafts; returns the number of drafts that free blocks hold."""
-        manager, num_known = self._manager, len(sequence.token_ids)
+        manager = self._manager
+        num_known = len(sequence.token_ids)
         num_slots = (len(sequence.block_table) + manager.num_free_blocks) * manager.block_size
         count = max(0, min(count, num_slots - num_known))
         lacking = manager.num_blocks_for(num_known + count) - len(sequence.block_table)
@@ -241,13 +246,15 @@ class Speculation(Observer):
     @staticmethod
     def _extend(entries: list[ScheduledSequence], drafts: dict[Sequence, tuple[int, ...]]) -> None:
         """Move the entries with drafts after all decodes."""
-        decodes, drafted = [], []
+        decodes = []
+        drafted = []
         for entry in entries:
             sequence = entry.sequence
             if (draft := drafts.get(sequence)) is None:
                 decodes.append(entry)
                 continue
-            sequence.draft, sequence.drafting.num_accepted = draft, 0
+            sequence.draft = draft
+            sequence.drafting.num_accepted = 0
             sequence.num_computed_tokens += len(draft)
             sequence.num_known_tokens += len(draft)
             num_rows = 1 + len(draft)
@@ -291,7 +298,8 @@ class Speculation(Observer):
         self, entry: ScheduledSequence, drawn: list[int], requeue: Callable[[Sequence], None]
     ) -> tuple[ScheduledSequence, list[int]]:
         """Cut a sequence back to the draws that count: up to the first one that differs from its draft."""
-        sequence, manager = entry.sequence, self._manager
+        sequence = entry.sequence
+        manager = self._manager
         drafts = entry.draft
         is_finite = NON_FINITE not in drawn
         num_accepted = sum(takewhile(bool, map(eq, drafts, drawn))) if is_finite else 0

@@ -20,7 +20,9 @@ LONGEST_MATCH = 32  # tokens; no more are compared
 MAX_PLACES = 4  # places of each key: the newest
 SLICE = 256  # tokens indexed per step, so that no step waits for a long prompt
 ROOT_TOKENS = 16  # first tokens of the prompt, which must be equal in texts that share drafts
-MANY, TOGETHER = 16, 4  # MANY running requests index TOGETHER tokens at once: drafts gain less there
+# MANY running requests index TOGETHER tokens at once: drafts gain less there
+MANY = 16
+TOGETHER = 4
 BYTES_PER_TOKEN = 140  # most bytes of the index, as measured
 MAX_UNREAD = 64  # most finished outputs that wait to be indexed
 TOKEN_BITS = 20
@@ -47,8 +49,11 @@ class SuffixIndex:
 
         Returns whether the last ones were there before.
         """
-        text, places_of, base = self.texts[number], self._places, number << PLACE_BITS
-        first, found = max(begin + 1, LEAST_MATCH), None
+        text = self.texts[number]
+        places_of = self._places
+        base = number << PLACE_BITS
+        first = max(begin + 1, LEAST_MATCH)
+        found = None
         key = self._key(text, first - 1)
         for position in range(first, end + 1):
             key = (key << TOKEN_BITS | text[position - 1]) & KEY_MASK
@@ -89,10 +94,12 @@ class SuffixIndex:
         """(length of the match, at most `count` tokens after it) of each place that matches the text's end."""
         end = len(text)
         for place in self._places_of(self._key(text, end)) if end >= LEAST_MATCH else ():
-            other, position = self.texts[place >> PLACE_BITS], place & PLACE_MASK
+            other = self.texts[place >> PLACE_BITS]
+            position = place & PLACE_MASK
             if position == len(other):  # the end itself
                 continue
-            length, most = LEAST_MATCH, min(LONGEST_MATCH, position, end)
+            length = LEAST_MATCH
+            most = min(LONGEST_MATCH, position, end)
             while length < most and other[position - length - 1] == text[end - length - 1]:
                 length += 1
             yield length, other[position : position + count].tolist()
@@ -147,7 +154,8 @@ class SuffixDrafter:
 
     def expects(self, sequence: Sequence) -> bool:
         """Whether the last known tokens repeat earlier text: otherwise the tokens in flight hardly do."""
-        own, num_tokens = self._own.get(sequence), len(sequence.token_ids)
+        own = self._own.get(sequence)
+        num_tokens = len(sequence.token_ids)
         if own is None or own.num_indexed < num_tokens:
             if own is not None and num_tokens - own.num_indexed < TOGETHER and len(self._own) >= MANY:
                 return False
@@ -158,7 +166,8 @@ class SuffixDrafter:
         return shared is not None and any(True for _ in shared.continuations(sequence.token_ids, 1))
 
     def _draft(self, request: DraftRequest) -> list[int]:
-        text, own = request.sequence.token_ids, self._own[request.sequence]
+        text = request.sequence.token_ids
+        own = self._own[request.sequence]
         found: list[tuple[int, list[int]]] = []
         if self._shared and (shared := self._shared.get(own.root)) is not None:
             found += shared.continuations(text, request.max_tokens)
@@ -197,7 +206,8 @@ class SuffixDrafter:
         while self._unread and left > 0:
             root, text = self._unread.popleft()
             index = self._shared.setdefault(root, SuffixIndex())
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._next_number
+            self._next_number = self._next_number + 1
             index.texts[number] = text
             index.add(number, 0, len(text))
             self._outputs[number] = root

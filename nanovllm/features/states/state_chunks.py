@@ -52,7 +52,8 @@ class Slots(NamedTuple):
 
     @classmethod
     def of_chunks(cls, chunks: Sequence[Chunk], device: torch.device) -> Slots:
-        reads, writes = [chunk.read or 0 for chunk in chunks], [chunk.write for chunk in chunks]
+        reads = [chunk.read or 0 for chunk in chunks]
+        writes = [chunk.write for chunk in chunks]
         begins = [chunk.read is None for chunk in chunks]
         found = [to_device(np.array(values), device) for values in (reads, writes, begins)]
         return cls(found[0], found[1], found[2] if any(begins) else None)
@@ -86,11 +87,13 @@ class StepChunks:
     is_batch = False
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
-        self.chunks, self._device = chunks, device
+        self.chunks = chunks
+        self._device = device
         self.lengths = [chunk.length for chunk in chunks]
         self.starts = list(itertools.accumulate(self.lengths, initial=0))
         self.num_rows = self.starts[-1]
-        first, end = chunks[0].rows.start, chunks[-1].rows.stop
+        first = chunks[0].rows.start
+        end = chunks[-1].rows.stop
         self._neighbours = slice(first, end) if end - first == self.num_rows else None
         self._groups: dict[int, tuple[list[Group], Tensor]] = {}
         self.slots = Slots.of_chunks(chunks, device)
@@ -122,11 +125,14 @@ class StepChunks:
                 for num_members in [max(1, most // (count * size))]
                 for first in range(0, len(members), num_members)
             ]
-            groups, found, num_places = [], np.zeros(self.num_rows, np.int64), 0
+            groups = []
+            found = np.zeros(self.num_rows, np.int64)
+            num_places = 0
             for count, members in parts:
                 starts, lengths = (np.array(values)[members, None] for values in (self.starts, self.lengths))
                 numbers = np.arange(count * size)[None]
-                places, is_padding = starts + np.minimum(numbers, lengths - 1), numbers >= lengths
+                places = starts + np.minimum(numbers, lengths - 1)
+                is_padding = numbers >= lengths
                 found[places[~is_padding]] = num_places + np.flatnonzero(~is_padding)
                 num_places += places.size
                 slots = Slots.of_chunks([self.chunks[index] for index in members], self._device)
@@ -150,7 +156,9 @@ class ChunkFunctions:
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]], size: int, kernels: Any) -> None:
-        self._own, self._size, self.kernels = functions, size, kernels
+        self._own = functions
+        self._size = size
+        self.kernels = kernels
         self._pool: dict[tuple[str, int], Tensor] = {}
         self._number = 0  # index of the convolution's state
         self.chunks: StepChunks
@@ -166,7 +174,8 @@ class ChunkFunctions:
 
     def begin(self, chunks: StepChunks, pool: dict[tuple[str, int], Tensor]) -> LinearAttentionLayer:
         """Set the chunks and the states of the next call; returns the layer of its cache."""
-        self.chunks, self._pool = chunks, pool
+        self.chunks = chunks
+        self._pool = pool
         return _NoStates(self, 1 + max(number for _, number in pool))
 
     def convolves(self, number: int) -> None:
@@ -175,12 +184,14 @@ class ChunkFunctions:
 
     def _convolution(self, inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Args: inputs: [1, channels, num_rows]."""
-        pool, chunks = self._pool["conv_states", self._number], self.chunks
+        pool = self._pool["conv_states", self._number]
+        chunks = self.chunks
         if self.kernels is not None:
             with self.kernels.over_chunks(chunks.slots.reads, chunks.slots.writes, chunks.first_rows):
                 output: Tensor = self.kernels.convolution(inputs, pool, weight, *args, **kwargs)
             return output
-        width, states = pool.shape[-1], chunks.slots.read(pool).to(inputs.dtype)
+        width = pool.shape[-1]
+        states = chunks.slots.read(pool).to(inputs.dtype)
         pieces = inputs[0].split(chunks.lengths, 1)
         extended = [torch.cat(pair, 1) for pair in zip(states.unbind(0), pieces, strict=True)]
         chunks.slots.write(pool, torch.stack([piece[:, -width:] for piece in extended]))
@@ -189,7 +200,8 @@ class ChunkFunctions:
         return torch.cat(found.split(lengths, 2)[1::2], 2)
 
     def _by_kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        pool, slots = self._pool["recurrent_states", 0], self.chunks.slots
+        pool = self._pool["recurrent_states", 0]
+        slots = self.chunks.slots
         with self.kernels.over_chunks(slots.reads, slots.writes, self.chunks.first_rows):
             output: Tensor = function(*args, **(kwargs | {"initial_state": pool, "initial_states": pool}))[0]
         return output, _IN_POOL
@@ -215,7 +227,8 @@ class ChunkFunctions:
         self, inputs: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Args: inputs, dt, B, C: [1, num_rows, ...]."""
-        bias, limits = kwargs.pop("dt_bias", None), kwargs.pop("dt_limit", (0.0, float("inf")))
+        bias = kwargs.pop("dt_bias", None)
+        limits = kwargs.pop("dt_limit", (0.0, float("inf")))
         step = dt if bias is None else dt + bias.to(dt.dtype)
         step = F.softplus(step) if kwargs.pop("dt_softplus", False) else step
         step = torch.clamp(step, *limits)
@@ -242,7 +255,8 @@ class ChunkFunctions:
             values: [1, num_rows, ...]; `run` gets [num_members, length, ...] of each.
             cleared: indices of the values that are 0 in padding.
         """
-        pool, results = self._pool["recurrent_states", 0], []
+        pool = self._pool["recurrent_states", 0]
+        results = []
         groups, places_of_rows = self.chunks.groups(self._size)
         for slots, places, is_padding in groups:
             parts = [value[0][places] for value in values]

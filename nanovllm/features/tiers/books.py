@@ -36,7 +36,8 @@ class StoredBlock:
     __slots__ = ("_hash", "children", "entry", "key", "num_hits", "num_reads", "parent", "places", "slots")
 
     def __init__(self, parent: StoredBlock | None, key: bytes) -> None:
-        self.parent, self.key = parent, key
+        self.parent = parent
+        self.key = key
         self.children: dict[bytes, StoredBlock] = {}
         self.entry: PrefixEntry | None = None
         self.slots: dict[int, int] = {}
@@ -82,7 +83,8 @@ class TierBooks:
     """
 
     def __init__(self, block_bytes: Sequence[int], max_bytes: int, shares: Sequence[float] | None = None) -> None:
-        self.block_bytes, self.max_bytes = tuple(block_bytes), max_bytes
+        self.block_bytes = tuple(block_bytes)
+        self.max_bytes = max_bytes
         self._shares = [1.0] * len(self.block_bytes) if shares is None else shares
         self.roots: dict[bytes, StoredBlock] = {}
         self.num_bytes = self.num_evictions = 0  # bytes of slots that exist, used or free

@@ -28,13 +28,15 @@ class LoadCosts:
     def measured(self, medium: str, num_bytes: int, seconds: float) -> None:
         """Count a finished load."""
         if num_bytes >= MIN_BYTES and seconds > 0.0:
-            rate, known = num_bytes / seconds, self.rates.get(medium)
+            rate = num_bytes / seconds
+            known = self.rates.get(medium)
             self.rates[medium] = rate if known is None else known + NEWEST * (rate - known)
 
     def decide(self, medium: str, num_bytes: int, start: int, num_tokens: int) -> Decision:
         """Whether to load `num_tokens` tokens from position `start` on."""
         rate = self.rates.get(medium)
-        load, compute = None if rate is None else num_bytes / rate, self.compute(start, num_tokens)
+        load = None if rate is None else num_bytes / rate
+        compute = self.compute(start, num_tokens)
         loads = load is None or compute is None or load < compute
         return Decision(medium, num_tokens, num_bytes, loads, load, compute)
 

@@ -55,8 +55,10 @@ class CacheDirectory:
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], max_bytes: int, books: TierBooks) -> None:
         self.folder = Path(path).expanduser()
-        self._header, self._books = header, books
-        self.max_bytes, self.segment_bytes = max_bytes, min(SEGMENT_BYTES, max_bytes // 4)
+        self._header = header
+        self._books = books
+        self.max_bytes = max_bytes
+        self.segment_bytes = min(SEGMENT_BYTES, max_bytes // 4)
         self._segments: dict[int, list[tuple[StoredBlock, int]]] = {}  # blocks of each
         self._indexed: dict[int, int] = {}  # offset up to which each index is read
         self._waiting: dict[bytes, list[Record]] = {}  # hash of an unknown block -> records that follow it
@@ -92,7 +94,8 @@ class CacheDirectory:
         file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock, self._has_lock = file, True
+            self._lock = file
+            self._has_lock = True
         except BlockingIOError:  # another process writes
             os.close(file)
 
@@ -112,8 +115,10 @@ class CacheDirectory:
 
     def leave_lock(self) -> None:
         """Close the lock without giving it back: this process is a forked child of its owner."""
-        lock, self._lock = self._lock, None
-        self._has_lock, self._is_closed = False, True
+        lock = self._lock
+        self._lock = None
+        self._has_lock = False
+        self._is_closed = True
         if lock is not None:
             os.close(lock)
 
@@ -231,7 +236,8 @@ class CacheDirectory:
 
     def _end_segment(self) -> None:
         """Make the current segment durable, in a thread: a disk may take seconds, which no request is to wait for."""
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is None:
             return
 
@@ -279,7 +285,8 @@ class CacheDirectory:
                 thread.join()
             self._note_end_errors()
         finally:
-            lock, self._lock = self._lock, None
+            lock = self._lock
+            self._lock = None
             if lock is not None:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also where a child that was forked without Python has it open
                 os.close(lock)

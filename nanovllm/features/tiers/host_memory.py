@@ -39,7 +39,8 @@ class HostMemory(HostCopies):
     """
 
     def __init__(self, caches: KVCaches, block_bytes: Sequence[int], block_size: int, device: torch.device) -> None:
-        self._device, self._block_bytes = device, list(block_bytes)
+        self._device = device
+        self._block_bytes = list(block_bytes)
         self._parts = [caches.blocks_of(group, block_size) for group in range(len(block_bytes))]
         for group, parts in enumerate(self._parts):
             held = sum(part.nbytes // part.shape[1] for part in parts)
@@ -196,7 +197,8 @@ class HostMemory(HostCopies):
         """Each part of a group's caches, and its bytes in slots of one slab as [num_slots, n, block_size, ...]."""
         number = slots.start // self._slab_slots[group]
         base = number * self._slab_slots[group]
-        slab, offset = self._slab(group, number)[slots.start - base : slots.stop - base], 0
+        slab = self._slab(group, number)[slots.start - base : slots.stop - base]
+        offset = 0
         for part in self._parts[group]:
             size = part.nbytes // part.shape[1]
             rows = slab[:, offset : offset + size].view(part.dtype)

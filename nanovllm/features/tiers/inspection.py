@@ -43,7 +43,8 @@ def segments_of(folder: str, *, verifies: bool = False) -> Iterator[SegmentRepor
 def _segments_in(path: Path, rank: str, *, verifies: bool) -> Iterator[SegmentReport]:
     for number in segment_numbers(path):
         segment, index = segment_paths(path, number)
-        data, stat = index.read_bytes(), segment.stat()
+        data = index.read_bytes()
+        stat = segment.stat()
         header, begin = read_header(data)
         records = [] if header is None else [record for record, _ in read_records(data, begin, number)]
         damaged = 0

@@ -64,9 +64,13 @@ class PrefixTiers(Observer):
         self, manager: TieredBlocks, storage: TierStorage, config: EngineConfig, fit: LearnedCosts, seed: str,
         clock: Callable[[], float], orders: RankOrders | None = None,
     ) -> None:  # fmt: skip
-        self.manager, self.memory, self.books, self._orders = manager, storage.memory, storage.books, orders
+        self.manager = manager
+        self.memory = storage.memory
+        self.books = storage.books
+        self._orders = orders
         self._fit = fit
-        self._num_chunk_steps, self._max_step_tokens = 0, config.max_num_batched_tokens
+        self._num_chunk_steps = 0
+        self._max_step_tokens = config.max_num_batched_tokens
         self._num_skipped = 0  # steps since the last one that was learned from
         self._keeps_all = config.prefix_cache_host_bytes is not None  # files alone keep only likely hits
         self._num_writes, self._is_alone = 0, False  # orders to other ranks; True if these do not write
@@ -76,7 +80,9 @@ class PrefixTiers(Observer):
         self._process_id = os.getpid()
         self.costs = LoadCosts(self._compute_seconds)
         self._goal = config.itl_goal
-        self.directory, self.reads, memory = storage.directory, None, self.memory
+        self.directory = storage.directory
+        self.reads = None
+        memory = self.memory
         if self.directory is not None:
             files = self.directory, self.books, self.costs
             self.reads = FileReads(*files, memory.view, memory.settle, clock, orders)
@@ -93,7 +99,8 @@ class PrefixTiers(Observer):
         """Predicted seconds to compute these tokens in steps of the most tokens, each alone; None if not known."""
         if self._num_chunk_steps < MIN_CHUNK_STEPS:
             return None
-        end, most = start + count, self._max_step_tokens
+        end = start + count
+        most = self._max_step_tokens
         return sum(self._fit.forecast((), at)(min(most, end - at)) for at in range(start, end, most)) or None
 
     def _max_load_bytes(self) -> float:
@@ -220,7 +227,8 @@ class PrefixTiers(Observer):
 
     def _write_all(self) -> None:
         assert self.directory is not None
-        end, left = time.monotonic() + CLOSE_SECONDS, self.directory.max_bytes - 2 * self.directory.segment_bytes
+        end = time.monotonic() + CLOSE_SECONDS
+        left = self.directory.max_bytes - 2 * self.directory.segment_bytes
         if self.reads is not None:
             self.reads.refresh(now=True)
         if not self.directory.is_writer or not self._may_write():
@@ -237,7 +245,9 @@ class PrefixTiers(Observer):
     # ----------------------------------------------------------------------------------------------------- statistics
 
     def stats(self) -> TierStats:
-        manager, last, reads = self.manager, self.costs.last, self.reads
+        manager = self.manager
+        last = self.costs.last
+        reads = self.reads
         return TierStats(
             host_bytes=self.books.used_bytes,
             num_host_blocks=self.books.num_stored,
@@ -278,8 +288,10 @@ def open_tiers(
         digest: fingerprint of the model; None without files.
     """
     assert isinstance(manager, TieredBlocks)
-    binding, pools = runner.binding, runner.pools
-    storage, orders = TierStorage.open(binding, runner.config, pools, digest), None
+    binding = runner.binding
+    pools = runner.pools
+    storage = TierStorage.open(binding, runner.config, pools, digest)
+    orders = None
     if runner.workers is not None and binding.ranks is not None:
         from nanovllm.features.tiers.rank_tiers import RankOrders
 

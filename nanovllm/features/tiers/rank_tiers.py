@@ -47,7 +47,8 @@ class RankOrders:
     """Rank 0's side: orders to the other ranks, and their answers."""
 
     def __init__(self, workers: WorkerProcesses, ranks: Ranks) -> None:
-        self._workers, self._ranks = workers, ranks
+        self._workers = workers
+        self._ranks = ranks
         self._numbers = itertools.count()
         self._end = math.inf  # time after which nothing waits for answers
 
@@ -110,7 +111,8 @@ class RankOrders:
             self._answers(number, seconds)
 
     def _answers(self, number: int, seconds: float | None) -> list[bytes]:
-        end, found = math.inf if seconds is None else time.monotonic() + seconds, []
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        found = []
         for rank in range(1, self._ranks.size):
             while not self._ranks.store.check([_key(number, rank)]):
                 self._workers.check()
@@ -135,7 +137,9 @@ class RankTiers:
         return cls(TierStorage.open(binding, config, pools, digest), binding.ranks)
 
     def __init__(self, storage: TierStorage, ranks: Ranks) -> None:
-        self._memory, self._books, self._directory = storage.memory, storage.books, storage.directory
+        self._memory = storage.memory
+        self._books = storage.books
+        self._directory = storage.directory
         self._ranks = ranks
         self._jobs: queue.SimpleQueue[tuple[int, list[tuple[Part | None, int]]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

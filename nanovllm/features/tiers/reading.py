@@ -73,7 +73,11 @@ class FileReads:
         others: OtherRanks | None = None,
     ) -> None:
         self._directory: CacheDirectory | None = directory
-        self._books, self._costs, self._view, self._settle, self._clock = books, costs, view, settle, clock
+        self._books = books
+        self._costs = costs
+        self._view = view
+        self._settle = settle
+        self._clock = clock
         self._others = others
         self._jobs: list[Job] = []
         self._reading: dict[tuple[StoredBlock, int], Job] = {}

@@ -25,7 +25,8 @@ SEGMENT_BYTES = 64 * 2**20
 _COUNT = struct.Struct("<I")
 _FRAME = struct.Struct("<IQ")  # bytes of the record, and its checksum
 _RECORD = struct.Struct("<16s16s?HQI16s")  # hash, parent, is_first, group, offset, length, checksum of the block
-FILE_MODE, FOLDER_MODE = 0o600, 0o700
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
 checksum = xxhash.xxh3_128_digest
 
 
@@ -129,7 +130,8 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Make the blocks durable, then the records."""
-        files, self._files = self._files, []
+        files = self._files
+        self._files = []
         try:
             for file in files:
                 os.fsync(file)

@@ -13,7 +13,9 @@ from nanovllm.sequence import Sequence
 
 MAX_EXAMINED = 256  # limit of queued blocks that one step examines
 # Content without a hit is stored in all steps if so large a share of it is found later, else in fewer, but some.
-WORTH_SHARE, LEAST_STEPS = 0.1, 0.06  # no whole number of steps apart, for repeats
+# no whole number of steps apart, for repeats
+WORTH_SHARE = 0.1
+LEAST_STEPS = 0.06
 
 
 class Store(NamedTuple):
@@ -51,7 +53,8 @@ class StoringBlocks(BlockManager):
     def _begin_storing(self) -> None:
         self.queues: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]
         # At 1 credit a step stores content without a hit; `_is_cut`: the last such step left some, so the next goes on.
-        self._credit, self._is_cut = 1.0, False
+        self._credit = 1.0
+        self._is_cut = False
         self._passed: list[dict[int, PrefixEntry]] = [{} for _ in self.pools]  # blocks left to idle time, like `queues`
         self._nodes: dict[int, StoredBlock] = {}  # prefix id -> node
         self._loads: dict[tuple[int, int], Load] = {}  # (group, block) -> load
@@ -127,7 +130,8 @@ class StoringBlocks(BlockManager):
     def idle_blocks(self, group: int, count: int = MAX_EXAMINED) -> list[tuple[int, StoredBlock]]:
         """(block, node) of queued blocks that still have their committed content, in no tier yet."""
         found = []
-        pool, queue = self.pools[group], self.queues[group]
+        pool = self.pools[group]
+        queue = self.queues[group]
         unread = {block for of_step in self._uncommitted.values() for of_pool, block in of_step if of_pool is pool}
         for block, entry in [*islice(queue.items(), count)]:
             if pool.entry_of[block] is not entry or self._is_superseded(group, block, entry):
@@ -205,7 +209,8 @@ class StoringBlocks(BlockManager):
         return []
 
     def _take_storing(self) -> dict[tuple[int, int], StoredBlock]:
-        storing, self._storing = self._storing, {}
+        storing = self._storing
+        self._storing = {}
         for group, slot in storing:
             self.books.unpin(group, slot)
         return storing

@@ -53,11 +53,14 @@ class TierStorage:
         books = TierBooks([group.block_bytes for group in pools.groups], host_bytes, _shares(pools))
         if digest is None or config.prefix_cache_dir is None:
             return cls(memory, books, None, None)
-        header, folder = _file_header(binding, config, pools, digest), Path(config.prefix_cache_dir)
-        ranks, num_bytes = binding.ranks, config.prefix_cache_dir_bytes
+        header = _file_header(binding, config, pools, digest)
+        folder = Path(config.prefix_cache_dir)
+        ranks = binding.ranks
+        num_bytes = config.prefix_cache_dir_bytes
         if ranks is not None:
             header |= {"rank": ranks.rank, "ranks": ranks.size}
-            folder, num_bytes = folder / folder_of_rank(ranks.rank, ranks.size), num_bytes // ranks.size
+            folder = folder / folder_of_rank(ranks.rank, ranks.size)
+            num_bytes = num_bytes // ranks.size
         if num_bytes < (most := max(group.block_bytes for group in pools.groups)):
             raise ValueError(
                 f"prefix_cache_dir_bytes is {config.prefix_cache_dir_bytes:,}, {num_bytes:,} for a rank, and one block "

@@ -61,9 +61,14 @@ class TieredBlocks(StoringBlocks):
             max_load_bytes: function that returns the most bytes of one step's loads.
             max_step_blocks: most blocks that one step allocates.
         """
-        self.books, self.costs, self.reads, self.root_seed = books, costs, reads, root_seed
-        self.stores_while_busy, self.max_load_bytes = stores_while_busy, max_load_bytes
-        self.stores_all, self.max_step_blocks = stores_all, max_step_blocks
+        self.books = books
+        self.costs = costs
+        self.reads = reads
+        self.root_seed = root_seed
+        self.stores_while_busy = stores_while_busy
+        self.max_load_bytes = max_load_bytes
+        self.stores_all = stores_all
+        self.max_step_blocks = max_step_blocks
         self.numbers = range(len(self.pools))  # indices of the cache groups
         self.kinds: AnySequence[StateKind] = [g.kind for g in self.groups] if isinstance(self, CacheGroups) else [FULL]
         self.num_loaded_blocks = self.num_loaded_tokens = 0
@@ -139,7 +144,8 @@ class TieredBlocks(StoringBlocks):
             self._has_waited |= may_block
             self.reads.wait(sequence, may_block=may_block)
         hits = super().lookup(sequence)
-        first, end = len(sequence.block_table), sequence.num_findable_blocks(self.block_size)
+        first = len(sequence.block_table)
+        end = sequence.num_findable_blocks(self.block_size)
         if first + len(hits) >= end or sequence.num_computed_tokens % self.block_size or not self.books.roots:
             return hits
         # Known before the path is walked, since a request may wait for blocks over many steps.
@@ -175,7 +181,8 @@ class TieredBlocks(StoringBlocks):
 
     def _reach(self, path: AnySequence[StoredBlock], first: int, *, with_files: bool = False) -> int:
         """Length of the longest hit on the path, which begins with block `first`, over all cache groups."""
-        length, agreed = len(path), -1
+        length = len(path)
+        agreed = -1
         while agreed != length:
             agreed = length
             for group, kind in enumerate(self.kinds):
@@ -192,7 +199,8 @@ class TieredBlocks(StoringBlocks):
 
     def _load(self, sequence: Sequence, hits: list[int], path: list[StoredBlock]) -> bool:
         """Make a path findable: free blocks, filled by copies of the next batch; False if that cannot be now."""
-        first, length = len(sequence.block_table), len(path)
+        first = len(sequence.block_table)
+        length = len(path)
         lacking: list[list[int]] = []
         held: list[list[int]] = []
         of_groups = [[index for index in range(length) if self._needs(g, index, first, length)] for g in self.numbers]
@@ -239,7 +247,8 @@ class TieredBlocks(StoringBlocks):
         # All at once: an eviction may remove entries of the path that no block of the first group holds.
         loaded = [sorted(pool.pop_free(len(indices))) for pool, indices in zip(self.pools, lacking, strict=True)]
         at_index = [dict(zip(*pair, strict=True)) for pair in zip(lacking, loaded, strict=True)]
-        parent, last = self.parent_of(sequence, first), None
+        parent = self.parent_of(sequence, first)
+        last = None
         for index, node in enumerate(path):
             entry = None if parent is None else self._add(sequence, first + index, parent)
             if entry is None:  # another content has this hash
@@ -257,7 +266,8 @@ class TieredBlocks(StoringBlocks):
                     self.books.pin(group, node.slots[group])
                     self._loads[group, block] = Load(node.slots[group], node, entry)
                     self.copies.append(Copy(group, ~node.slots[group], block))
-            parent, last = entry.prefix_id, entry
+            parent = entry.prefix_id
+            last = entry
         return loaded
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
@@ -277,7 +287,8 @@ class TieredBlocks(StoringBlocks):
         return sequence in self._held_back or (self.reads is not None and self.reads.is_waiting(sequence))
 
     def begin_step(self) -> None:
-        self._step_bytes, self._has_waited = 0, False
+        self._step_bytes = 0
+        self._has_waited = False
         self._held_back.clear()
         if self._declined:
             self._declined = {sequence for sequence in self._declined if not sequence.is_finished}

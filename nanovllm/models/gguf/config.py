@@ -105,7 +105,8 @@ def token_ids(file: GGUFFile) -> dict[str, int]:
 def generation_defaults(file: GGUFFile) -> dict[str, Any]:
     """Fields of a generation config: end-of-sequence tokens and sampling options."""
     metadata = file.metadata
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    kinds = metadata.get("tokenizer.ggml.token_type", ())
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     typed = enumerate(zip(tokens, kinds, strict=False))  # the tokenizer refuses unequal lengths
     ends = [index for index, (token, kind) in typed if kind == _CONTROL and token in _ENDS]

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 # Struct codes of metadata types: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # Beyond any real file. A damaged count within the size of a large file would take gigabytes, or minutes.
-_MOST_BYTES_OF_TEXT, _MOST_ITEMS, _MOST_ENTRIES, _MOST_DIMS = 1 << 26, 1 << 22, 1 << 16, 4
+_MOST_BYTES_OF_TEXT = 1 << 26
+_MOST_ITEMS = 1 << 22
+_MOST_ENTRIES = 1 << 16
+_MOST_DIMS = 4
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -173,7 +177,8 @@ class _Header:
             swapped = struct.unpack("<I", struct.pack(">I", version))[0] in _VERSIONS
             detail = "is big-endian" if swapped else f"has version {version} of the format"
             raise ModelLoadError(f"{self._path} {detail}; versions 2 and 3, little-endian, are read. Convert it again.")
-        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        num_tensors = self._number("Q")
+        num_keys = self._number("Q")
         self._check_count("tensors", num_tensors, _MOST_ENTRIES)
         self._check_count("metadata", num_keys, _MOST_ENTRIES)
         metadata: dict[str, Any] = {}
@@ -210,7 +215,8 @@ class _Header:
             if not prod(shape) or not shape or shape[-1] % block:
                 raise self._damaged(f"{name} is {kind.name}, but of shape {list(shape)}")
             row_bytes = shape[-1] // block * block_bytes
-            begin, num_bytes = start + offset, prod(shape[:-1]) * row_bytes
+            begin = start + offset
+            num_bytes = prod(shape[:-1]) * row_bytes
             if begin + num_bytes > len(content):
                 raise self._truncated(
                     f"the tensor {name} ends at byte {begin + num_bytes:,}, the file at byte {len(content):,}"
@@ -262,7 +268,8 @@ class _Header:
             return self._string()
         if kind != _ARRAY:
             raise self._damaged(f"its metadata have a value of type {kind}")
-        item, count = self._number("I"), self._number("Q")
+        item = self._number("I")
+        count = self._number("Q")
         self._check_count("items of an array", count, _MOST_ITEMS)
         if item not in _SCALARS:
             if item == _ARRAY:

@@ -16,7 +16,8 @@ _SPACE = "▁"  # SentencePiece's symbol for a space
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = r"[^\r\n\p{{L}}\p{{N}}]?{0}*{1}+{2}|[^\r\n\p{{L}}\p{{N}}]?{0}+{1}*{2}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED.format(_UPPER, _LOWER, "") + r"|\p{N}" + _REST
@@ -45,7 +46,8 @@ def build_tokenizer(file: GGUFFile) -> Any:
 
     if not file.has_tokenizer:
         raise ModelLoadError(f"{file.path} has no tokenizer (tokenizer.ggml.tokens); pass tokenizer=...")
-    metadata, kind = file.metadata, file.metadata.get("tokenizer.ggml.model")
+    metadata = file.metadata
+    kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise _unknown(file, "tokenizer.ggml.model", kind, ("gpt2", "llama"))
     if kind == "llama" and metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
@@ -113,7 +115,8 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    metadata, is_gemma = file.metadata, file.architecture.startswith("gemma")
+    metadata = file.metadata
+    is_gemma = file.architecture.startswith("gemma")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     if is_gemma:  # runs of spaces are stored as such
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -160,7 +163,8 @@ def _merges_of(file: GGUFFile, vocab: dict[str, int], *, by_position: bool) -> l
             continue
         rank = ranks[index]
         for at in range(1, len(token)):
-            left, right = vocab.get(token[:at]), vocab.get(token[at:])
+            left = vocab.get(token[:at])
+            right = vocab.get(token[at:])
             if left is not None and right is not None:
                 pairs.append((rank, index, left, right, at, token))
     pairs.sort()
