@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 try:
     from nanovllm.fast.host.gc_control import collector_paused
     from nanovllm.fast.host.waiting_threads import limit_spins

@@ -118,4 +118,12 @@ Kolibri1ForCausalLM Llama4ForCausalLM LongcatFlashForCausalLM MiMoV2FlashForCaus
 MinistralForCausalLM MistralForCausalLM ModernBertDecoderForCausalLM NemotronForCausalLM Olmo3ForCausalLM
 StableLmForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
 """
-SINCE = dict.fromkeys(_SINCE_0_1.split(), "0.1.0") | dict.fromkeys(_SINCE_0_2.split(), "0.2.0")  # others: unreleased
+_SINCE_0_3 = """
+BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+JambaForCausalLM KimiLinearForCausalLM LaraMiniForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+Mamba2ForCausalLM MambaForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+Qwen3_5MoeForCausalLM Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+"""
+# Others are unreleased.
+_RELEASES = {"0.1.0": _SINCE_0_1, "0.2.0": _SINCE_0_2, "0.3.0": _SINCE_0_3}
+SINCE = {name: release for release, names in _RELEASES.items() for name in names.split()}
