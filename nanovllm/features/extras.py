@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
+from importlib.machinery import PathFinder
 from typing import Any
 
 
@@ -20,6 +22,10 @@ def check_extra(feature: str, extra: str, *libraries: str) -> None:
 
 def is_installed(name: str) -> bool:
     """Whether a module can be imported; nothing but its parents is."""
+    if name == "pip" and name not in sys.modules:
+        # The hook of setuptools takes any other search for pip as one of pip's own runs and gives up its distutils, so
+        # that a later import of setuptools, as by torch.compile, fails.
+        return PathFinder.find_spec(name) is not None
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # a parent is missing

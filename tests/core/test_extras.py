@@ -169,6 +169,13 @@ def test_an_engine_without_any_of_them_generates_and_what_needs_one_says_which_e
     assert not (tmp_path / "cache" / "smollm2-135m-instruct-v1").exists()
 
 
+def test_a_check_for_pip_leaves_setuptools_as_it_was():
+    """Its hook gives up its own distutils once it is asked for pip, and PyTorch's compiler imports it later."""
+    program = "from nanovllm.features.extras import is_installed; print(is_installed('pip')); import setuptools"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
