@@ -57,7 +57,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
     yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 4.2
-    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 128
+    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 129
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_320
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 148
     for file, function, max_lines, max_tokens in (
@@ -69,7 +69,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
         yield f"{function} in {file}: lines", num_function_lines, max_lines
         yield f"{function} in {file}: tokens", num_function_tokens, max_tokens
     # Processors differ in the layers that they run fused, runs in the pieces of memory that a thread takes.
-    limits = {"construction": (84, 440, 1_660), "one token": (35, 154, 85)}
+    limits = {"construction": (84, 440, 1_440), "one token": (35, 154, 85)}
     for name, walk in default_walks():
         for what, figure, limit in zip(
             ("files", "functions", "room changes"),
@@ -83,7 +83,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
     yield "package: tokens", num_tokens(PYTHON), 490_600
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 629_200
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 629_210
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 51_730
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_454
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
