@@ -335,6 +335,8 @@ class Loop:
         scheduler = self.scheduler
         running, waiting, config = scheduler.running, scheduler.waiting, scheduler.config
         check_blocks(self.manager, [*running, *waiting])
+        may_want = {block_hash for sequence in waiting for block_hash in sequence.block_hashes}
+        assert {*self.manager.wanted} <= may_want, "blocks are protected for a sequence that does not wait"
         assert [launched.batch for launched in self.in_flight] == list(scheduler.in_flight)
         assert all(sequence.is_running and not sequence.is_finished for sequence in running)
         assert not any(sequence.is_running or sequence.is_finished for sequence in waiting)

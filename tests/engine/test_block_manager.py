@@ -130,6 +130,15 @@ def test_a_hit_leaves_at_least_the_last_token_to_compute(num_blocks: int, extra:
     assert compute(manager, make_sequence(tokens)) * SIZE < len(tokens)
 
 
+def test_a_hit_leaves_the_rows_of_reported_prompt_tokens_to_compute():
+    manager = make_manager(4)
+    computed(manager, A + B + [9])
+    sequence = make_sequence(A + B + [8])
+    for num_reported, num_found in ((1, 0), (SIZE, 0), (SIZE + 1, 1), (2 * SIZE, 1), (2 * SIZE + 1, 2)):
+        sequence.prompt_logprobs = [None] * num_reported
+        assert len(manager.lookup(sequence)) == num_found
+
+
 def test_a_hit_is_a_whole_block_in_its_place():
     manager = make_manager(8)
     computed(manager, A + B)
@@ -145,6 +154,17 @@ def test_the_lookup_goes_on_behind_what_is_computed():
     compute(manager, late, SIZE)
     other = computed(manager, A + B)
     assert manager.lookup(late) == other.block_table[1:]
+    late.num_computed_tokens += 1  # a hit would replace the block that it has begun
+    assert manager.lookup(late) == []
+
+
+def test_a_victim_frees_the_blocks_that_it_holds_alone_and_its_successor_does_not_claim():
+    manager = make_manager(4)
+    computed(manager, [*A, 9])
+    victim = computed(manager, A + B)  # shares A
+    assert manager.has_free(2, victim) and not manager.has_free(3, victim)
+    assert manager.has_free(1, victim, hits=victim.block_table)
+    assert not manager.has_free(2, victim, hits=victim.block_table)
 
 
 def test_a_prefix_is_shared_and_not_copied():
@@ -275,6 +295,8 @@ def test_a_sequence_wants_what_it_may_find_alone():
     manager.want(whole)
     manager.want(logged)  # which computes its whole prompt
     assert sorted(manager.wanted.values()) == [1, 1]
+    assert manager.wanted.by_others(whole, 0, whole.block_hashes[0]) == 0
+    assert manager.wanted.by_others(logged, 0, whole.block_hashes[0]) == 1
     for sequence in (whole, logged, whole):  # once more than it was counted
         manager.wanted.remove(sequence)
     assert manager.wanted == {}

@@ -121,6 +121,15 @@ def test_after_a_reset_a_chain_that_began_before_it_is_not_continued():
     check_blocks(manager, [running, fresh])
 
 
+def test_a_step_from_before_a_reset_takes_back_nothing_of_later_ones():
+    manager = make_manager(2)
+    release(manager, scheduled(manager, A, step_id=STEP + 1))
+    manager.reset_prefix_cache()
+    computed(manager, B + C)
+    manager.withdraw(STEP + 1)
+    assert manager.num_findable_blocks == 2
+
+
 def test_blocks_dropped_by_a_reset_are_not_counted_as_evictions():
     manager = make_manager(2)
     release(manager, computed(manager, A + B))

@@ -70,6 +70,16 @@ def test_a_block_that_ends_with_a_token_in_flight_is_found_once_that_token_is_re
     loop.check_outputs()
 
 
+def test_a_block_is_not_found_before_its_last_token_is_computed():
+    loop = make_loop()
+    first = loop.add(prompt(7), max_tokens=4)
+    loop.step()
+    known = first.token_ids.tolist()
+    loop.abort(first)
+    loop.add([*known, 1])
+    assert chunks(loop.step()) == {"1": (4, 9)}
+
+
 def test_a_preempted_sequence_keeps_its_token_in_flight_and_does_not_return_before_it_is_read():
     loop = preempted_with_a_token_in_flight()
     victim = loop.sequences[1]

@@ -44,6 +44,28 @@ def test_the_youngest_waits_rather_than_preempt_an_older_one():
     loop.check_outputs()
 
 
+def test_a_decode_takes_no_block_of_an_older_prompt_in_progress():
+    loop = make_loop(num_kv_blocks=1 + 9, max_model_len=24, max_num_batched_tokens=17, long_prefill_token_threshold=8)
+    loop.add(prompt(20))
+    for number in (1, 2, 3):
+        loop.add(prompt(3, number), max_tokens=5)
+    loop.step()
+    loop.step()
+    assert loop.manager.num_free_blocks == 2  # and each of the three decodes needs one
+    loop.step()
+    assert [sequence.num_preemptions for sequence in loop.sequences] == [0, 0, 0, 1]
+
+
+def test_blocks_of_a_preempted_sequence_are_wanted_until_it_starts_again():
+    loop = make_loop(num_kv_blocks=1 + 8, max_model_len=32)
+    for number in range(2):
+        loop.add(prompt(12, number), max_tokens=12)
+    run_until_preemption(loop)
+    assert [*loop.manager.wanted] == loop.sequences[1].block_hashes
+    loop.drain()
+    loop.check_outputs()
+
+
 def test_only_as_many_are_preempted_as_blocks_are_needed():
     loop = make_loop(num_kv_blocks=1 + 9, max_model_len=36)
     loop.add(prompt(10), max_tokens=20)
@@ -81,6 +103,7 @@ def test_a_preempted_request_comes_back_mostly_from_the_cache():
     start, end = chunks(loop.step())["1"]
     assert end == len(victim.token_ids) - 1  # its newest token was sampled in this step
     assert start == (end - 1) // 4 * 4
+    assert victim.num_cached_tokens == 0  # it had computed them before
 
 
 def test_a_preempted_request_keeps_its_sampled_tokens():

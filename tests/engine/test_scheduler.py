@@ -154,6 +154,22 @@ def test_leftover_budget_delays_decodes_only_while_a_request_waits(waits):
     loop.check_outputs()
 
 
+def test_a_threshold_below_a_block_leaves_each_prompt_a_block():
+    loop = make_loop(max_num_batched_tokens=8, long_prefill_token_threshold=2)
+    for number in range(2):
+        loop.add(prompt(12, number))
+    assert chunks(loop.step()) == {"0": (0, 4), "1": (0, 4)}
+
+
+def test_a_step_looks_past_a_bounded_number_of_requests_that_cannot_start():
+    for num_held in (admission.MAX_LOOK_PAST - 1, admission.MAX_LOOK_PAST):
+        loop = make_loop(max_num_partial_prefills=1, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+        for number in range(1 + num_held):
+            loop.add(prompt(40, number))
+        loop.add([2])
+        assert len(chunks(loop.step())) == (2 if num_held < admission.MAX_LOOK_PAST else 1)
+
+
 def test_short_prompts_pass_a_second_long_one():
     loop = make_loop(max_num_batched_tokens=32, long_prefill_token_threshold=8, max_long_partial_prefills=1)
     for number, length in enumerate((60, 60, 5, 6)):
@@ -233,23 +249,24 @@ def test_overtaking_is_bounded(monkeypatch: pytest.MonkeyPatch):
 # ---------------------------------------------------------------------------------------------------- admission reserve
 
 
-@pytest.mark.parametrize(("length", "admitted"), [(11, True), (12, False)])
-def test_admission_needs_room_for_all_known_tokens_and_one_more(length: int, admitted: bool):
-    loop = make_loop(num_kv_blocks=1 + 5, max_model_len=20)
-    loop.add(prompt(5), max_tokens=2)  # holds two blocks
-    loop.step()
-    loop.add(prompt(length, 1))
-    loop.step()
-    assert ("1" in running(loop)) == admitted
+def test_admission_needs_room_for_all_known_tokens_and_one_more():
+    for length, admitted in ((11, True), (12, False)):
+        loop = make_loop(num_kv_blocks=1 + 5, max_model_len=20)
+        loop.add(prompt(5), max_tokens=2)  # holds two blocks
+        loop.step()
+        loop.add(prompt(length, 1))
+        loop.step()
+        assert ("1" in running(loop)) == admitted
 
 
-@pytest.mark.parametrize(("length", "admitted"), [(11, True), (12, False)])
-def test_admission_leaves_what_prefills_in_progress_still_need(length: int, admitted: bool):
-    loop = make_loop(num_kv_blocks=1 + 10, max_model_len=40, long_prefill_token_threshold=12, max_num_batched_tokens=24)
-    loop.add(prompt(24))  # 7 blocks with one more token: 3 now, 4 reserved
-    loop.add(prompt(length, 1))
-    batch = loop.step()
-    assert ("1" in chunks(batch)) == admitted
+def test_admission_leaves_what_prefills_in_progress_still_need():
+    limits = {"max_model_len": 40, "long_prefill_token_threshold": 12, "max_num_batched_tokens": 24}
+    for length, admitted in ((11, True), (12, False)):
+        loop = make_loop(num_kv_blocks=1 + 10, **limits)
+        loop.add(prompt(24))  # 7 blocks with one more token: 3 now, 4 reserved
+        loop.add(prompt(length, 1))
+        batch = loop.step()
+        assert ("1" in chunks(batch)) == admitted
 
 
 def test_admission_charges_cached_blocks_that_are_free_and_not_those_in_use():
