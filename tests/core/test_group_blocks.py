@@ -192,6 +192,18 @@ def test_a_number_of_free_blocks_is_wanted_of_every_group():
     assert manager.has_free(4) and not manager.has_free(5)
 
 
+def test_a_victim_frees_in_each_group_what_its_successor_does_not_claim():
+    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
+    victim, successor = (
+        Sequence(NewRequest("", tokens(count), SamplingParams()), arrival=0, max_model_len=20) for count in (8, 9)
+    )
+    manager.allocate(victim, 2)
+    manager.register(victim, 0, 2, step_id=0)
+    assert manager.has_free(4, victim) and not manager.has_free(5, victim)
+    hits = manager.lookup(successor)
+    assert manager.has_free(2, victim, hits) and not manager.has_free(3, victim, hits)
+
+
 @pytest.mark.parametrize("chunk", [None, 6, 8])
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8, 9, 10, 11, 12])
 def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(

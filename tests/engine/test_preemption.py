@@ -56,6 +56,20 @@ def test_a_decode_takes_no_block_of_an_older_prompt_in_progress():
     assert [sequence.num_preemptions for sequence in loop.sequences] == [0, 0, 0, 1]
 
 
+def test_leftover_budget_preempts_nothing():
+    loop = make_loop(num_kv_blocks=1 + 26, max_model_len=36, max_num_batched_tokens=64, long_prefill_token_threshold=8)
+    for number in range(8):
+        loop.add(prompt(3, number), max_tokens=9)
+    loop.step()
+    older, younger = (loop.add(prompt(32, number)) for number in (8, 9))
+    loop.step()
+    loop.step()
+    assert loop.manager.num_free_blocks == 2
+    loop.add(prompt(32, 10))  # while it waits, leftover budget is spent
+    assert chunks(loop.step())[older.request_id] == (16, 24)
+    assert younger.num_preemptions == 0
+
+
 def test_blocks_of_a_preempted_sequence_are_wanted_until_it_starts_again():
     loop = make_loop(num_kv_blocks=1 + 8, max_model_len=32)
     for number in range(2):
