@@ -2,10 +2,11 @@
 
 import pytest
 
-from nanovllm.batch import NULL_BLOCK
+from nanovllm.batch import NULL_BLOCK, Copy
 from nanovllm.block_manager import BlockManager
 from tests.engine.blocks import (
     SIZE,
+    STEP,
     A,
     B,
     C,
@@ -307,3 +308,14 @@ def test_while_blocks_are_empty_nobody_counts_what_is_wanted():
     release(manager, computed(manager, A + B))
     manager.want(make_sequence([*A, 9]))
     assert manager.wanted == {}
+
+
+def test_the_last_of_several_copies_into_a_block_counts():
+    manager = make_manager(5)
+    for source in [computed(manager, [*tokens, 9]) for tokens in (A, B)]:
+        fork = make_sequence([*source.token_ids, 9])
+        manager.fork(source, fork, SIZE + 1)
+        copy = Copy(0, source.block_table[1], fork.block_table[1])
+        release(manager, fork)  # before a step has taken the copy
+    assert manager.take_copies(STEP) == (copy,)
+    assert manager.take_copies(STEP + 1) == ()

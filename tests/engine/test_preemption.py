@@ -109,6 +109,22 @@ def test_a_step_that_preempted_admits_nobody():
     loop.check_outputs()
 
 
+def test_a_step_that_preempted_forks_no_sample():
+    loop = make_loop(num_kv_blocks=1 + 12, max_model_len=24, max_num_batched_tokens=16)
+    for number in range(3):
+        loop.add(prompt(2, number), max_tokens=9)
+    youngest = loop.add(prompt(15, 3), max_tokens=9, priority=1)
+    loop.step()
+    loop.step()
+    first, second = loop.add_samples(2, prompt(18), max_tokens=3)
+    loop.step()
+    batch = loop.step()
+    assert youngest.num_preemptions == 1
+    assert first in batch.sampling and second not in batch.sampling
+    loop.drain()
+    loop.check_outputs()
+
+
 def test_a_preempted_request_comes_back_mostly_from_the_cache():
     loop = two_that_outgrow_the_pool()
     run_until_preemption(loop)

@@ -82,6 +82,14 @@ def test_waiting_requests_start_by_priority_and_then_by_arrival():
     assert list(chunks(loop.step())) == ["3", "1", "4", "0", "2"]
 
 
+def test_with_ageing_a_request_gains_a_level_for_each_interval_that_it_waits():
+    loop = make_loop(max_num_seqs=1, priority_ageing_s=10.0)
+    for priority, arrival_time in ((1, 0.0), (0, 9.0), (0, 11.0)):
+        loop.add(prompt(5, priority), priority=priority, arrival_time=arrival_time, max_tokens=1)
+    assert [[*chunks(loop.step())] for _ in range(3)] == [["1"], ["0"], ["2"]]
+    assert [loop.scheduler.waiting.rank(sequence) for sequence in loop.sequences] == [(1,), (0,), (1,)]
+
+
 def test_a_chunk_is_cut_to_the_budget_that_is_left():
     loop = make_loop(max_num_batched_tokens=16)
     loop.add(prompt(8))
@@ -242,6 +250,7 @@ def test_overtaking_is_bounded(monkeypatch: pytest.MonkeyPatch):
     while "1" not in chunks(batch := loop.step()):
         num_admitted_before += sum(entry.sequence.arrival > 1 for entry in batch.entries)
     assert 4 <= num_admitted_before < 4 + 3  # three slip past in each step, also in the one that reaches the limit
+    assert loop.sequences[1].num_times_passed == 0  # it started
     loop.drain()
     loop.check_outputs()
 

@@ -63,3 +63,35 @@ def test_without_prefix_caching_every_prompt_is_computed_in_full():
     loop.drain()
     loop.check_outputs()
     assert loop.scheduler.stats.prefix_cache_hits == 0
+
+
+def test_samples_wait_for_the_prompt_that_the_first_of_them_computes_and_keep_their_slots():
+    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    loop.add_samples(2, prompt(30), max_tokens=3)
+    loop.add(prompt(4, 1))
+    assert chunks(loop.step()) == {"0": (0, 16)}
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_samples_start_behind_a_more_urgent_request_and_from_the_last_row_of_their_prompt_alone():
+    loop = make_loop(num_kv_blocks=1 + 6, max_model_len=24, max_num_batched_tokens=8)
+    first, _ = loop.add_samples(2, prompt(15), max_tokens=3)
+    loop.step()
+    urgent = loop.add(prompt(20, 1), priority=-1)  # lacks blocks
+    assert loop.step().sampling == (first,)
+    loop.abort(urgent)
+    loop.scheduler.preempt_all()
+    loop.manager.reset_prefix_cache()
+    loop.step()
+    assert loop.step().sampling == (first,)  # from the row behind the prompt
+    loop.drain()
+    loop.check_outputs()
+
+
+def test_a_sample_that_reports_its_prompt_computes_it():
+    loop = make_loop()
+    first, second = loop.add_samples(2, prompt(10), max_tokens=3)
+    second.prompt_logprobs = [None]
+    assert loop.step().sampling == (first,)
+    assert chunks(loop.step())[second.request_id] == (0, 10)

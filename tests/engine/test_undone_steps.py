@@ -41,6 +41,15 @@ def test_a_failed_step_leaves_the_sequences_as_they_were_before_it():
     loop.check_outputs()
 
 
+def test_a_step_that_nobody_needs_does_not_count_as_failed():
+    loop = make_loop()
+    loop.add(prompt(9), max_tokens=2)
+    for has_failed in (False, True):
+        loop.launch()
+        loop.fail(has_failed=has_failed)
+        assert loop.scheduler.stats.num_failed_steps == has_failed
+
+
 def test_a_failed_step_names_its_requests():
     loop = make_loop()
     for number in range(3):
