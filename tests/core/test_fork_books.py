@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanovllm.features.forks.forking import go_on_from
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
@@ -84,3 +85,28 @@ def test_a_fork_of_a_fork_whose_copy_is_undone_computes_its_tokens():
     loop.fail()
     loop.drain()
     loop.check_outputs()
+
+
+def test_a_fork_waits_where_it_cannot_go_on_from_its_source():
+    cases = {
+        "nothing": ({}, {}),
+        "other tokens": ({}, {}),
+        "another salt": ({}, {"cache_salt": "other"}),
+        "rows that it reports": ({}, {"prompt_logprobs": 0}),
+        "another client's request": ({}, {"client": "b"}),
+        "no slot": ({"max_num_seqs": 1}, {}),
+        "no block for its copy": ({"num_kv_blocks": 1 + 2, "max_model_len": 8}, {}),
+    }
+    for hindrance, (limits, options) in cases.items():
+        loop = Loop(make_scheduler(**limits))
+        source = loop.add([n % 7 for n in range(6)], max_tokens=2)
+        loop.step()
+        if "client" in options:
+            loop.add([5] * 9)
+        fork = loop.add(source.token_ids, max_tokens=1, **options)
+        if hindrance == "other tokens":
+            fork.token_ids[4] += 1
+        go_on_from(loop.scheduler, source, fork)
+        num_shared = 6 if hindrance == "nothing" else 0
+        assert (fork.num_cached_tokens, fork.num_counted_tokens) == (num_shared, num_shared), hindrance
+        assert fork.is_running == bool(num_shared)
