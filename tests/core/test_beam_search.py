@@ -9,6 +9,7 @@ import torch
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.batch import Copy
+from nanovllm.block_manager import digest, root_hash
 from nanovllm.features.beams.books import BeamBooks
 from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.outputs import Logprob
@@ -37,7 +38,9 @@ def assert_equal(module: Any, params: BeamSearchParams, eos: tuple[int, ...] = (
         llm._engine.input_processor.limits = limits.__class__(
             **{name: getattr(limits, name) for name in limits.__dataclass_fields__} | {"eos_token_ids": eos}
         )
+        before = llm._engine.config, llm._engine.scheduler.proposer
         outputs = llm.beam_search(PROMPTS, params)
+        assert (llm._engine.config, llm._engine.scheduler.proposer) == before
         assert_idle_and_whole(llm)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = of_transformers(module, prompt, params, [*eos])
@@ -96,11 +99,22 @@ def test_other_requests_go_on_with_their_tokens():
 
 def test_each_step_computes_one_token_a_beam():
     records = []
-    with open_llm(on_step=records.append) as llm:
+    with open_llm(on_step=records.append, overlap=True) as llm:
         llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=4, max_tokens=24))
+        assert llm._engine.config.overlap  # again, for other requests
     first, *rest = records
     assert first.num_prefill_tokens == len(PROMPTS[0])
     assert [(record.num_decode_tokens, record.num_prefill_tokens) for record in rest] == [(4, 0)] * 23
+
+
+def test_blocks_of_beams_are_found_by_the_hashes_of_their_tokens():
+    with open_llm() as llm:
+        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=40))
+        manager = llm._engine.block_manager
+        hashes = {entry.prefix_id: entry.block_hash for entry in manager.entries.values()}
+        for entry in manager.entries.values():
+            before = hashes.get(entry.parent) or root_hash(manager.hash_seed, entry.parent)
+            assert entry.block_hash == digest(before + entry.tokens)
 
 
 def test_text_and_logprobs_are_of_the_tokens():
@@ -154,6 +168,12 @@ def test_the_books_stop_where_no_beam_can_win():
     assert not books.is_done
     assert books.advance([{7: Logprob(-0.1, 1), 5: Logprob(-3.0, 2)}])[0].token_id == 5
     assert books.is_done and books.results[0].finish_reason == "stop" and books.results[0].tokens == [1]
+
+
+def test_an_end_is_a_result_only_among_the_most_probable_continuations():
+    books = BeamBooks(BeamSearchParams(beam_width=1, max_tokens=9), [1], (7,))
+    assert [each.token_id for each in books.advance([{5: Logprob(-0.1, 1), 7: Logprob(-0.2, 2)}])] == [5]
+    assert books.results == [] and not books.is_done
 
 
 def test_a_fork_shares_full_blocks_and_copies_a_begun_one():

@@ -90,3 +90,14 @@ def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
     for situation in ("accepted", "preemptions", "failed steps", "preempted in flight"):
         assert met[situation] > 5, situation
     assert met["drafted again"] > 0  # rare: logits that are not finite in a run of drafts
+
+
+def test_a_sequence_is_drawn_without_drafts_once_these_were_not_finite():
+    loop = Loop(with_drafts(make_scheduler(), GuessingDrafter(random.Random(0), share_right=1.0)))
+    sequence = loop.add(range(6), max_tokens=12)
+    loop.step()
+    assert loop.launch({sequence.request_id}).drafted
+    loop.read()
+    while loop.unfinished:
+        assert not loop.step().drafted
+    loop.check_outputs()
