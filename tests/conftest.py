@@ -63,13 +63,13 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(tryfirst=True)  # the plugin of marks selects by what is marked here
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a function but one as `full`, and puts the files that take longest first."""
+    """Marks all cases of a function but one as `full`, unless each is a rule; puts the slowest files first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
     cases = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if not any(item.get_closest_marker(name) for name in ("slow", "every_row")):
             cases.setdefault(
                 (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []
             ).append(item)

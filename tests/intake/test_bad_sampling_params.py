@@ -11,6 +11,7 @@ from tests.support.refusals import GREEDY, assert_names, refused
 from tests.support.tiny_models import VOCAB_SIZE
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("options", "allowed"),
     [
@@ -49,6 +50,7 @@ def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_limit(optio
         assert_names(str(caught.value), value)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(
     "options",
     [

@@ -151,6 +151,7 @@ def test_every_place_of_a_cut_is_one_for_every_neighbourhood(name):
                 assert parts == whole, (text, place)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("stages", NOT_CUT.values(), ids=NOT_CUT)
 def test_a_tokenizer_that_is_not_understood_gets_the_whole_text(stages):
     tokenizer = trained(stages)
@@ -159,6 +160,7 @@ def test_a_tokenizer_that_is_not_understood_gets_the_whole_text(stages):
     assert encode(tokenizer, text) == tokenizer.encode(text).ids
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 def test_tokens_that_take_their_surroundings_forbid_cuts(flag):
     tokenizer = trained(STAGES["gpt-2"])
@@ -188,6 +190,7 @@ def test_a_text_is_tokenised_up_to_the_limit():
     assert num_chars < 40_000
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "nfc"])
 def test_bytes_that_show_it_refuse_a_text_before_it_is_tokenised(normalizer):
     tokenizer = trained(STAGES["gpt-4"], normalizer)

@@ -49,8 +49,9 @@ for _ in range(40):
     SHARED = {"anyOf": [SHARED, SHARED]}
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("schema", [
-    Person, Person.model_json_schema(), json.dumps(Person.model_json_schema()), {"type": "object"}, True, nested(50),
+    Person, Person.model_json_schema(), json.dumps(Person.model_json_schema()), {"type": "object"}, True, nested(99),
 ], ids=["model", "dict", "text", "short", "true", "deep"])  # fmt: skip
 def test_a_schema_is_kept_as_text_and_crosses_a_border_as_a_dict(schema):
     form = StructuredOutput(json_schema=schema)
@@ -65,6 +66,7 @@ def test_properties_keep_their_order():
     assert list(json.loads(form.json_schema)["properties"]) == names
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("fields", "kind", "message"), [
     ({}, ValueError, "no field that is set; give exactly one of json_schema, json_object, regex, grammar, choice"),
     ({"regex": "a", "json_object": True}, ValueError, "json_object and regex; give exactly one"),
@@ -77,6 +79,7 @@ def test_properties_keep_their_order():
     ({"regex": 3}, TypeError, "regex must be a string, not 3"),
     ({"grammar": "a\ud800"}, ValueError, "grammar holds half of a surrogate pair"),
     ({"grammar": "x" * 300_000}, ValueError, "grammar has 300000 bytes in UTF-8; at most 262144"),
+    ({"grammar": "é" * 200_000}, ValueError, "grammar has 400000 bytes"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
     ({"json_schema": "{"}, ValueError, "json_schema is not JSON: "),
     ({"json_schema": "[]"}, TypeError, "json_schema must be a dict, JSON text of an object, or a pydantic model class"),
