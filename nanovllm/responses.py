@@ -144,7 +144,7 @@ class Sample:
             text = text.removesuffix(self._tokenizer.decode([sequence.stop_reason]))
         if request.output_kind is OutputKind.DELTA:
             self.num_shown_tokens = first + len(token_ids)
-            text, self.num_shown_chars = text[self.num_shown_chars :], max(len(text), self.num_shown_chars)
+            text, self.num_shown_chars = text[self.num_shown_chars :], len(text)
         logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
         completion = CompletionOutput(
             sequence.index, text, token_ids, sequence.finish_reason, sequence.stop_reason, logprobs

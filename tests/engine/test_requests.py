@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from nanovllm.errors import PromptTooLongError
 from nanovllm.llm import LLM
 from nanovllm.outputs import OutputKind
 from nanovllm.requests import InputProcessor, RequestLimits
-from nanovllm.responses import Sample
+from nanovllm.responses import Request, Sample, TokenTimes, deliver
 from nanovllm.sampling_params import SamplingParams, sample_seeds
 from tests.engine.blocks import MoreParams, make_sequence
 from tests.engine.models import (
@@ -66,6 +68,7 @@ def test_the_beginning_of_a_prompt_is_cut_off_where_the_request_says_so(llm: LLM
     assert output.prompt_token_ids == [198, 199]
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("prompts", "options", "error", "message"), [
     ("", {}, ValueError, "empty string"),
     ([[]], {}, ValueError, "the prompt is empty"),
@@ -159,6 +162,7 @@ def said(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str, **params):
     return output.outputs[0]
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("stop", "include", "text"), [
     (". And", False, "Paris"), (". And", True, "Paris. And"), (["zzz", "ris", "Par"], False, ""),
     ("é", False, "Paris. And "),
@@ -188,6 +192,18 @@ def test_no_stop_string_ends_a_request_before_its_least_tokens(llm, monkeypatch)
         sequence.token_ids.append(token_id)
         found.append(sample.advance(0.0))
     assert found == [None, None, None, None, "ab"]
+
+
+def test_an_error_of_a_step_behind_the_stop_string_does_not_count(llm):
+    processor = llm._engine.input_processor
+    new = processor.process_one("0", [1], SamplingParams(stop="b"))
+    request = Request(new, processor, number=0, arrivals=count())
+    (sequence,) = request.sequences
+    sequence.token_ids.extend(llm.tokenizer("ab")["input_ids"])
+    sequence.finish_reason = sequence.error = "error"
+    sequence.is_finished = True
+    (output,) = deliver({"0": request}, [sequence], 0.0, TokenTimes(), lambda *_: None, {sequence: 1})
+    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.error) == ("a", "stop", None)
 
 
 def test_the_models_end_token_ends_a_request_and_is_not_part_of_the_text(llm, monkeypatch):
@@ -255,7 +271,7 @@ def test_a_request_without_a_seed_draws_anew_each_time_and_an_engine_with_its_se
 def test_a_stream_yields_the_output_so_far_and_no_part_of_a_character_or_of_a_stop_string(llm, monkeypatch):
     ids = llm.tokenizer("go 😀 zq, zqxj never")["input_ids"]
     make_it_say(monkeypatch, llm, ids)
-    outputs = list(llm.stream("ask", SamplingParams(max_tokens=len(ids), stop="zqxj")))
+    outputs = list(llm.stream("ask", SamplingParams(max_tokens=len(ids), stop=["!", "zqxj"])))
     texts = [output.outputs[0].text for output in outputs]
     assert texts[-1] == "go 😀 zq, " and not any("\ufffd" in text for text in texts)
     assert all(texts[-1].startswith(text) for text in texts) and len({*texts}) > 5
