@@ -48,8 +48,8 @@ def test_a_conversation_goes_on_as_if_it_were_sent_whole():
 
 def test_what_is_not_kept_is_named():
     with serving({"store_responses": 1}) as running, running.http() as http:
-        left_out = post(http, input="x", store=False)
         first, _ = post(http, input="x"), post(http, input="y")
+        left_out = post(http, input="x", store=False)
         for response_id in (left_out["id"], first["id"], "resp_unknown"):
             answer = http.post("/v1/responses", json=ASK | {"input": "z", "previous_response_id": response_id})
             error = answer.json()["error"]

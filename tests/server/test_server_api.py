@@ -91,7 +91,7 @@ def test_chunks_of_a_conversation_join_to_the_answer_and_end_with_the_usage(clie
     wanted = expected(chat_prompt(HELLO), seed=5, max_tokens=20)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.outputs[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert (last.choices, last.usage.completion_tokens) == ([], 20)
+    assert (last.choices, last.usage.completion_tokens) == ([], 20) and not any(chunk.usage for chunk in chunks)
     assert last.usage.prompt_tokens == len(wanted.prompt_token_ids)
 
 
@@ -159,6 +159,13 @@ def test_several_prompts_and_samples_are_numbered_prompt_by_prompt(client):
     ):
         streamed[chunk.choices[0].index] += chunk.choices[0].token_ids
     assert streamed == wanted
+
+
+def test_a_prompt_that_ends_before_the_first_one_is_the_second_in_the_answer():
+    with serving(max_num_batched_tokens=32, max_num_seqs=2) as running, running.http() as http:
+        body = {"prompt": [[5] * 200, [6]], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        answer = http.post("/v1/completions", json=body).json()
+    assert [len(choice["prompt_token_ids"]) for choice in answer["choices"]] == [200, 1]
 
 
 def test_several_texts_are_completed(client):

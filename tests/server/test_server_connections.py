@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import h11
@@ -15,7 +16,8 @@ import pytest
 
 from nanovllm.serving.server import connections, places
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.async_llms import slow_steps
+from nanovllm.serving.server.sse import COMMENT, EventStream, data_error
+from tests.support.async_llms import bounded, slow_steps
 from tests.support.serving import Serving, comes_true, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -174,6 +176,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_not_http_is_400_as_json_and_the_connection_closes(parser, request_bytes):
     with serving() as running, connected(running) as connection:
@@ -202,12 +205,14 @@ SMUGGLED = {
 }
 
 
-@pytest.mark.parametrize("request_bytes", SMUGGLED.values(), ids=SMUGGLED)
-def test_no_request_behind_a_length_of_two_readings_is_answered(parser, request_bytes):
-    with serving(HASTY) as running, connected(running) as connection:
-        connection.sendall(request_bytes + HIDDEN)
-        received = answer(connection)
-    assert received.startswith(b"HTTP/1.1 4") and b"HTTP/1.1 200" not in received, received
+@pytest.mark.every_row
+def test_no_request_behind_a_length_of_two_readings_is_answered(parser):
+    with serving(HASTY) as running:
+        for name, request_bytes in SMUGGLED.items():
+            with connected(running) as connection:
+                connection.sendall(request_bytes + HIDDEN)
+                received = answer(connection)
+            assert received.startswith(b"HTTP/1.1 4") and b"HTTP/1.1 200" not in received, (name, received)
 
 
 UPGRADE = (
@@ -253,6 +258,7 @@ def test_what_is_not_http_behind_a_request_does_not_get_into_its_answer(parser):
         comes_true(running.is_idle)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("begin, part", [(HEAD, "headers"), (HEAD + b"Content-Length: 10\r\n\r\n{", "body")])
 def test_a_request_that_is_never_finished_is_408(parser, begin, part):
     with serving(HASTY) as running:
@@ -425,3 +431,25 @@ def test_limits_must_be_above_zero(name):
         ServerSettings(**{name: 0})
     with pytest.raises(TypeError, match=name):
         ServerSettings(**{name: "many"})
+
+
+@bounded
+async def test_an_event_waits_for_the_comment_that_is_being_sent():
+    begun = asyncio.Event()
+    sent: list[Any] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b""
+        await begun.wait()
+        yield b"event"
+
+    async def send(message: Any) -> None:
+        if message.get("body") == COMMENT:
+            begun.set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        sent.append(message.get("body"))
+
+    stream = EventStream(events(), data_error, send_timeout=9.0, keep_alive=0.01)
+    await stream({}, asyncio.Event().wait, send)
+    assert sent == [None, COMMENT, b"event", b""]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from typing import Any
 
 import httpx
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.serving.server.hosts import log_exposure
+from nanovllm.serving.server.hosts import HostGate, log_exposure
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import serving
 
@@ -44,6 +46,17 @@ def test_a_server_on_the_loopback_answers_to_no_other_name():
             assert answer.status_code == 421 and "--allowed-hosts" in answer.json()["error"]["message"]
         for host in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:8000", "localhost."):
             assert http.get("/health", headers={"Host": host}).status_code == 200, host
+
+
+def test_each_of_several_host_headers_is_checked():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    hosts = [(b"host", b"localhost"), (b"host", b"evil.example")]
+    asyncio.run(HostGate(None, frozenset({"localhost"}))({"type": "http", "headers": hosts}, None, send))
+    assert sent[0]["status"] == 421
 
 
 def test_further_names_are_answered_to_when_allowed():

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from nanovllm.serving.server.openai import neutral
+from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.serving import MODEL, Serving, serving
 
@@ -140,6 +141,12 @@ def test_other_values_of_these_fields_are_refused_by_name(running, table):
         for name, (_, reason) in table.items():
             error = http.post(path, json=PATHS[path] | {name: {"a": 1}}).json()["error"]
             assert error["param"] == name and reason in error["message"], name
+
+
+def test_null_is_a_neutral_value_of_each_field_that_is_refused():
+    ask = [{"role": "user", "content": "a"}]
+    for model, given in ((CompletionRequest, {"prompt": [5]}), (ChatRequest, {"messages": ask})):
+        model.model_validate(given | dict.fromkeys(model.refused))
 
 
 def test_the_page_names_every_field_of_the_tables():

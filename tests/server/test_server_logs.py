@@ -122,6 +122,8 @@ def test_requests_and_tokens_are_counted_by_key_those_of_clients_that_left_too(t
         with running.http(headers={"Authorization": "Bearer a"}) as http:
             assert http.post("/v1/completions", json=BODY | {"n": 2}).status_code == 200
             assert http.post("/v1/completions", json=BODY | {"prompt": []}).status_code == 400
+            assert http.post("/v1/completions", json=BODY | {"prompt": [5] * 2048}).status_code == 400
+            assert not running.app.state.server.in_flight._facts
             text = http.get("/metrics").text
         assert 'key="alice",kind="generation",model_name="tiny"} 8.0' in text
         assert 'key="alice",kind="prompt",model_name="tiny"} 3.0' in text

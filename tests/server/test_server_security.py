@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
 from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from nanovllm.serving.server.security import ApiKeys, client_name
+from nanovllm.serving.server.security import ApiKeys, BodyGate, client_name
 from nanovllm.serving.server.settings import ServerSettings, cache_salt
 from nanovllm.serving.server.state import served_name
 from tests.support.async_llms import slow_steps
@@ -110,14 +111,13 @@ def test_without_the_key_a_body_is_not_even_read():
         connection.close()
 
 
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_body_beyond_the_limit_is_413(is_chunked):
+def test_a_body_beyond_the_limit_is_413():
+    data = b'{"prompt": "' + b"x" * 18_000 + b'"}'
     with serving({"max_body_bytes": 10_000}) as running, running.http() as http:
-        data = b'{"prompt": "' + b"x" * 20_000 + b'"}'
-        content = iter([data[:9_000], data[9_000:]]) if is_chunked else data
-        answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-        assert "10000" in answer.json()["error"]["message"]
+        for content in (data, iter([data[:9_100], data[9_100:]])):
+            answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+            assert "10000" in answer.json()["error"]["message"]
         assert http.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -390,11 +390,26 @@ def test_a_client_of_the_intake_is_its_header_its_key_or_its_address():
     keys = ApiKeys(["right", "other"], {"right": "alice"})
     assert client_name(scope_of(authorization="Bearer right"), keys, None) == "alice"
     assert client_name(scope_of(x_api_key="other"), keys, "x-client") == "key-2"
+    assert client_name(scope_of(authorization="Bearer right", x_api_key="other"), keys, None) == "alice"
     assert client_name(scope_of(authorization="Bearer right", x_client="bob"), keys, "x-client") == "bob"
     assert client_name(scope_of(authorization="Bearer wrong", x_client="bob"), keys, "x-client") == "address 10.1.2.3"
     assert client_name(scope_of(x_client="bob"), ApiKeys([]), "x-client") == "bob"
     assert client_name(scope_of(), ApiKeys([]), None) == "address 10.1.2.3"
     assert len(client_name(scope_of(x_client="b" * 9999), ApiKeys([]), "x-client")) == 256
+
+
+def test_the_body_of_a_request_that_failed_counts_no_more():
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * 40}
+
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        raise RuntimeError("a defect")
+
+    gate = BodyGate(fail, ApiKeys([]), max_bytes=50, max_client_bytes=60)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a defect"):
+            asyncio.run(gate(scope_of() | {"method": "POST"}, receive, None))
 
 
 def test_the_bodies_of_one_clients_open_requests_are_bounded_together():

@@ -88,3 +88,17 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_turn_to_oth
     assert sum(isinstance(result, asyncio.CancelledError) for result in results) == PER_TURN
     kept = [*range(PER_TURN), *range(2 * PER_TURN, COUNT)]
     assert [path for _, path in app.begun] == [str(number) for number in kept]
+
+
+@bounded
+async def test_a_client_that_left_while_it_waited_takes_nobodys_turn():
+    app = Recorded()
+    turns = Turns(app, lambda scope: "")
+    app.count_turns()
+    tasks = [app.request(turns, name) for name in ["first"] * PER_TURN + ["left"] * 2 + ["last"] * PER_TURN]
+    await asyncio.sleep(0)
+    for task in tasks[PER_TURN:][:2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len([path for _, path in app.begun if path == "last"]) == PER_TURN
+    assert len({turn for turn, path in app.begun if path == "last"}) == 1
