@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.features.chat.plain_messages import plain_messages
+from nanovllm.features.chat.template_messages import TemplateMessages
 from nanovllm.features.chat.turn_end import added_ids, turn_end
 from tests.support.llms import OPTIONS
 from tests.support.template_families import FAMILIES
@@ -43,6 +45,7 @@ def prompt(llm: LLM, messages: Any = ASK, **arguments: Any) -> str:
     return llm.tokenizer.decode(output.prompt_token_ids)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("arguments", "shown"), [
     ({}, "user: Hello;A:"),
     ({"tools": [TOOL]}, "weather;user: Hello;A:"),
@@ -71,6 +74,7 @@ def test_conversations_may_come_from_a_generator(llm):
     assert len({output.request_id for output in outputs}) == 2
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("message", "shown"), [
     ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}, "user: a\nb;"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
@@ -82,6 +86,7 @@ def test_messages_may_have_every_spelling(llm, message, shown):
     assert prompt(llm, [*ASK, message]) == f"user: Hello;{shown}A:"
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("message", "words"), [
     ({"role": "user", "content": 3}, r"messages\[1\].content must be a string or a list"),
     ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[1\].content\[0\] .* text alone"),
@@ -263,11 +268,13 @@ def end_of(template: str) -> tuple[int, ...]:
     return tuple(map(tokenizer.convert_ids_to_tokens, turn_end(added_ids(tokenizer), render)))
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("name", ENDS)
 def test_the_token_behind_the_last_answer_ends_a_turn(name):
     assert end_of(ENDS[name]) == ("<|end|>",)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("name", NO_ENDS)
 def test_a_token_that_stands_within_answers_ends_no_turn(name):
     assert end_of(NO_ENDS[name]) == ()
@@ -275,3 +282,51 @@ def test_a_token_that_stands_within_answers_ends_no_turn(name):
 
 def test_the_end_of_a_channel_or_a_call_ends_no_turn_of_harmony():
     assert end_of(HARMONY) == ("<|return|>",)
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def new_call(call_id: str, name: str) -> dict[str, Any]:
+    return {"id": call_id, "function": {"name": name, "arguments": "{}"}}
+
+
+CALLS = {"role": "assistant", "tool_calls": [new_call("a", "f"), new_call("b", "g"), new_call("c", "f")]}
+RESULTS = [{"role": "tool", "content": "1"} | more for more in ({"tool_call_id": "b"}, {"name": "f"}, {})]
+
+
+def test_each_result_has_id_and_name_of_its_call_by_what_it_names_and_else_by_order():
+    _, *results = plain_messages([CALLS, *RESULTS])
+    assert [(result["tool_call_id"], result["name"]) for result in results] == [("b", "g"), ("a", "f"), ("c", "f")]
+
+
+def test_thought_has_each_name_that_templates_read():
+    (message,) = plain_messages([{"role": "assistant", "content": "x", "thinking": "why"}])
+    assert [message[name] for name in ("reasoning_content", "reasoning", "thinking")] == ["why"] * 3
+
+
+class Trials:
+    """What a template does and reads: what is named, and nothing else."""
+
+    def __init__(self, *true: str) -> None:
+        self._true = true
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: name in self._true
+
+
+def test_a_template_without_late_system_messages_gets_their_text_elsewhere():
+    late = [*plain_messages(ASK), {"role": "system", "content": "Obey."}]
+    messages, _ = TemplateMessages(Trials("drops_late_system")).shaped(late, None)
+    assert "system" not in [message["role"] for message in messages[1:]] and "Obey." in str(messages)
+
+
+def test_tools_of_the_system_message_are_not_given_twice():
+    messages, tools = TemplateMessages(Trials("reads_tools_of_system")).shaped(plain_messages(ASK), [TOOL])
+    assert (messages[0]["tools"], tools) == ([TOOL], None)
+
+
+def test_results_follow_the_ids_of_calls_that_name_their_function():
+    calls, *results = TemplateMessages(Trials("reads", "names_in_ids")).finished(plain_messages([CALLS, *RESULTS]))
+    assert [call["id"] for call in calls["tool_calls"]] == ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert [result["tool_call_id"] for result in results] == ["functions.g:1", "functions.f:0", "functions.f:2"]

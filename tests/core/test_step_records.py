@@ -202,6 +202,8 @@ def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
         llm.generate(prompt, params(1), use_tqdm=False)
         assert llm.stats().recent_hit_rate == 32 / 66
         assert llm.stats().recent_budget_use == pytest.approx((0.33 + 0.01) / 2)
+        llm.generate([5], params(9), use_tqdm=False)
+        assert llm.stats().recent_hit_rate == 32 / 34  # ten steps back
         llm.generate([5], params(100), use_tqdm=False)  # those steps lie further back than ten now
         assert llm.stats().recent_hit_rate is None
         assert llm.stats().recent_budget_use == pytest.approx(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from typing import Any
 
@@ -76,6 +77,14 @@ def test_a_message_keeps_its_role_whatever_it_spells(text):
         using.convert_tokens_to_ids("<|assistant|>"),
     ]
     assert using.decode(expected, skip_special_tokens=False).startswith(f"<|user|>{text}<|end|>")
+
+
+def test_a_template_may_write_a_control_token_that_begins_with_another():
+    using = copy.deepcopy(tiny_tokenizer())
+    using.add_tokens([AddedToken("<|end|>>", special=True)])
+    using.chat_template = "{{ messages[0].content }}<|end|>>"
+    expected = [*as_plain_text("<|end|>", using), using.convert_tokens_to_ids("<|end|>>")]
+    assert ChatEncoder(using).encode(user("<|end|>"), None, {}) == expected
 
 
 def test_every_text_that_is_given_counts():

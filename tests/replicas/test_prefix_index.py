@@ -172,6 +172,7 @@ def test_a_batch_is_hardly_more_than_its_hashes():
     (events,) = batches
     assert len(events) == 100
     assert len(encode(events)) == 100 * 16 + 5
+    assert encode([event._replace(of_states=True) for event in events]) == b""
 
 
 def test_without_an_observer_a_manager_records_nothing():

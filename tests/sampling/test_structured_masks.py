@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from nanovllm.fast.kernels.cpp_sampling import load_row_kernels
-from nanovllm.features.token_masks import keep_bits
+from nanovllm.features.token_masks import keep_bits, write_masks
 
 
 @functools.cache
@@ -35,3 +36,9 @@ def test_forbidden_tokens_get_minus_infinity_in_their_rows_alone(form, vocab_siz
     (keep_bits if form == "torch" else by_kernels())(logits, rows, masks)
     torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)
     assert logits[4, 0].isnan()
+
+
+def test_a_row_without_a_structured_output_allows_all_tokens():
+    masks = np.zeros((2, 3), np.int32)
+    write_masks([SimpleNamespace(matcher=None, is_finished=False)] * 2, [4, 5], masks, {})
+    assert (masks == -1).all()
