@@ -72,8 +72,9 @@ def test_the_figures_of_each_request_are_its_metrics(tmp_path, overlap):
     # A step's metrics are taken within its update, its record after it.
     slack = 10 + max(step[2 + STEP_VALUES.index("update_us")] for step in run.steps)
     gaps: list[float] = []
-    for found, output in zip(figures.requests, outputs, strict=True):
+    for lane, found, output in zip(run.lanes, figures.requests, outputs, strict=True):
         metrics = output.metrics
+        assert len(figures._token_times(lane, found.prompt)) == metrics.num_output_tokens
         assert found.reason == output.outputs[0].finish_reason
         assert (found.prompt, found.cached) == (metrics.num_prompt_tokens, metrics.num_cached_tokens)
         assert (found.output, found.preemptions) == (metrics.num_output_tokens, metrics.num_preemptions)

@@ -166,6 +166,7 @@ def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("overlap", [False, True])
 def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
     records: list[Any] = []
@@ -191,6 +192,7 @@ def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
         assert update["dur"] == pytest.approx(record.update_time * 1e6, abs=2)
     for record, schedule in zip(records, trace.slices["schedule"], strict=True):
         assert schedule["ts"] == round(record.start_time * 1e6)
+    assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(trace.slices["step"]))
     for name in ("tokens", "budget", "blocks", "requests", "host µs"):
         assert len(trace.counters[name]) == len(records)
     assert [event["args"]["used"] for event in trace.counters["blocks"]] == [r.num_used_blocks for r in records]

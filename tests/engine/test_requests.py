@@ -106,6 +106,7 @@ def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message
         llm.generate([[1] * 60], SamplingParams(**params), use_tqdm=False)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize(("options", "message"), [
     ({"temperature": -1}, "temperature is -1"), ({"temperature": 1e-9}, "the smallest above 0"),
     ({"top_p": 0.0}, "top_p is 0"), ({"top_k": -2}, "top_k is -2"), ({"min_p": 2}, "min_p is 2"),

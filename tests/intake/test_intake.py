@@ -21,6 +21,7 @@ from nanovllm.features.intake.intake import (  # fmt: skip
     Accounts,
     Intake,
     IntakeClosedError,
+    Task,
     checkpoint,
     form_turn,
 )
@@ -237,11 +238,14 @@ def test_a_trial_of_the_client_with_the_most_makes_way_and_is_tried_again(monkey
         stopped.extend(task for task in self.forms.running if task.is_stopped and task not in before)
 
     monkeypatch.setattr(Intake, "_make_way", watched)
+    again = []
+    requeue = Task.requeue
+    monkeypatch.setattr(Task, "requeue", lambda task: again.append(task) or requeue(task))
     bombs = [own.submit(bomb(source, n), client="alice", compiles=True) for n in range(12)]
     comes_true(lambda: len([task for task in own.forms.running if task.stop is not None]) == FORM_PLACES)
     quick = own.submit(trial(source, regex="abc"), client="bob", compiles=True)
     assert quick.result(60.0) >= 0
-    assert [task.account.client for task in stopped][:1] == ["alice"]
+    assert [task.account.client for task in stopped][:1] == ["alice"] and again
     for task in bombs:  # each has its verdict, also the one that made way
         with pytest.raises(ValueError, match="to compile"):
             task.result(120.0)

@@ -200,6 +200,15 @@ def test_bytes_that_show_it_refuse_a_text_before_it_is_tokenised(normalizer):
         Pieces(tokenizer).encode(refused, None, None, 100)
 
 
+def test_text_that_normalisation_shrinks_is_not_refused_by_bytes_that_it_will_not_have():
+    text = unicodedata.normalize("NFD", "각") * 1000
+    plain, composing = (Pieces(trained(STAGES["gpt-4"], normalizer)) for normalizer in (None, normalizers.NFC()))
+    limit = len(text.encode()) // (2 * plain._max_token_bytes)
+    with pytest.raises(PromptTooLongError):
+        plain._check_bytes(text, limit)
+    composing._check_bytes(text, limit)
+
+
 def test_no_composed_character_is_shorter_than_its_parts_by_more():
     for code in range(0x110000):
         if 0xD800 <= code < 0xE000:

@@ -11,6 +11,7 @@ from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents, Fi
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
+from nanovllm.serving.replicas.replica_queue import ReplicaQueue
 from nanovllm.serving.replicas.routing import prefix_aware
 from tests.engine.blocks import SIZE, A, B, C, D, compute, computed, make_manager, release
 from tests.support.public_options import make_sequence
@@ -278,7 +279,9 @@ def test_a_restarted_replica_holds_nothing():
     computed(followed.manager, A)
     followed.flush()
     followed.index.expect("one", PromptHashes([*B, 9], SIZE))
-    followed.index.clear()
+    queue = ReplicaQueue(0)
+    queue.prefixes = followed.index
+    queue.bury(0.0)
     assert followed.index.num_hits(PromptHashes([*A, 9], SIZE)) == 0
     assert followed.index.num_hits(PromptHashes([*B, 9], SIZE)) == 0
     followed.index.settle("one")

@@ -73,3 +73,17 @@ def test_only_a_token_that_was_not_there_before_clears_a_request():
     assert request.is_suspect and request.has_begun
     report(request, [5])
     assert not request.is_suspect and request.num_deaths == 0
+
+
+def test_a_request_ends_with_its_last_death():
+    request = pool_request("0")
+    assert [request.note_death() is None for _ in range(MAX_DEATHS)] == [True] * (MAX_DEATHS - 1) + [False]
+
+
+def test_progress_moves_with_the_ends_of_samples_and_counts_a_preemption():
+    request = pool_request("0", n=2)
+    completions = [SentCompletion(0, "", [5], "stop", 5, None), SentCompletion(1, "", [6], None, None, None)]
+    request.record(SentOutput(0, "0", completions, False, 0, metric_values(request.metrics)))
+    moved = request.resumed(num_preemptions=1)
+    assert [(sample.token_ids, sample.finish_reason) for sample in moved.samples] == [([5], "stop"), ([6], None)]
+    assert moved.metrics.num_preemptions == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from nanovllm.serving.server.metrics import GapHistogram
+from nanovllm.serving.server.metrics import GapHistogram, worst_reason
 from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
 from tests.support.serving import comes_true, raw_stream, serving
@@ -171,3 +172,13 @@ def test_the_alerts_ask_for_nothing_that_the_server_has_not(counted):
     of_replicas = {name for name in names if name.startswith("replica_")}  # shown where there are several
     assert of_replicas == {"replica_up", "replica_restarts_total"}
     assert len(names) > 8 and names - of_replicas <= known
+
+
+def test_a_request_of_several_samples_ends_as_its_worst_one():
+    def reason(*reasons: str | None) -> str:
+        return worst_reason(SimpleNamespace(outputs=[SimpleNamespace(finish_reason=each) for each in reasons]))
+
+    assert [reason("stop", "length"), reason("timeout", "abort", "stop"), reason("error", "stop")] == [
+        "length", "abort", "error"
+    ]  # fmt: skip
+    assert (reason("stop"), reason(None), worst_reason(None)) == ("stop", "abort", "error")

@@ -13,7 +13,7 @@ from nanovllm.admission import NoProposer
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.speculation.drafter import DraftRequest
 from nanovllm.observability.timeline import read_trace, summary
-from nanovllm.observability.trace_writer import details_of
+from nanovllm.observability.trace_writer import STATES, details_of
 from tests.support.forked_processes import programs_are_forked
 from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
 from tests.support.mock_drafts import KnownAnswers
@@ -97,6 +97,10 @@ def test_traces_and_step_records_show_drafts_and_nothing_without_them(tmp_path, 
             assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
             count = llm.stats().speculation.num_draft_tokens
         run = read_trace(path)
+        assert all(r.num_decode_tokens == r.num_sequences for r in records if not r.num_prefill_tokens)
+        for lane in run.lanes:
+            decoded = sum(details["tokens"] for state, _, _, details in lane.spans if STATES[state] == "decode")
+            assert decoded == lane.spans[-1][3]["output_tokens"] - 1
         assert (run.num_drafts, run.num_accepted) == (count, count) and (count > 50) == is_drafted
         words = {record.step_id: words for record in records if (words := details_of(record))}
         assert words == run.groups and bool(words) == is_drafted

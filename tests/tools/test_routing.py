@@ -79,6 +79,12 @@ def test_least_loaded_takes_turns_among_equals():
     assert chosen(least_loaded(), [replica(), replica(running=1), replica()], times=3) == [0, 2, 2]
 
 
+def test_prefix_aware_takes_turns_among_equals():
+    route = prefix_aware()
+    replicas = [replica() for _ in range(3)]
+    assert [route([], replicas) for _ in range(6)] == [0, 1, 2] * 2
+
+
 def test_prefix_aware_follows_the_longest_prefix():
     replicas = [replica(), replica(holds=PROMPT[:40]), replica(holds=PROMPT), replica(running=1, holds=PROMPT)]
     assert chosen(prefix_aware(), replicas, PROMPT) == [2]
