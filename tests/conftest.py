@@ -1,7 +1,7 @@
 """For every test: its tier, a quiet tokenizers library, threads as before; a browser.
 
-A run of the whole suite takes a process a core and one case of each function; `-n 0` keeps it in one process, `-m full`
-runs the other cases, and a file that is named runs all of its cases.
+A run of the whole suite takes a process a core and the cases that support/default_tier.py chooses; `-n 0` keeps it in
+one process, `-m full` runs the other cases, and a file that is named runs all of its cases.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import types
 
 import pytest
 
 pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
+
+from tests.support import default_tier  # noqa: E402
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
 SWITCH_SECONDS = sys.getswitchinterval()
@@ -34,8 +38,13 @@ LONGEST = (
     "test_cli_pull", "test_tensor_parallel_failures", "test_scheduler_properties", "test_draft_models",
     "test_llm_forks",
 )  # fmt: skip
-COLLECT_ABOVE_BYTES = 3 * 2**29
+# Of all processes, start and collection included; a run that takes more fails. CI sets it for the default tier.
+MAX_PROCESSOR_SECONDS = float(os.environ.get("NANOVLLM_MAX_TEST_SECONDS", "inf"))
+FIRST_COLLECTION_BYTES = 3 * 2**29
+COLLECT_AFTER_BYTES = 2**29  # of growth since the last full collection, which takes two seconds in a large process
+collect_above = FIRST_COLLECTION_BYTES
 PROCESSOR_SECONDS = pytest.StashKey[float]()  # of the processes that xdist started
+FETCH_SECONDS = pytest.StashKey[float]()  # of the default model, where it was not there: counted apart
 LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.progress", "huggingface_hub")]
 
 
@@ -59,44 +68,33 @@ def pytest_cmdline_main(config):
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False  # files with many tests first
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several processes wait for one another's cores
+        config.stash[FETCH_SECONDS] = _seconds_of_fetching_the_default_model()
 
 
 @pytest.hookimpl(tryfirst=True)  # the plugin of marks selects by what is marked here
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a function but one as `full`, unless each is a rule; puts the slowest files first."""
+    """Marks what the default tier leaves out as `full`, and puts the files that take longest first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
-    cases = {}
-    for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "every_row")):
-            cases.setdefault(
-                (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []
-            ).append(item)
-    for function in cases.values():
-        # A case that this machine or this release skips represents nobody.
-        representative = min(function, key=lambda item: any(mark.name.startswith("skip") for mark in _own_marks(item)))
-        for item in function:
-            if item is not representative:
-                item.add_marker("full")
-
-
-def _own_marks(item):
-    """Marks of this case alone, without those of its function."""
-    of_function = getattr(getattr(item, "function", None), "pytestmark", ())
-    return [mark for mark in item.own_markers if mark not in of_function]
+    for case in default_tier.cases_left_out(items):
+        case.add_marker("full")
 
 
 def pytest_sessionfinish(session):
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["processor_seconds"] = _processor_seconds()
+    elif _seconds_of_all(session.config) > MAX_PROCESSOR_SECONDS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    terminalreporter.write_line(
-        f"processor time of all tests: {config.stash[PROCESSOR_SECONDS] + _processor_seconds():.0f} s"
-    )
+    seconds = _seconds_of_all(config)
+    limit = f", more than the limit of {MAX_PROCESSOR_SECONDS:.0f} s" if seconds > MAX_PROCESSOR_SECONDS else ""
+    fetch = config.stash.get(FETCH_SECONDS, 0.0)
+    apart = f"; {fetch:.0f} s before them for the default model" if fetch > 1 else ""
+    terminalreporter.write_line(f"processor time of all tests: {seconds:.0f} s{limit}{apart}")
 
 
 def pytest_configure(config):
@@ -120,6 +118,18 @@ class Workers:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
         self.config.stash[PROCESSOR_SECONDS] += getattr(node, "workeroutput", {}).get("processor_seconds", 0.0)
+
+
+def _seconds_of_fetching_the_default_model():
+    """Processor time; without a network the tests that need the model say so."""
+    before = _processor_seconds()
+    program = "from nanovllm.models.default_model import ensure_default_model; ensure_default_model()"
+    subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    return _processor_seconds() - before
+
+
+def _seconds_of_all(config):
+    return config.stash[PROCESSOR_SECONDS] + _processor_seconds() - config.stash.get(FETCH_SECONDS, 0.0)
 
 
 def _processor_seconds():
@@ -176,18 +186,22 @@ def _num_threads():
 def free_memory_is_given_back():
     """glibc keeps up to 1 GiB that the models of a file have freed, and cycles of references keep more.
 
-    Only a large process has a full collection, which takes up to a second.
+    Only a process that has grown has a full collection.
     """
     yield
+    global collect_above
     # FastAPI remembers kinds of endpoints by the function, which holds its application, and so the engine.
     for name, value in vars(sys.modules.get("fastapi.dependencies.models", types)).items():
         if name.endswith("_cached"):
             value.cache_clear()
-    if _resident_bytes() > COLLECT_ABOVE_BYTES:
+    is_due = _resident_bytes() > collect_above
+    if is_due:
         gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+    if is_due:
+        collect_above = _resident_bytes() + COLLECT_AFTER_BYTES
 
 
 def _resident_bytes():

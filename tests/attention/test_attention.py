@@ -61,6 +61,7 @@ def test_every_group_size_head_size_block_size_and_dtype_is_right(backend, shape
     case.check(case.run(backend(case)))
 
 
+@pytest.mark.full
 def test_sdpa_and_flex_agree():
     spans = [(33, 1), (5, 1), (0, 17), (48, 50)]
     first, second = PagedCase(spans), PagedCase(spans)
@@ -146,6 +147,7 @@ def test_the_operator_declares_what_it_does():
         torch.library.opcheck(paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's tables have at least four tiles")
 @pytest.mark.parametrize("traits", [{}, pytest.param({"window": 20}, marks=pytest.mark.slow)], ids=["plain", "window"])
 @pytest.mark.parametrize("max_num_seqs", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -135,6 +135,7 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
         cpp_backend(case).plan(layout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(2))
 def test_tables_kept_from_step_to_step_are_those_made_anew(seed):
     case = PagedCase([(5, 1)])
@@ -147,6 +148,7 @@ def test_tables_kept_from_step_to_step_are_those_made_anew(seed):
                 assert own.tables[row, : -(-context // 16)].tolist() == other.tables[row, : -(-context // 16)].tolist()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
 def test_the_kernels_keep_within_their_memory(tmp_path):
     """A build with AddressSanitizer, in a process of its own: attention, sampling, states, quantised products, models.
@@ -195,6 +197,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
 SMALL_GROUPS = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5)]  # those of other tests are 1 to 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("groups", [*SMALL_GROUPS, 7, 12, 71])
 def test_groups_of_any_size_are_right(groups):
     """Uneven ones do not fill the kernel's lanes; very large ones leave room for few positions at once."""
@@ -202,6 +205,7 @@ def test_groups_of_any_size_are_right(groups):
     case.check(case.run(cpp_backend(case)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
 def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
     """Loaded from a folder, so with packed weights; in float32."""
@@ -243,6 +247,7 @@ def test_a_model_that_reads_a_linear_layers_weight_by_itself_keeps_it(tmp_path, 
         assert tokens(llm) == by_transformers(tiny_model())
 
 
+@pytest.mark.full
 def test_the_kernel_is_built_once_for_a_processor_and_kept(empty_cache, monkeypatch):
     kernels.load_kernels(torch.float32, 64, 3)
     (library,) = empty_cache.iterdir()  # nothing else is left behind
@@ -254,6 +259,7 @@ def test_the_kernel_is_built_once_for_a_processor_and_kept(empty_cache, monkeypa
     assert len(list(empty_cache.iterdir())) == 2
 
 
+@pytest.mark.full
 def test_models_with_heads_of_other_sizes_share_what_does_not_depend_on_them(empty_cache):
     kernels.load_kernels(torch.float32, 64, 3)
     kernels.load_kernels(torch.float32, 32, 1)

@@ -233,6 +233,7 @@ def test_closing_ends_the_thread_of_an_llm(monkeypatch):
     assert not thread.is_alive() and len(taken) < 16
 
 
+@pytest.mark.full
 def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
     monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before = idle_threads()

@@ -22,6 +22,7 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
         case.check(run(case, "cpu"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("trait", ["window", "chunks that end within blocks", "chunks of whole blocks", "all at once"])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_any_split_of_any_sequences_equals_dense_attention(trait, block_size):

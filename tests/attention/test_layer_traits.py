@@ -43,6 +43,7 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(backend, trait)
         case.check(case.run(backend(case)))
 
 
+@pytest.mark.full
 def test_flex_attention_with_every_trait_at_once_equals_dense_attention():
     for seed, spans in enumerate([SPANS, *MIXED_STEPS.values()]):
         case = PagedCase(spans, seed=seed, **TRAITS["all at once"])
@@ -112,6 +113,7 @@ def test_what_is_beyond_plain_attention_is_told_in_words():
     assert first_beyond(LayerTraits(4, 2, 64, 32, softcap=5.0), "softcap") == "keys of 64 and values of 32 elements"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("trait", [{"softcap": 5.0}, {"has_sinks": True}], ids=str)
 def test_the_engines_own_sdpa_refuses_layers_that_change_scores(trait):
     config = EngineConfig(attention_backend="sdpa")

@@ -63,6 +63,7 @@ def test_attention_and_products_are_right_in_every_class(monkeypatch, name):
     assert backend._kernels[0].kernels.target == name  # the comparison at start found nothing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [48, *[pytest.param(size, marks=pytest.mark.slow) for size in (16, 80, 128)]])
 @pytest.mark.parametrize("name", [CLASSES[0], pytest.param(CLASSES[-1], marks=pytest.mark.slow)])
 def test_heads_that_do_not_fill_a_tiles_depth_are_right(monkeypatch, name, head_dim):
@@ -81,6 +82,7 @@ def test_every_trait_is_right_in_every_class(monkeypatch, name, traits, dtype):
     case.check(case.run(cpp(case)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CLASSES[1:])
 def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
     """The kernels that `row_kernels.load_row_kernels` compares, which says no line."""
@@ -115,6 +117,7 @@ def test_a_programs_default_dtype_changes_nothing_of_the_comparison(dtype):
         torch.set_default_dtype(before)
 
 
+@pytest.mark.full
 def test_a_whole_model_answers_as_transformers_does_in_the_least_class(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, CLASSES[-1])
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O1"))  # half of the time
@@ -158,6 +161,7 @@ def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_
 # -------------------------------------------------------------------------------------------------------- wrong forms
 
 
+@pytest.mark.full
 def test_wrong_matrix_tiles_are_left_out_for_the_next_class(monkeypatch, tmp_path, caplog):
     """On a processor without tiles nothing is wrong, and no line says so."""
     build_broken(monkeypatch, tmp_path, "tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)")
@@ -186,6 +190,7 @@ def test_the_comparison_at_start_names_the_tiles_that_are_wrong(monkeypatch, tmp
         kernels.load_kernels(torch.bfloat16, 64, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "what"),
     [
@@ -213,6 +218,7 @@ WRONG_FOR_LARGE_SCORES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "file", "right", "wrong", "what"), WRONG_FOR_LARGE_SCORES)
 def test_the_comparison_at_start_has_scores_of_the_size_of_a_models(
     monkeypatch, tmp_path, dtype, file, right, wrong, what
@@ -237,6 +243,7 @@ def compile_with(monkeypatch, folder: Path, refused: str) -> None:
     kernels._warn_of_lesser_class.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CLASSES[-1] != "plain", reason="the classes are those of x86")
 @pytest.mark.parametrize("refused", ["-march=native", "-march=native -march=x86-64-v3"])
 def test_a_compiler_too_old_for_the_best_class_compiles_for_the_next(monkeypatch, tmp_path, caplog, refused):
@@ -265,6 +272,7 @@ def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monke
     assert sum("attention_backend is 'sdpa'" in line for line in lines) == 1
 
 
+@pytest.mark.full
 def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)  # ten seconds
     folder = save_tiny(tmp_path / "model", "llama")
@@ -281,6 +289,7 @@ def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tm
         LLM(folder, attention_backend="cpp", **OPTIONS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "what"),
     [

@@ -136,6 +136,7 @@ def test_the_check_of_wide_groups_sees_scales_places_and_lost_tokens(block_size,
         assert not WideKernelOnCpu(sizes, **wrong).error_at_start() <= TOLERANCE
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)
 def test_a_soft_cap_too_coarse_for_float32_is_left_to_another_kernel(monkeypatch, softcap, is_taken):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -140,6 +140,7 @@ async def test_closing_submitted_prompts_aborts_those_that_are_unfinished():
         await assert_idle_and_whole(llm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("prompts", "ids", "error"),
     [

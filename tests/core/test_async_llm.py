@@ -89,6 +89,7 @@ def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return random_prompts(count, low=1, high=60, seed=1), params
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "num_kv_blocks": 40}], ids=["roomy", "overlap, few blocks"])
 @bounded
 async def test_two_hundred_streams_at_once_each_give_the_tokens_of_the_offline_engine(options):

@@ -51,11 +51,13 @@ def assert_equal(module: Any, params: BeamSearchParams, eos: tuple[int, ...] = (
             assert (result.finish_reason == "stop") == (result.tokens[-1] in eos)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("width", "length", "penalty"), [(2, 9, 1.0), (4, 24, 1.0), (3, 20, 0.5), (5, 30, 2.0)])
 def test_beams_are_those_of_transformers(width, length, penalty):
     assert_equal(tiny_model(), BeamSearchParams(beam_width=width, max_tokens=length, length_penalty=penalty))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
 @pytest.mark.parametrize("eos", [(7,), (5, 9, 200), tuple(range(0, 512, 9))[:12]], ids=["one", "three", "twelve"])
 def test_ends_of_sequences_are_those_of_transformers(eos, penalty):
@@ -63,11 +65,13 @@ def test_ends_of_sequences_are_those_of_transformers(eos, penalty):
     assert_equal(tiny_model(), params, eos)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["Gemma3Text", "Gemma4Text", "DeepseekV2"])
 def test_beams_are_those_of_transformers_in_cache_groups(family):
     assert_equal(model(family), BeamSearchParams(beam_width=4, max_tokens=24), max_model_len=160)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [
     {"attention_backend": "cpp", "enforce_eager": False}, {"overlap": True}, {"num_kv_blocks": 17, "max_model_len": 64},
     {"max_num_seqs": 4}, {"prefix_cache_host_bytes": 2**22},

@@ -72,6 +72,7 @@ def test_greedy_tokens_are_those_of_transformers_in_every_setting(family, settin
     check(family, setting)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["Gemma3Text", "Llama4Text"])
 def test_the_kernels_of_a_cpu_answer_alike(family):
     with LLM(model(family), attention_backend="cpp", **SCARCE) as llm:
@@ -85,6 +86,7 @@ def scarce():
         yield llm
 
 
+@pytest.mark.full
 def test_samples_and_penalties_are_those_of_an_engine_without_a_prefix_cache(scarce):
     params = SamplingParams(n=3, seed=5, max_tokens=20, repetition_penalty=1.2, top_p=0.9)
     with open_llm("Gemma3Text", **OPTIONS, enable_prefix_caching=False) as llm:
@@ -110,6 +112,7 @@ def test_aborted_streams_and_emptied_caches_change_no_other_token(scarce):
     assert token_ids(generate(scarce)) == expected("Gemma3Text", NUM_NEW_TOKENS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [2, 5, 11])
 def test_a_failed_step_under_overlap_changes_no_token(monkeypatch, number):
     with open_llm("Gemma3Text", **SCARCE, overlap=True) as llm:

@@ -111,6 +111,7 @@ def walks() -> list[Loop]:
     return [walk(seed, num_calls=200) for seed in range(72)]
 
 
+@pytest.mark.full
 def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(walks: list[Loop]):
     assert sum(loop.scheduler.stats.num_steps for loop in walks) > 3000
     reasons = Counter(sequence.finish_reason for loop in walks for sequence in loop.sequences)
@@ -188,6 +189,7 @@ def batches_of(scheduler: Scheduler, seed: int) -> list[object]:
     return decisions
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(8))
 def test_one_full_group_decides_what_a_block_manager_does(seed: int):
     limits = {"max_model_len": 24, "max_num_batched_tokens": 12, "max_num_seqs": 4, "long_prefill_token_threshold": 8}

@@ -45,7 +45,6 @@ def prompt(llm: LLM, messages: Any = ASK, **arguments: Any) -> str:
     return llm.tokenizer.decode(output.prompt_token_ids)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("arguments", "shown"), [
     ({}, "user: Hello;A:"),
     ({"tools": [TOOL]}, "weather;user: Hello;A:"),
@@ -74,7 +73,6 @@ def test_conversations_may_come_from_a_generator(llm):
     assert len({output.request_id for output in outputs}) == 2
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("message", "shown"), [
     ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}, "user: a\nb;"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
@@ -86,7 +84,6 @@ def test_messages_may_have_every_spelling(llm, message, shown):
     assert prompt(llm, [*ASK, message]) == f"user: Hello;{shown}A:"
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("message", "words"), [
     ({"role": "user", "content": 3}, r"messages\[1\].content must be a string or a list"),
     ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[1\].content\[0\] .* text alone"),
@@ -217,6 +214,7 @@ def test_transformers_ends_at_the_same_tokens(ended):
         assert output.outputs[0].token_ids == expected[0, 1:].tolist()
 
 
+@pytest.mark.full
 def test_replicas_end_chats_at_the_same_token(tmp_path):
     folder = save_tiny(tmp_path / "model")
     end = tiny_tokenizer().convert_tokens_to_ids("<|end|>")
@@ -268,13 +266,11 @@ def end_of(template: str) -> tuple[int, ...]:
     return tuple(map(tokenizer.convert_ids_to_tokens, turn_end(added_ids(tokenizer), render)))
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("name", ENDS)
 def test_the_token_behind_the_last_answer_ends_a_turn(name):
     assert end_of(ENDS[name]) == ("<|end|>",)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("name", NO_ENDS)
 def test_a_token_that_stands_within_answers_ends_no_turn(name):
     assert end_of(NO_ENDS[name]) == ()

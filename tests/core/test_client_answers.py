@@ -23,6 +23,7 @@ def tokens_of(outputs: list[Any]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_kv_blocks", [129, 20])
 def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_blocks: int):
@@ -38,6 +39,7 @@ def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_bl
         check_engine(llm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap: bool):
     form = StructuredOutput(regex="[a-c]{40}")
@@ -64,6 +66,7 @@ def test_a_stream_counts_as_a_client_until_it_is_closed():
         assert llm.stats().num_clients == 0
 
 
+@pytest.mark.full
 @bounded
 async def test_clients_of_an_async_engine_share_it():
     async with open_async_llm(max_num_seqs=2) as llm:

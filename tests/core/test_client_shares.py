@@ -531,6 +531,7 @@ def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: 
     return largest / (2 * scheduler.waiting.bound / smallest)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", [*range(12), 197])
 def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed: int):
     assert 0 < run_backlogged(seed, 1900, []) <= 1.0

@@ -120,6 +120,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ROOMS)
 def test_without_a_room_answers_are_the_same_and_what_needs_it_names_it(folder, name):
     answers, refusal = json.loads((folder / f"{name}.json").read_text())

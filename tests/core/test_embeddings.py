@@ -36,6 +36,7 @@ def assert_embeddings(outputs, expected):
         np.testing.assert_allclose(output.embedding, state, atol=2e-3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_the_last_hidden_states_of_transformers(family):
     model, prompts = tiny_model(family), edge_prompts()
@@ -61,6 +62,7 @@ POOLS = {
 QUICK = {("one step", True), ("small chunks", False), ("no cache", False), ("tiny pool", True)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("pool", "overlap"),
     [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,

@@ -55,6 +55,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("family", "name"), CELLS)
 def test_greedy_tokens_equal_those_of_transformers(family, name):
     setting = SETTINGS[name]
@@ -66,6 +67,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, name):
         assert (llm.stats().prefix_cache_hits > 0) == setting.get("enable_prefix_caching", True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neither_order_nor_neighbours_change_a_token(family):
     with LLM(model=model(family), **EAGER) as llm:
@@ -84,6 +86,7 @@ FLEX_FAMILIES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FLEX_FAMILIES)
 def test_compiled_layers_with_flex_attention_compute_the_same(family):
     with LLM(model=model(family), attention_backend="flex", **TIGHT) as llm:
@@ -101,6 +104,7 @@ def test_the_outputs_prove_something(family):
         assert reference(model(family), changed) != expected(family)[number]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_bfloat16_follows_transformers_bfloat16_closely(backend):
     """Logits within bfloat16's rounding (8 bits, a few layers deep); tokens may part where two are nearly equal."""
@@ -118,6 +122,7 @@ def test_bfloat16_follows_transformers_bfloat16_closely(backend):
             assert (captured[-1][0] - theirs).abs().max() < 0.05 * scale
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_the_number_of_compiled_graphs_is_bounded_over_a_varied_run(backend):
     torch._dynamo.reset()
@@ -189,6 +194,7 @@ def poisoned_prompt(length=90):
     return [BAD if position == length // 2 else 300 + position for position in range(length)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["sdpa", "flex"] if torch.cuda.is_available() else ["sdpa", "flex", "cpp"])
 def test_a_request_driven_to_nan_ends_with_an_error_and_harms_nobody(backend):
     module = poisoned_model()

@@ -29,6 +29,7 @@ def test_every_example_is_run():
     assert sorted(SAYS) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.full
 def test_an_example_is_a_program():
     command = [sys.executable, str(ROOT / "examples" / "offline_batch.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
@@ -36,6 +37,7 @@ def test_an_example_is_a_program():
     assert all(part in done.stdout for part in SAYS["offline_batch"]), done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(SAYS.keys() - {"offline_batch"}))
 def test_an_example_runs_and_says_what_it_promises(name, capsys):
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")

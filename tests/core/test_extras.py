@@ -97,6 +97,7 @@ def test_each_check_names_an_extra_that_installs_the_library():
     assert wrong == set()
 
 
+@pytest.mark.full
 def test_each_library_that_is_imported_is_a_dependency_or_checked_with_its_extra():
     dependencies = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     checked = {distribution(library.split(".")[0]) for _, library in checked_libraries()}
@@ -147,6 +148,7 @@ print(json.dumps([answers, refusals]))
 EXTRAS = {"structured", "gguf", "cli", "serve", "kv-events", "otel"}
 
 
+@pytest.mark.full
 def test_an_engine_without_any_of_them_generates_and_what_needs_one_says_which_extra(tmp_path):
     optional = sorted({library for extra, library in checked_libraries() if extra in EXTRAS})
     assert {"llguidance", "gguf", "pip", "msgspec", "psutil", "rich", "fastapi", "zmq"} <= set(optional)

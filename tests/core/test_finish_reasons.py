@@ -21,6 +21,7 @@ def test_max_tokens_ends_a_request_by_length():
     assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 62, 63])
 def test_max_model_len_ends_a_request_by_length_whatever_max_tokens_asks(length):
     llm = open_llm(max_model_len=64)

@@ -16,6 +16,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.full
 def test_no_collection_traverses_what_was_there_when_an_engine_was_built_until_it_is_closed():
     old = Cycle()
     was_there = weakref.ref(old)

@@ -154,6 +154,7 @@ def expected(name: str) -> Any:
 ONE_BY_ONE = ("plain", "preemption", "a failed step")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "overlap"), [*((name, True) for name in CELLS), *((name, False) for name in ONE_BY_ONE)]
 )

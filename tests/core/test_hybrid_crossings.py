@@ -77,6 +77,7 @@ def test_two_replicas_answer_alike_and_share_prefixes(folder, expected):
         assert of_states.num_blocks == 2 * (of_states.num_blocks // 2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{"itl_goal": 0.02}, {"client_weights": {"a": 2.0}}, {"priority_ageing_s": 1.0}])
 def test_goals_shares_and_priorities_change_no_token(model, expected, options):
     with LLM(model, **OPTIONS, **options) as llm:

@@ -56,6 +56,7 @@ def test_greedy_tokens_are_those_of_transformers_in_chunks_and_batches_of_decode
     assert len({token for tokens in found for token in tokens}) > 2, "its tokens do not depend on the prompts"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("class_name", FAMILIES)
 def test_a_saved_model_with_packed_weights_answers_alike(class_name, tmp_path):
     model, prompts = tiny_class_model(class_name), prompts_of(class_name)
@@ -103,6 +104,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return generate(llm, prompts, SINGLE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prefixes_are_hit_with_the_same_tokens_cold_and_warm(crossed, overlap):
     model, prompts, expected = crossed
@@ -114,6 +116,7 @@ def test_prefixes_are_hit_with_the_same_tokens_cold_and_warm(crossed, overlap):
         assert llm.stats().prefix_cache_hits >= cold + 64 + 128 + 2 * 128
 
 
+@pytest.mark.costly
 def test_preempted_requests_go_on_with_the_same_tokens(crossed):
     model, prompts, expected = crossed
     with LLM(model, block_size=64, **SCARCE) as llm:
@@ -122,6 +125,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(crossed):
         assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [3, 9])
 def test_a_failed_step_returns_to_the_last_state_that_is_kept(crossed, monkeypatch, number):
     """It has overwritten states in place; the requests of the step are computed again from there."""
@@ -147,6 +151,7 @@ def test_a_stream_goes_on_behind_a_failed_step(crossed, monkeypatch):
         check_engine(llm)
 
 
+@pytest.mark.costly
 def test_samples_and_aborted_streams_change_no_token(crossed):
     model, prompts, expected = crossed
     with LLM(model, block_size=64, **OPTIONS) as llm:
@@ -183,6 +188,7 @@ def test_embeddings_and_logprobs_of_prompts_are_the_models_own():
     torch.testing.assert_close(torch.tensor(embedded.embedding), states[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "class_name, chunk, expected", [("Mamba2ForCausalLM", 256, 256), ("Qwen3_5ForCausalLM", 64, 64)]
 )

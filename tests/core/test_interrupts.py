@@ -85,6 +85,7 @@ FILES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap):
@@ -130,6 +131,7 @@ REPORTING = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_with_their_request(overlap):
     whole = open_llm().generate([PROMPT, OTHER], SAMPLES, use_tqdm=False)

@@ -33,6 +33,7 @@ def answers(family: str, *, rounds: int = 1, **options: Any) -> tuple[list[list[
         return found, llm.stats()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("backend", "family"),
     [pytest.param(backend, family, marks=[] if backend == "sdpa" or (backend, family) in QUICK else [pytest.mark.slow])
@@ -43,6 +44,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_cache_cold_and_warm(ba
     assert found == 2 * [expected(family, NUM_NEW_TOKENS)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[] if ("cpp", family) in QUICK else [pytest.mark.slow]) for family in MODELS]
 )

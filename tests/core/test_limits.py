@@ -65,6 +65,7 @@ def assert_idle_and_whole(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------------------ timeouts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
     engine = open_with(clock, overlap=overlap)

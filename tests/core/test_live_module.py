@@ -81,6 +81,7 @@ def test_the_modules_own_parameters_are_used_without_a_copy():
         assert {token for answer in generate(llm) for token in answer} == {0}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_the_modules_own_generate(family):
     model = tiny_model(family)
@@ -153,6 +154,7 @@ def test_closing_leaves_nothing_behind():
     assert not operator.steps_in_force
 
 
+@pytest.mark.full
 def test_closing_frees_the_caches():
     model = tiny_model()
     llm = open_llm(model)
@@ -165,6 +167,7 @@ def test_closing_frees_the_caches():
     assert all(cache() is None for cache in caches)
 
 
+@pytest.mark.full
 def test_the_owner_keeps_the_only_reference_once_the_llm_is_closed_and_gone():
     model = tiny_model()
     llm = open_llm(model)
@@ -326,6 +329,7 @@ def test_the_loss_and_gradients_are_those_of_a_module_that_no_llm_ever_touched()
 # ----------------------------------------------------------------------------------------------------- changing weights
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_train_generate_train_generate_equals_a_fresh_engine_on_the_same_weights(family):
     model = tiny_model(family)
@@ -441,6 +445,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change):
     model = tiny_model()
@@ -454,6 +459,7 @@ def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change):
         assert answers != before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replace", ["data", "parameter"])
 def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_again(replace):
     """The allocator gives the address of the weights before last to the newest ones."""

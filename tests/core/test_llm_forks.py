@@ -27,6 +27,7 @@ def stream_of(llm: LLM, num_tokens: int) -> tuple[Any, Any]:
     return stream, output
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", [None, "Gemma3Text", "DeepseekV2"])
 @pytest.mark.parametrize("at", [None, 1, 16, 33, 35, 40, 41])
 def test_a_fork_has_the_tokens_of_its_prompt(family, at):
@@ -62,6 +63,7 @@ def test_nothing_that_the_request_has_computed_is_computed_again(options):
         assert_idle_and_whole(llm)
 
 
+@pytest.mark.full
 @programs_are_forked()
 def test_ranks_fork_too(tmp_path):
     with LLM(save_tiny(tmp_path), **(OPTIONS | {"tensor_parallel_size": 2})) as llm:

@@ -88,6 +88,7 @@ def test_a_model_that_finds_markers_in_text_is_told_from_others():
         assert makes_markers(GrammarCompiler(own, VOCAB_SIZE, [EOS]).vocabulary, own) is found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_the_text_of_a_marker_is_spelled_and_the_form_is_completed(kind):
     forms = [StructuredOutput(**form) for form, _ in FORMS.values() for _ in range(2)]

@@ -49,6 +49,7 @@ def expected(pool: str) -> list[tuple[Any, ...]]:
         return answers(llm, *requests())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_overlapped_steps_give_the_same_answers_as_steps_one_by_one(pool, family):

@@ -145,6 +145,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: policy.__name__)
 def test_a_policy_that_breaks_an_invariant_is_named_with_the_walk_that_repeats_it(policy):
     with pytest.raises(AssertionError, match=f"{policy.__name__}.*seed .*, step .*: .*({BROKEN[policy]})") as hit:
@@ -158,6 +159,7 @@ def test_a_policy_that_breaks_an_invariant_is_named_with_the_walk_that_repeats_i
 # -------------------------------------------------------------------------------------------------- with all else
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(24))
 def test_with_tiers_drafts_goals_and_forks_every_invariant_holds(seed):
     walk(seed, policies={"queue": (LeastProgressFirst, LastComeFirst)[seed % 2]})
@@ -193,6 +195,7 @@ def answers(llm: Any, params: SamplingParams) -> list[Any]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENGINES)
 def test_answers_are_those_without_a_policy(name, expected):
     policies = {"queue": LeastProgressFirst, "budget": HalfBudget}
@@ -232,6 +235,7 @@ def test_the_queue_decides_who_is_preempted():
     assert lost == {WaitingQueue: ["2"], LeastProgressFirst: ["1"]}
 
 
+@pytest.mark.full
 def test_replicas_import_their_policies_by_name(folder):
     """From the working directory too; each builds its own."""
     (folder / "noted.py").write_text(
@@ -246,6 +250,7 @@ def test_replicas_import_their_policies_by_name(folder):
         assert llm.config.policies == {"queue": "noted:Noted"}
 
 
+@pytest.mark.full
 def test_ranks_compute_what_the_policies_of_the_first_decide(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     policies = {"queue": LeastProgressFirst, "budget": lambda config: HalfBudget(config)}

@@ -98,6 +98,7 @@ def test_whoever_is_preempted_is_of_the_lowest_priority_and_its_tokens_are_the_s
     assert preemptions[1] >= max(1, preemptions[2])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("use", [lambda llm: generate(llm, [[5], [6]], priority=[0, 2**31]),
                                  lambda llm: next(llm.stream([5], priority=-(2**40)))])  # fmt: skip
 def test_a_priority_out_of_range_is_refused_with_its_value_and_the_limit(use: Callable[[LLM], Any]):

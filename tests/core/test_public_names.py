@@ -34,6 +34,7 @@ def test_a_path_that_the_page_promises_imports(statement: str):
     exec(statement, {})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("statement", [before for before, _ in MOVED])
 def test_a_path_that_the_page_calls_gone_is_gone(statement: str):
     with pytest.raises(ModuleNotFoundError):

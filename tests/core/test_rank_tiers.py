@@ -76,6 +76,7 @@ def test_ranks_store_in_idle_time_what_then_comes_back(folder, expected):
         assert answers(llm) == (expected, [64, 64])
 
 
+@pytest.mark.full
 def test_a_new_process_begins_with_the_files_of_both_ranks(folder, expected, tmp_path):
     assert run_in(folder, tmp_path)[:2] == (expected, [0, 64])
     names = {path.parent.name for path in tmp_path.glob("*/*.kv")}
@@ -88,6 +89,7 @@ def test_a_new_process_begins_with_the_files_of_both_ranks(folder, expected, tmp
     assert run_in(folder, tmp_path)[:2] == (expected, [64, 64])
 
 
+@pytest.mark.full
 def test_files_written_in_idle_time_have_all_parts(folder, expected, tmp_path):
     with LLM(folder, prefix_cache_dir=str(tmp_path / "kept"), **TWO) as llm:
         assert answers(llm)[0] == expected
@@ -100,6 +102,7 @@ def test_files_written_in_idle_time_have_all_parts(folder, expected, tmp_path):
     assert run_in(folder, tmp_path / "kept")[:2] == (expected, [64, 64])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("harm", ["removed", "damaged", "cut"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_one_rank_lacks_is_a_miss_on_all(harm, rank, folder, expected, tmp_path):

@@ -6,6 +6,8 @@ Every run of the suite takes a subset of prompts and settings; `pytest -m slow` 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pydoc_data.topics import topics
 from statistics import mean
 
 import pytest
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.default_model import ensure_default_model
 from tests.support.llms import check_engine
-from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts
+from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts, tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_default_cache")
 NUM_NEW_TOKENS = 8
@@ -69,6 +71,7 @@ SUBSET = [0, 2, 4, 7, 14, 16, 18, 19, 23, 30, 34]  # of 1 to 300 tokens, around 
 ALL = list(range(len(SENTENCES) + len(PROSE + CODE)))
 
 
+@pytest.mark.full
 def test_mixed_prompts_with_the_defaults_cold_and_with_a_warm_prefix_cache():
     stats = check_tokens(SUBSET, warm=True)
     assert stats.prefix_cache_hits > 0
@@ -78,15 +81,18 @@ def test_mixed_prompts_with_nothing_compiled():
     check_tokens(SUBSET[:9:2], enforce_eager=True)
 
 
+@pytest.mark.full
 def test_the_smallest_budget_with_the_smallest_blocks():
     check_tokens(SUBSET[1:8:2], max_num_batched_tokens=24, max_num_seqs=8, block_size=16)
 
 
+@pytest.mark.full
 def test_forced_preemption():
     stats = check_tokens(SUBSET[4:], num_kv_blocks=26, block_size=16, max_model_len=400, max_num_batched_tokens=128)
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.full
 def test_compiled_flex_attention():
     # What FlexAttention takes on a CPU grows with the cache, not with what is in use.
     check_tokens(SUBSET[:9:2], attention_backend="flex", num_kv_blocks=34, max_num_batched_tokens=256)
@@ -106,6 +112,7 @@ def mean_error(own: torch.Tensor, right: torch.Tensor) -> float:
     return (errors - errors.mean()).abs().mean().item()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
     """Greedy streams may part where two tokens nearly tie, so logits are compared: with those of `transformers` in
@@ -132,6 +139,36 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
             their_errors.append(mean_error(theirs, exact))
     assert max(differences) < 0.1 and mean(differences) < 0.07
     assert mean(own_errors) < 1.15 * mean(their_errors)
+
+
+# Of Python's reference, which each interpreter carries.
+TOPICS = ["assert", "context-managers", "execmodel", "floating", "formatstrings", "import", "lambda", "typesseq"]
+
+
+def log_likelihoods_by_transformers(texts: list[list[int]]) -> Iterator[torch.Tensor]:
+    """That of each token but the first of each text, in float32."""
+    for text in texts:
+        with torch.no_grad():
+            logprobs = reference_model()(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+        yield logprobs.gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("quantization", "nats"), [(None, 0.01), ("int8", 0.02)], ids=["bfloat16", "int8"])
+def test_real_text_is_as_likely_as_by_transformers_in_float32(quantization, nats):
+    """Quality on text that nobody tuned: 0.01 nats a token are 1 % of perplexity."""
+    texts = [tokenizer()(topics[topic])["input_ids"][:400] for topic in TOPICS]
+    expected_means = [likelihoods.mean().item() for likelihoods in log_likelihoods_by_transformers(texts)]
+    reference_model.cache_clear()
+    with LLM(max_model_len=2048, quantization=quantization) as llm:
+        outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    means = [
+        mean(report[token_id].logprob for report, token_id in zip(output.prompt_logprobs[1:], text[1:], strict=True))
+        for output, text in zip(outputs, texts, strict=True)
+    ]
+    assert mean(means) == pytest.approx(mean(expected_means), abs=nats)
+    assert means == pytest.approx(expected_means, abs=3 * nats)
+    assert mean(expected_means) > -4  # a model of English, not of noise
 
 
 SETTINGS = {

@@ -65,6 +65,7 @@ def answers_alone(count: int) -> list[list[int]]:
     return [token_ids(generate(llm, p, q))[0] for p, q in zip(*mixed_requests(count), strict=True)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [

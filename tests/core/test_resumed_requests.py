@@ -115,6 +115,7 @@ def test_what_had_not_begun_begins_anew(llms):
     assert rows(output) == rows(expected) and len(output.prompt_logprobs) == len(PROMPT)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["greedy", "sampled", "penalties"])
 @pytest.mark.parametrize("end", ["length", "abort"])
 def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(llms, name, end):

@@ -136,6 +136,7 @@ def each_alone(length: int, n: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [
     {}, {"overlap": False}, {"enable_prefix_caching": False}, {"speculation": "suffix"},
     {"max_num_batched_tokens": 40, "max_num_seqs": 5}, {"num_kv_blocks": 12, "max_model_len": 150},
@@ -154,6 +155,7 @@ def test_each_sample_is_the_request_with_its_seed_alone(n, options):
     assert [tokens_of(output) for output in outputs] == [each_alone(length, n) for length in lengths]
 
 
+@pytest.mark.full
 def test_ranks_draw_the_samples_of_one_process(tmp_path):
     folder, prompt = save_tiny(tmp_path, "llama"), random_prompts(1, low=47, high=47)[0]
     found = []
@@ -177,6 +179,7 @@ def fails_once(call: Any, number: int) -> Any:
     return counted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", ["launch", "read"])
 def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
     """The step that computes the prompt fails, or the one that copies its begun block, or one of those behind."""
@@ -343,6 +346,7 @@ def alone() -> list[list[tuple[Any, ...]]]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("pool", "overlap"),
     [*((pool, True) for pool in POOLS), ("tiny pool", False)],

@@ -109,6 +109,7 @@ def walks() -> list[Loop]:
     return [walk(seed, num_calls=200) for seed in range(NUM_WALKS)]
 
 
+@pytest.mark.full
 def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(walks: list[Loop]):
     assert sum(loop.scheduler.stats.num_steps for loop in walks) > 5000
     reasons = Counter(sequence.finish_reason for loop in walks for sequence in loop.sequences)

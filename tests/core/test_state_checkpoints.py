@@ -78,6 +78,7 @@ def test_a_token_in_flight_is_read_before_its_position_is_computed_again():
     assert len(sequence.output_token_ids) == 20
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_calls_ends_every_request_with_exactly_its_tokens(seed: int):
     limits = {"max_model_len": 44, "max_num_batched_tokens": 20, "max_num_seqs": 5, "long_prefill_token_threshold": 16}

@@ -222,6 +222,7 @@ def test_a_segment_that_is_cut_short_is_a_miss(delta, kept):
         assert answers(llm)[0] == expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", ["states", "blocks", "block_size"])
 def test_files_of_another_layout_are_a_miss(change, delta, kept):
     """A header that names other states, shapes or blocks, with checksums that are right."""
@@ -262,6 +263,7 @@ def test_a_server_writes_states_in_idle_time_with_the_blocks_before_them(delta, 
 # ---------------------------------------------------------------------------------------------------------- crossings
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_requests_find_their_states_in_host_memory(overlap):
     model, expected = model_and_answers(DELTA)
@@ -273,6 +275,7 @@ def test_preempted_requests_find_their_states_in_host_memory(overlap):
         assert llm.stats().tiers.num_loaded_blocks > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_failed_step_with_loads_leaves_no_wrong_state(monkeypatch, number):
     model, expected = model_and_answers(DELTA)

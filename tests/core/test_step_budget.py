@@ -71,6 +71,7 @@ def test_a_chunk_deep_in_a_prompt_or_after_hits_is_smaller():
     assert num_tokens(make_budget(0.05), decodes(1), prompt(), num_hits=10) == deep
 
 
+@pytest.mark.full
 @given(st.floats(1e-3, 10.0), st.floats(1e-3, 10.0), st.integers(1, MOST - BLOCK), st.integers(0, 59))
 def test_the_budget_grows_with_the_goal_between_a_block_and_the_whole(first, second, count, start):
     low, high = sorted((first, second))
@@ -310,6 +311,7 @@ def walk(seed: int, **budget: Any) -> Loop:
     return walk_at_random(loop, rng, 200)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_random_costs_no_step_is_empty_and_no_prompt_starves(overlap):
     """`Loop` bounds the steps to the end, and raises for a step of nothing while work is left."""

@@ -66,6 +66,7 @@ def assert_complete(kinds: list[str], found: list[Any], *, may_be_cut: bool = Fa
     assert ends or may_be_cut
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", FORMS)
 def test_greedy_tokens_equal_those_of_transformers_with_llguidance(kind):
     outputs = answers(plain_llm(), params_of(kind, max_tokens=40), PROMPTS[:3])
@@ -122,6 +123,7 @@ ONE_BY_ONE = ("neighbours", "preempted", "n samples")
 WARM = ("neighbours", "chunked prefill", "preempted", "log-probabilities")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cell", "overlap"),
     [
@@ -221,6 +223,7 @@ def test_min_tokens_beyond_the_longest_form_is_an_error_of_the_request_that_name
     assert results([good]) == [one_by_one()[2]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_grammar_that_takes_too_much_work_on_the_way_ends_its_request_alone(overlap):
     """Its first token is cheap; the limits of llguidance are met behind some more."""
@@ -233,6 +236,7 @@ def test_a_grammar_that_takes_too_much_work_on_the_way_ends_its_request_alone(ov
         assert results([good]) == [one_by_one()[2]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_grammar_whose_masks_take_too_long_ends_its_request_alone(overlap):
     """Each token multiplies the ways in which the text can be read, below all of llguidance's limits."""

@@ -72,6 +72,7 @@ def test_greedy_tokens_equal_those_of_transformers_in_chunks_and_after_preemptio
     assert crowded.stats().num_preemptions > 0
 
 
+@pytest.mark.full
 def test_seeded_samples_are_the_same_in_chunks_and_after_preemption(crowded, pair):
     params = SamplingParams(seed=2, n=2, max_tokens=12)
     before = crowded.stats().num_preemptions
@@ -103,6 +104,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", PARAMS)
 def test_every_parameter_gives_the_tokens_of_one_rank(pair, kind):
     params = SamplingParams(**({"max_tokens": 12} | PARAMS[kind]))
@@ -113,6 +115,7 @@ def test_every_parameter_gives_the_tokens_of_one_rank(pair, kind):
     assert len({tuple(own) for output in tokens(outputs) for own in output}) > 2
 
 
+@pytest.mark.full
 def test_structured_outputs_are_those_of_one_rank_in_chunks_and_after_preemption(pair, crowded):
     kinds = [kind for kind in FORMS if kind != "json_object"] * 2
     params = [
@@ -186,6 +189,7 @@ def test_an_empty_prefix_cache_changes_no_token(pair):
     assert tokens(generate(two, GREEDY, prompts()[:4])) == [[own] for own in expected()[:4]]
 
 
+@pytest.mark.full
 def test_what_the_table_refuses_is_refused_and_the_engine_goes_on(pair):
     two, _ = pair
     with pytest.raises(ValueError, match=r"weights_changed does not work with tensor_parallel_size: .* new engine"):

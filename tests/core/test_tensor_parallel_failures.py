@@ -189,6 +189,7 @@ def test_a_rank_killed_while_idle_fails_the_next_call_at_once(folder):
             llm.generate([[1, 2, 3]], use_tqdm=False)
 
 
+@pytest.mark.full
 def test_a_forgotten_engine_ends_its_workers(folder):
     llm = LLM(folder, tensor_parallel_size=2, **EAGER)
     worker = worker_of(llm)

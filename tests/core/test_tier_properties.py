@@ -47,6 +47,7 @@ def walk(seed: int, kinds: list[StateKind], num_calls: int = 200) -> TieredLoop:
     return loop
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_every_request_ends_with_its_tokens_whatever_the_tiers_do(kinds):
     has_states = any(kind.record_bytes for kind in kinds)  # which few walks read from files

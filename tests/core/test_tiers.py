@@ -90,6 +90,7 @@ def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family
     assert min(cached(again)) >= 64 and stats.num_loaded_blocks > 0 and stats.host_bytes > 0
 
 
+@pytest.mark.full
 def test_a_tier_in_which_nothing_is_found_stores_little_until_something_is(monkeypatch):
     monkeypatch.setattr(books, "MIN_MEMORY", 1)
 
@@ -241,6 +242,7 @@ def test_events_name_the_medium_of_stored_blocks(monkeypatch, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.full
 def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected, tmp_path):
     program = (
         "import sys\nfrom nanovllm import LLM, SamplingParams\n"
@@ -322,6 +324,7 @@ def flipped_bits(data: bytes) -> list[int]:
     return [*range(min(num_bits, 4096)), *range(4096, num_bits, 7919)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("suffix", ["kv", "index"])
 def test_a_flipped_bit_is_a_miss_and_never_wrong(suffix, folder, kept):
     """Read as an engine reads: header, records and blocks."""
@@ -378,6 +381,7 @@ def test_engines_answer_the_same_from_files_with_damaged_blocks(folder, expected
         segment.write_bytes(right)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("suffix", ["kv", "index"])
 def test_a_kill_at_any_byte_loses_the_rest_of_the_segment_at_most(suffix, share, folder, expected, kept):

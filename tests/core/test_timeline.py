@@ -111,6 +111,7 @@ def test_the_command_writes_page_and_picture_and_says_what_they_show(path, tmp_p
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+@pytest.mark.full
 def test_the_picture_shows_every_state_and_kind_of_token(path, tmp_path):
     run = read_trace(path)
     save_png(run, "out.json", tmp_path / "run.png")
@@ -261,6 +262,7 @@ def test_wheel_drag_keys_and_buttons_zoom_and_pan(file, open_page):
     assert shown(page) == whole
 
 
+@pytest.mark.full
 def test_ten_thousand_steps_of_a_thousand_requests_are_drawn_within_a_moment(large, open_page):
     page = open_page(large)
     assert page.evaluate("() => [charts[0].lanes.length, runs[0].steps.length > 10000]") == [1000, True]
@@ -291,6 +293,7 @@ def test_lanes_can_be_left_to_the_requests_in_view(large, open_page):
     assert 0 < len(names) < 1000
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("names", [["out.json"], ["before.json", "after_the_change_of_the_budget.json"]])
 @pytest.mark.parametrize("width", [360, 390])
 def test_the_percentiles_fit_a_narrow_screen(path, tmp_path, open_page, names, width):

@@ -68,6 +68,7 @@ def test_a_lane_covers_its_request_from_arrival_to_finish_on_the_engines_clock(p
         assert prefill.start < first_token <= prefill.end
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pool_that_is_too_small_shows_who_was_preempted_and_what_was_computed_again(path, overlap):
     with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, **TIGHT) as llm:
@@ -166,7 +167,6 @@ def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("overlap", [False, True])
 def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
     records: list[Any] = []
@@ -272,6 +272,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_requests(caplog):
         writer.close()
 
 
+@pytest.mark.full
 def test_a_killed_process_leaves_whole_events_that_lack_only_the_end(path):
     code = f"""
 from nanovllm import TraceWriter

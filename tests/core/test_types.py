@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from nanovllm import EngineConfig
 from nanovllm.features.engine_options import EngineOptions
 from nanovllm.outputs import FinishReason
@@ -46,6 +48,7 @@ def test_the_options_of_type_checkers_are_those_of_the_engine():
         assert written[name].__forward_arg__ == kind + " | None" * is_optional, name
 
 
+@pytest.mark.full
 def test_a_type_checker_finds_unknown_options_and_reasons(tmp_path):
     snippet, config = tmp_path / "snippet.py", tmp_path / "mypy.ini"
     snippet.write_text(SNIPPET)

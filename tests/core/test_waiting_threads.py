@@ -19,6 +19,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch brings GNU's OpenMP on Linux")
 def test_openmp_has_the_count_when_the_engine_is_imported_first():
     found = run("import nanovllm, torch", OMP_DISPLAY_ENV="VERBOSE").stderr

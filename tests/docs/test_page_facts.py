@@ -68,6 +68,7 @@ def test_commands_within_sentences_can_be_given(name: str):
         assert is_valid(words[1:]), code
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", GUIDES)
 def test_flags_within_sentences_are_flags(name: str):
     """Of a command, unless the code begins with another program, or the column is another engine's."""
@@ -123,6 +124,7 @@ def test_what_is_said_to_be_refused_is_no_field():
                     assert code not in FIELDS, code
 
 
+@pytest.mark.full
 def test_every_quoted_message_is_one():
     texts = source_texts()
     quoted = [next(inline_code(row[0])) for table in tables(TEXTS[TROUBLE]) for row in table[1:] if row[0][0] == "`"]

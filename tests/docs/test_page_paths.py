@@ -41,6 +41,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
 def test_files_that_a_page_names_are_there(name: str):
     """Below the repository, or below the package where the first folder is one of its rooms."""

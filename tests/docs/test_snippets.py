@@ -176,6 +176,7 @@ def test_what_is_not_run_is_listed_with_its_reason():
     assert reasons == NOT_RUN
 
 
+@pytest.mark.full
 def test_notes_are_understood():
     known = re.compile(r"|in the background|not run: .+|(slow)?(; )?(with --.+)?")
     assert [str(block) for block in BLOCKS if not known.fullmatch(block.note)] == []

@@ -69,6 +69,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, engine: Engine, number: int, e
 # ---------------------------------------------------------------------------------------------------- ends from outside
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_ends_at_its_deadline_with_what_it_has(overlap):
     clock = Clock()
@@ -138,6 +139,7 @@ def test_requests_of_a_more_urgent_priority_start_first():
 # --------------------------------------------------------------------------------------------------------- failed steps
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_failed_step_names_its_requests_and_their_answers_are_unchanged(monkeypatch, overlap, number):

@@ -177,6 +177,7 @@ def answer_without_repeats(model: Any, prompt: list[int], num_tokens: int) -> li
     return known[len(prompt) :]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stage_that_needs_the_tokens_before_gets_them_and_what_it_reports_is_recorded(overlap):
     model, prompts = tiny_model(), [[1, 2], [5] * 20]

@@ -37,11 +37,13 @@ def test_a_mixed_batch_has_the_tokens_of_transformers():
     assert len(answers) == len(PROMPTS) and all(len({*answer}) > 1 for answer in answers)  # else equality says little
 
 
+@pytest.mark.full
 @NEEDS_COMPILER
 def test_a_mixed_batch_by_flex_attention_has_the_tokens_of_transformers():
     assert_equals_transformers(tiny_model(), attention_backend="flex", enforce_eager=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [
     {"overlap": True},
     {"enable_prefix_caching": False},
@@ -54,6 +56,7 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(options):
     assert_equals_transformers(tiny_model(), **options)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [
     {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"tie_word_embeddings": True}, {"attention_bias": True},
 ], ids=str)  # fmt: skip

@@ -148,6 +148,7 @@ def raising(*_, **__):
     raise ValueError("an image is missing")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("build", "reason"), [
     (without_head, "no language model head"),
     (on_two_devices, r"on several devices \(cpu, meta\)"),

@@ -146,6 +146,7 @@ class Seen:
         return query
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_layer_writes_to_the_slots_of_its_kind_unless_it_shares_what_another_wrote(shares):
     module, plan, cache = torch.nn.Identity(), Seen(), torch.zeros(2, 4, 2, WIDTH)

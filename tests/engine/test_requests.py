@@ -68,7 +68,6 @@ def test_the_beginning_of_a_prompt_is_cut_off_where_the_request_says_so(llm: LLM
     assert output.prompt_token_ids == [198, 199]
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("prompts", "options", "error", "message"), [
     ("", {}, ValueError, "empty string"),
     ([[]], {}, ValueError, "the prompt is empty"),
@@ -106,7 +105,6 @@ def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message
         llm.generate([[1] * 60], SamplingParams(**params), use_tqdm=False)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("options", "message"), [
     ({"temperature": -1}, "temperature is -1"), ({"temperature": 1e-9}, "the smallest above 0"),
     ({"top_p": 0.0}, "top_p is 0"), ({"top_k": -2}, "top_k is -2"), ({"min_p": 2}, "min_p is 2"),
@@ -163,7 +161,6 @@ def said(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str, **params):
     return output.outputs[0]
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("stop", "include", "text"), [
     (". And", False, "Paris"), (". And", True, "Paris. And"), (["zzz", "ris", "Par"], False, ""),
     ("é", False, "Paris. And "),

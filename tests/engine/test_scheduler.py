@@ -300,6 +300,7 @@ def test_a_request_that_must_wait_for_blocks_is_not_passed_by_a_smaller_one():
     assert waiting(loop) == ["1", "2"]
 
 
+@pytest.mark.costly
 def test_a_request_that_lacks_a_block_of_budget_is_passed_by_its_own_client_alone():
     for client, starts in (("a", ["0", "2"]), ("b", ["0"])):
         loop = make_loop(max_num_batched_tokens=12)

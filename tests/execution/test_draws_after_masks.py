@@ -152,6 +152,7 @@ def threads_take_all(monkeypatch):
     monkeypatch.setattr("nanovllm.features.grammar.mask_threads.ROWS_A_LEXER", 1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("options", [{}, CROWDED], ids=["roomy", "crowded"])
 def test_late_draws_change_no_token(overlap, options):
@@ -161,6 +162,7 @@ def test_late_draws_change_no_token(overlap, options):
         assert late.num_late > 10 and bool(options) == (llm.stats().num_preemptions > 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fails_after", [1, 4, 9])
 def test_a_failed_step_with_a_late_draw_in_flight_changes_no_token(fails_after):
     with open_llm(overlap=True) as llm:

@@ -39,6 +39,7 @@ def test_a_model_of_few_positions_has_one_end(length):
     assert spans(max_model_len=length)[0] == [[(0, length - 1)]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("length", range(10, 80))
 def test_no_slot_takes_two_rows_of_a_batch(length):
     for batch in itertools.chain(*spans(max_model_len=length)):

@@ -188,6 +188,7 @@ def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, ca
         assert buckets.num_samples(len(layout.sample_rows)) in (0, *buckets.sample_counts)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block_size):
@@ -237,6 +238,7 @@ def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
     assert 256 * (chunks["BLOCK_M"] + 2 * chunks["num_stages"] * chunks["BLOCK_N"]) <= gpu.shared_memory
 
 
+@pytest.mark.full
 def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
     """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
     num_steps = 0

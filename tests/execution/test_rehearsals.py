@@ -87,6 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_the_same_after_every_rehearsal(folder, way, caplog):
     with open_llm(folder, **WAYS[way]) as llm:
@@ -106,6 +107,7 @@ def test_answers_are_the_same_after_every_rehearsal(folder, way, caplog):
         check_engine(llm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("build", [partial(model, "Gemma3Text"), partial(tiny_class_model, "Qwen3NextForCausalLM")],
                          ids=["windows", "recurrent states"])  # fmt: skip
 def test_models_with_other_layers_rehearse_too(build, tmp_path):

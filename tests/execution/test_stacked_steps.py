@@ -86,6 +86,7 @@ def small(**fields: Any) -> Any:
     return GraniteForCausalLM(GraniteConfig(**(sizes | fields))).bfloat16().eval()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_model_of_llamas_kind_runs_its_steps_in_one_launch(family):
     assert Harness(tiny_model(family, dtype=torch.bfloat16)).build() is not None
@@ -262,6 +263,7 @@ def decodes_at(*places: tuple[int, list[int]]) -> BatchLayout:
     return build_layout(tuple(entries), CONFIG.block_size, {}, longest_first=True)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("places", "expected"),
     [

@@ -70,6 +70,7 @@ def prompts() -> list[list[int]]:
     return [*own, shared + own[2][:9], shared + own[3][:40]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", ["Qwen3_5ForCausalLM", "Mamba2ForCausalLM"])
 def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
     """With hits, preemption and steps of decodes, of chunks and of both; every slot held NaN before."""

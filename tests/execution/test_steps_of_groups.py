@@ -43,6 +43,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "num_groups", "options"),
     [

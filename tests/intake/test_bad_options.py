@@ -23,7 +23,6 @@ def test_an_unknown_option_like_no_other_lists_them_all():
     assert_names(str(caught.value), "qqq", "block_size", "enforce_eager", "gpu_memory_utilization")
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -63,7 +62,6 @@ def test_an_option_out_of_range_is_refused_with_its_name_value_and_limit(options
     assert_names(str(caught.value), next(iter(options)), *named)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     "options",
     [

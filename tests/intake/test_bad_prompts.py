@@ -64,7 +64,6 @@ def test_numpy_integers_are_token_ids_or_refused_as_what_they_are():
         assert output.prompt_token_ids == [5, 6, 7]
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31, 2**80])
 def test_a_token_id_outside_the_vocabulary_is_refused_with_the_limit(token_id):
     assert_names(refused(ValueError, [5, token_id], GREEDY), token_id, f"vocabulary of {VOCAB_SIZE}")

@@ -11,7 +11,6 @@ from tests.support.refusals import GREEDY, assert_names, refused
 from tests.support.tiny_models import VOCAB_SIZE
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("options", "allowed"),
     [
@@ -50,7 +49,6 @@ def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_limit(optio
         assert_names(str(caught.value), value)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,6 +92,7 @@ def test_sampling_params_cannot_be_changed_after_their_check():
     assert params.temperature == 1.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, "greedy", 5, 0, "", False], ids=repr)
 def test_sampling_params_of_a_wrong_type_are_refused(params):
     assert_names(refused(TypeError, [[5], [6]], params), "sampling_params", "SamplingParams")

@@ -112,7 +112,7 @@ def as_standard(schema: Any, *, is_value: bool = True) -> Any:
     return made | {"unevaluatedProperties": False} if is_value else made
 
 
-@pytest.mark.every_row
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_documents_of_closed_objects_are_those_of_the_standards_keyword(name):
     schema = SCHEMAS[name]
@@ -126,7 +126,6 @@ def test_documents_of_closed_objects_are_those_of_the_standards_keyword(name):
     )
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("schema", OPEN, ids=[str(number) for number in range(len(OPEN))])
 def test_a_schema_that_says_otherwise_stays_as_it_is(schema):
     assert with_closed_objects(schema) == schema

@@ -94,6 +94,7 @@ def test_a_check_without_a_vocabulary_has_the_limits_too():
         check_form(StructuredOutput(**BOMBS["patterns"]))
 
 
+@pytest.mark.full
 def test_trials_go_on_behind_a_process_that_was_killed():
     grammars().matcher(StructuredOutput(regex="before"))
     assert TRIALS._process is not None

@@ -116,6 +116,7 @@ def encode(tokenizer: Tokenizer, text: str, limit: int | None = None) -> list[in
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "nfc"])
 @pytest.mark.parametrize("name", STAGES)
 def test_pieces_have_the_tokens_of_the_whole_text(name, normalizer, monkeypatch):
@@ -136,6 +137,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, normalizer, monkeypatch)
     assert num_cuts > 3000
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", STAGES)
 def test_every_place_of_a_cut_is_one_for_every_neighbourhood(name):
     """All short texts of one character of each class: cut anywhere that a cut may be, they have the same tokens."""
@@ -151,7 +153,7 @@ def test_every_place_of_a_cut_is_one_for_every_neighbourhood(name):
                 assert parts == whole, (text, place)
 
 
-@pytest.mark.every_row
+@pytest.mark.costly
 @pytest.mark.parametrize("stages", NOT_CUT.values(), ids=NOT_CUT)
 def test_a_tokenizer_that_is_not_understood_gets_the_whole_text(stages):
     tokenizer = trained(stages)
@@ -160,7 +162,6 @@ def test_a_tokenizer_that_is_not_understood_gets_the_whole_text(stages):
     assert encode(tokenizer, text) == tokenizer.encode(text).ids
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 def test_tokens_that_take_their_surroundings_forbid_cuts(flag):
     tokenizer = trained(STAGES["gpt-2"])
@@ -190,7 +191,6 @@ def test_a_text_is_tokenised_up_to_the_limit():
     assert num_chars < 40_000
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "nfc"])
 def test_bytes_that_show_it_refuse_a_text_before_it_is_tokenised(normalizer):
     tokenizer = trained(STAGES["gpt-4"], normalizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,7 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
+@pytest.mark.full
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(st.recursive(plain_schemas() | bombs() | st.booleans(), of_schemas, max_leaves=8), st.randoms())
 def test_every_schema_is_followed_or_refused_with_a_reason(schema, chance):

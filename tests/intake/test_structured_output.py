@@ -49,7 +49,6 @@ for _ in range(40):
     SHARED = {"anyOf": [SHARED, SHARED]}
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("schema", [
     Person, Person.model_json_schema(), json.dumps(Person.model_json_schema()), {"type": "object"}, True, nested(99),
 ], ids=["model", "dict", "text", "short", "true", "deep"])  # fmt: skip
@@ -66,7 +65,6 @@ def test_properties_keep_their_order():
     assert list(json.loads(form.json_schema)["properties"]) == names
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("fields", "kind", "message"), [
     ({}, ValueError, "no field that is set; give exactly one of json_schema, json_object, regex, grammar, choice"),
     ({"regex": "a", "json_object": True}, ValueError, "json_object and regex; give exactly one"),

@@ -51,6 +51,7 @@ def test_the_first_stop_string_is_shown_whatever_their_order():
             assert say(llm, tokens, stop=stop, include_stop_str_in_output=True).text == "the lazy d"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shows_stop", [False, True])
 def test_a_stream_never_takes_back_what_it_showed(shows_stop):
     params = SamplingParams(seed=2, max_tokens=60, stop=["e t", "qzx"], include_stop_str_in_output=shows_stop)
@@ -143,6 +144,7 @@ def test_what_is_no_length_is_refused(value, error):
         SamplingParams(truncate_prompt_tokens=value)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "skip_special_tokens"])
 def test_what_is_no_truth_value_is_refused(name):
     with pytest.raises(TypeError, match=f"{name} must be True or False, not 1"):

@@ -94,6 +94,7 @@ def test_rows_that_are_nothing_tiny_or_no_number_stay_so(kind, kernels):
     assert ((output[6:].double() - expected).norm(dim=1) <= 0.02 * expected.norm(dim=1)).all()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
 def test_products_of_bytes_keep_within_their_memory(tmp_path):
     """Builds with AddressSanitizer for each set of instructions, in one process of their own."""
@@ -118,6 +119,7 @@ def test_products_of_bytes_keep_within_their_memory(tmp_path):
     check_sanitized(script, tmp_path)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("exact", [False, True])
 def test_an_engine_multiplies_as_its_option_says(exact, tmp_path, monkeypatch):
     """Also with outliers in its activations, after which 8 bits leave little of their neighbours: layers stay fused."""

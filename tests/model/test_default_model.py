@@ -30,6 +30,7 @@ def real_model() -> tuple[Path, Any, Any]:
 # ------------------------------------------------------------------------------------------------------- the real model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("question", "answer"),
     [("What is the capital of France?", "The capital of France is Paris."), ("What is 2 + 3?", "2 + 3 = 5")],
@@ -103,6 +104,7 @@ def test_a_chat_is_rendered_with_the_models_own_template() -> None:
     )
 
 
+@pytest.mark.full
 def test_the_folder_loads_without_a_network_and_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     folder, _, _ = real_model()
     code = (

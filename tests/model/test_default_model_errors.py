@@ -120,6 +120,7 @@ def test_too_little_free_space_is_refused_before_anything_is_downloaded(
     assert str(tmp_path / "cache") in message
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("where", "error"),
     [
@@ -175,6 +176,7 @@ def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path: Path, monk
 # -------------------------------------------------------------------------------------------- interruptions and company
 
 
+@pytest.mark.full
 def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +211,7 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path: Path, mo
     assert cache_content() == []
 
 
+@pytest.mark.full
 def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

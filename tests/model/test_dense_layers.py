@@ -64,6 +64,7 @@ def launches_of(binding: ModelBinding, num_rows: int) -> list[tuple[int, int]]:
     return [*ReferenceDense.launches]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
 def test_layers_answer_as_their_modules_and_leave_the_same_k_and_v(family):
     binding = tiny_binding(family, num_layers=3)

@@ -119,11 +119,13 @@ def assert_served_or_refused(class_name: str, case: Case, own: Own, num_tokens: 
         assert found == expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", NAMES, scope="module")
 def test_a_class_is_served_with_its_own_tokens_or_refused_for_a_known_reason(class_name, own):
     assert_served_or_refused(class_name, seeded_case(class_name), own, NUM_TOKENS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("class_name", sorted(REFUSED.keys() - NOT_BUILT.keys()))
 def test_a_saved_class_is_refused_as_the_module_is_and_by_its_config_before_weights_are_read(class_name, tmp_path):
     model = tiny_model_of(class_name)
@@ -157,6 +159,7 @@ def assert_own_tokens(llm: LLM, own: Own) -> None:
     assert found == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("class_name", BUILT, scope="module")
 def test_two_ranks_give_the_tokens_of_a_saved_class_or_refuse_it_for_a_known_reason_and_one_gives_them(
     class_name, own, pair, tmp_path

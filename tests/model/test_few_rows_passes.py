@@ -133,6 +133,7 @@ def difference(name: str) -> float:
     return max(differences)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -149,6 +150,7 @@ def test_layers_compute_the_same_with_the_kernels_that_suit_them(name, expected,
     assert [launch for launch in launches if launch.startswith("experts")] == 2 * [expected]
 
 
+@pytest.mark.full
 def test_a_router_of_another_kind_stays_in_the_graph(launches, monkeypatch):
     plain = qwen.Qwen3MoeTopKRouter.forward
 
@@ -161,6 +163,7 @@ def test_a_router_of_another_kind_stays_in_the_graph(launches, monkeypatch):
     assert "experts" in launches and "experts, router and norm" not in launches
 
 
+@pytest.mark.full
 def test_a_norm_of_another_kind_stays_in_the_graph(launches, monkeypatch):
     def forward(self: Any, states: Tensor) -> Tensor:
         wide = states.float()

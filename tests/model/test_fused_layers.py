@@ -124,6 +124,7 @@ def test_only_products_of_a_known_shape_and_dtype_can_be_packed():
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
@@ -134,6 +135,7 @@ def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path
         assert tokens(llm) == by_transformers(tiny_model(family))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family, tmp_path):
     """The same logits three times: fused, by the modules in bfloat16, and by the modules in float32."""
@@ -159,6 +161,7 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
     assert own_error < 0.05 * exact.norm()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("options", "reason"),
@@ -188,6 +191,7 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(op
     assert any(reason in record.message for record in caplog.records)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.995])
 @pytest.mark.parametrize("place", PLACES)
@@ -198,6 +202,7 @@ def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place,
         assert num_fused(llm) == (2 if factor == 1.0 else 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_of_bfloat16_are_fused_whatever_their_weights(family, tmp_path):
     for seed in range(2):
@@ -206,6 +211,7 @@ def test_layers_of_bfloat16_are_fused_whatever_their_weights(family, tmp_path):
             assert num_fused(llm) == 8
 
 
+@pytest.mark.full
 def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_is(tmp_path, caplog):
     """Ministral3 scales queries by a function of the position that is 1 up to the original length."""
     config = Ministral3Config(
@@ -337,6 +343,7 @@ def test_a_profile_that_begins_within_a_pass_changes_no_token(tmp_path, monkeypa
         assert tokens(llm) == expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("most", [64, 2])
 def test_positions_far_beyond_those_whose_angles_are_kept_have_theirs(tmp_path, monkeypatch, most):
     options = {"max_position_embeddings": 4096}

@@ -156,6 +156,7 @@ def engine_tokens(path: Path, prompts: list[list[int]], **options: Any) -> list[
         return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logits_are_those_of_transformers_with_the_dequantised_weights(tmp_path, architecture):
     more = {}
@@ -170,6 +171,7 @@ def test_logits_are_those_of_transformers_with_the_dequantised_weights(tmp_path,
     assert theirs.std() > 0.1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"])
 def test_greedy_tokens_of_a_float32_engine_equal_those_of_transformers(tmp_path, kind):
     path, reference = written(tmp_path, "llama", kind)
@@ -177,6 +179,7 @@ def test_greedy_tokens_of_a_float32_engine_equal_those_of_transformers(tmp_path,
     assert engine_tokens(path, prompts) == greedy_tokens(reference, prompts)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
 def test_greedy_tokens_of_other_architectures_and_of_mixed_types(tmp_path, architecture):
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output.weight": "Q6_K"}  # as in Q4_K_M
@@ -185,6 +188,7 @@ def test_greedy_tokens_of_other_architectures_and_of_mixed_types(tmp_path, archi
     assert engine_tokens(path, prompts) == greedy_tokens(reference, prompts)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [
@@ -225,6 +229,7 @@ def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_n
             assert tokens(before) == expected  # computed anew
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="blocks are kept on a CPU")
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
 def test_a_head_of_an_odd_vocabulary_is_packed_like_any_other(tmp_path, caplog, is_tied):

@@ -113,6 +113,7 @@ GENERATING: dict[str, Callable[[LLM], Any]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("call", GENERATING)
 def test_each_call_that_generates_is_refused_by_name(llm, call):
     before = llm.stats()
@@ -149,6 +150,7 @@ async def test_an_idle_engine_touches_no_head(folder, monkeypatch, caplog):
     assert "failed" not in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"prefix_cache_dir": "cache"}],
@@ -228,6 +230,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("is_live", [False, True], ids=["saved", "live"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_bases_that_are_no_causal_decoders_are_refused(tmp_path, name, is_live):

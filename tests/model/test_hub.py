@@ -60,6 +60,7 @@ def test_a_revision_that_a_model_has_not_is_refused_by_name(folder, tmp_path):
     assert len(hub.requests) == 1
 
 
+@pytest.mark.full
 def test_without_a_hub_a_model_of_its_cache_is_served_from_there(folder, tmp_path, nowhere):
     done = generate("own/tiny", cached(folder, tmp_path), nowhere)
     assert done.returncode == 0, done.stderr
@@ -73,6 +74,7 @@ def test_without_a_hub_another_model_is_refused_in_one_line_with_the_nearest_nam
     assert "the hub cannot be reached" in done.stderr and "Did you mean own/tiny?" in done.stderr
 
 
+@pytest.mark.full
 def test_without_a_hub_a_tokenizer_that_is_not_cached_is_refused_too(folder, tmp_path, nowhere):
     done = generate(str(folder), tmp_path, nowhere, "--tokenizer", "own/tokens")
     assert done.returncode == 2

@@ -154,6 +154,7 @@ def test_greedy_tokens_do_not_depend_on_the_number_of_requests(tmp_path, kernels
         assert len(one.token_ids) == len(other.token_ids) == 12
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("tied", [True, False])
 def test_steps_of_chunks_alone_ask_the_head_for_no_rows(tmp_path, tied):
     folder = save_tiny(tmp_path / "model", "llama", dtype=torch.bfloat16, hidden_size=192, tie_word_embeddings=tied)

@@ -208,6 +208,7 @@ def test_a_config_of_an_unknown_architecture_is_refused(spoil):
     assert "perceptron-1957" in refusal(folder)
 
 
+@pytest.mark.full
 def test_a_model_that_is_no_causal_language_model_is_refused(spoil):
     folder = spoil()
     (folder / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
@@ -266,6 +267,7 @@ def test_a_hub_id_that_cannot_be_reached_is_a_model_load_error_that_names_it(mon
     assert "cannot be reached" in message
 
 
+@pytest.mark.full
 def test_a_hub_id_offline_fails_within_seconds_and_without_a_traceback_of_the_library():
     """In a process of its own, since the library reads the setting when it is imported."""
     code = (

@@ -40,6 +40,7 @@ def test_merged_layers_can_be_read_like_those_that_they_replace():
         assert (ours.in_features, ours.out_features) == (theirs.in_features, theirs.out_features)
 
 
+@pytest.mark.full
 def test_the_weights_that_were_merged_are_freed():
     model = tiny_model()
     gone = [weakref.ref(layer.mlp.up_proj.weight) for layer in model.model.layers]

@@ -77,6 +77,7 @@ def own_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", HONEST)
 def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(family, dtype):
@@ -201,6 +202,7 @@ def test_a_model_that_does_not_pass_keyword_arguments_to_attention_is_served(fam
     assert_untouched(model, before)
 
 
+@pytest.mark.full
 def test_compiled_layers_without_keyword_arguments_share_one_graph_at_any_number_of_rows(monkeypatch):
     model = small("StableLm", num_hidden_layers=3)
     widen(model)
@@ -212,6 +214,7 @@ def test_compiled_layers_without_keyword_arguments_share_one_graph_at_any_number
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["Falcon", "Mpt"])
 def test_attention_code_that_never_reaches_the_interface_is_refused_in_plain_words(family):
     fields = {"d_model": 64, "n_heads": 2, "n_layers": 2} if family == "Mpt" else {}

@@ -143,6 +143,7 @@ class ReadsANorm(LlamaMLP):
         return super().forward(states) / (1 + self.down_proj.weight.norm())
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU")
 @pytest.mark.parametrize(("kind", "is_freed"), [
     (KeepsAJoinedWeight, True), (KeepsANorm, True), (Rescales, True), (ReadsANorm, False),
@@ -202,6 +203,7 @@ for num_outputs, depth, num_threads in ((32 * 7, 40, 4), (32 * 70_000, 2, 1)):
 """
 
 
+@pytest.mark.full
 def test_panels_of_threads_that_never_come_are_computed_by_others():
     """One thread computes the shares of four, and a share of more panels than its counter has bits for."""
     environment = os.environ | {"OMP_THREAD_LIMIT": "1"}

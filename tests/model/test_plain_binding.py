@@ -26,6 +26,7 @@ def test_a_model_that_needs_a_part_is_refused_by_name(class_name, reason):
         ModelBinding(tiny_class_model(class_name), is_live=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", ["LlamaForCausalLM", "MixtralForCausalLM"])
 def test_a_plain_model_answers_as_it_does_itself(class_name, monkeypatch):
     monkeypatch.setattr("nanovllm.features.composition.binding.build_binding", ModelBinding)

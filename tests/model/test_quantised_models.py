@@ -60,6 +60,7 @@ def test_answers_are_those_of_the_dequantised_weights(family, option, tmp_path):
         assert tokens(llm) == by_transformers(dequantised(folder, option))
 
 
+@pytest.mark.costly
 def test_the_weights_are_those_that_were_asked_for(llm, folder):
     model, option = llm._engine.model_runner.binding.model, llm.config.quantization
     assert tokens(llm) == by_transformers(dequantised(folder, option))
@@ -104,6 +105,7 @@ def test_a_tied_head_and_its_embedding_are_one_quantised_weight(option, dtype, b
         assert len(left) == 0 or ((left - right) / right).abs().mean() < bound
 
 
+@pytest.mark.full
 def test_what_else_an_engine_does_changes_no_answer(folder, llm):
     """Cached prefixes, chunks beside decodes, preemption, samples and log-probabilities."""
     params = [

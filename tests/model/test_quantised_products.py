@@ -193,6 +193,7 @@ def test_what_cannot_lie_side_by_side_is_not_packed():
     assert can_pack([layer("Q4_0", torch.float32, 48), layer("Q4_0", torch.float32, 16)], torch.float32)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 @pytest.mark.parametrize("flags", ["-mno-amx-bf16 -mno-amx-int8", "-mno-avx512f"])
 def test_a_processor_without_the_newest_instructions_computes_the_same(monkeypatch, flags):

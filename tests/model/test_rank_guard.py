@@ -141,6 +141,7 @@ def test_the_model_is_as_before():
 STYLES = {"model.norm": "rowwise", "lm_head": "colwise"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", STYLES)
 def test_what_no_layer_holds_and_a_head_that_would_stay_a_part_are_refused(name):
     model = tiny_model("llama")

@@ -56,6 +56,7 @@ MODELS = {
 TOKENS = torch.randint(0, 100, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_together_compute_what_the_whole_model_does(name, size):

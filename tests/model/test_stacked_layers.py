@@ -192,6 +192,7 @@ def test_scaled_residuals_keep_the_modules(multiplier, caplog):
     assert "between attention and its second norm" in caplog.text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_of_llamas_kind_run_as_one_whatever_their_weights(family, rotary):

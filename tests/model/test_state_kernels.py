@@ -57,6 +57,7 @@ def test_kernels_of_the_best_and_of_the_least_class_equal_torch(monkeypatch, nam
     assert first_wrong(load_state_kernels()) is None
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_decodes_over_slots_give_the_tokens_of_transformers_with_hits_and_preemptions(class_name):
     model, asked = tiny_class_model(class_name), prompts()
@@ -73,6 +74,7 @@ def test_decodes_over_slots_give_the_tokens_of_transformers_with_hits_and_preemp
         check_engine(llm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_they_serve_bfloat16(class_name):
     """Their results are within its rounding of the module's own: a layer is tried before it is served."""
@@ -106,6 +108,7 @@ def test_a_forward_that_the_owner_set_is_the_one_that_runs():
     assert tokens == own_answers(model, prompts()[:2], ANSWER)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["convolution", "delta_rule"])
 def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
     right = getattr(kernels, kind)
@@ -125,6 +128,7 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
         assert generate(llm, prompts()[:3]) == own_answers(model, prompts()[:3], ANSWER)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["raises", "differs"])
 def test_chunks_are_computed_by_the_library_where_a_kernel_does_not_serve_them(monkeypatch, kernels, way):
     right = kernels.delta_rule
@@ -155,6 +159,7 @@ def test_a_step_writes_no_slot_but_its_own(kernels):
     assert (pool[5] == 1.5).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", ["rows", "dtype", "activation"])
 def test_calls_that_they_do_not_serve_are_refused_before_a_state_changes(kernels, change):
     pool = torch.ones(3, 8, 4)

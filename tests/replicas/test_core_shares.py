@@ -39,6 +39,7 @@ def test_shares_are_whole_disjoint_and_of_one_size(count, tmp_path, monkeypatch)
     assert {*map(len, found)} <= {10 // count, -(-10 // count)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("value", "threads"),
     [

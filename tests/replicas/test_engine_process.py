@@ -52,6 +52,8 @@ def test_answers_and_streams_are_those_of_an_engine_in_the_servers_process(runni
         assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.full
 def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile(running):
     prompt = random_prompts(1, low=30, high=30, seed=42)[0]
     texts: list[str] = []
@@ -68,6 +70,7 @@ def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile
     assert (now["state"], now["restarts"]) == ("up", 1)
 
 
+@pytest.mark.full
 def test_prefixes_go_to_files_when_the_server_ends(tmp_path):
     options = OPTIONS | {"prefix_cache_dir": str(tmp_path), "enable_prefix_caching": True}
     prompt = random_prompts(1, low=90, high=90, seed=43)[0]
@@ -108,6 +111,7 @@ def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
     assert front_door({}, engine_process=False) is AsyncLLM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @bounded
 async def test_an_async_llm_has_its_engine_in_a_process_if_asked(ranks):
@@ -123,6 +127,7 @@ async def test_an_async_llm_has_its_engine_in_a_process_if_asked(ranks):
     assert texts == [expected(prompt) for prompt in prompts]
 
 
+@pytest.mark.full
 def test_a_loaded_module_stays_in_its_process():
     with pytest.raises(ValueError, match="a loaded module as model"):
         AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), engine_process=True)

@@ -15,6 +15,7 @@ OPTIONS = {"enforce_eager": True, "dtype": "float32", "num_kv_blocks": 17, "max_
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [REPLICAS, TENSOR_PARALLEL])
 def test_tokens_are_those_of_one_engine(tmp_path, mode):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

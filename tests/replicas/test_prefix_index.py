@@ -74,6 +74,7 @@ def walk(rng: random.Random, loop: Loop, max_model_len: int) -> str:
     return name
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(8))
 def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed: int):
     """Preemption, aborts, failed steps, resets, NaN; batches of events of any number of calls."""

@@ -374,6 +374,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("run", SYNCHRONOUS, ids=lambda run: run.__name__.removeprefix("run_"))
 def test_a_call_or_option_works(llm, steps, run):
     run(llm, steps)
@@ -387,6 +388,7 @@ ASYNCHRONOUS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_asynchronous_calls_work(mode, async_options):
     asyncio.run(asyncio.wait_for(use_asynchronously(mode, async_options), 120.0))
 
@@ -455,6 +457,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("one_mode", MODES)
 def test_every_name_that_works_is_run(one_mode):
     run = ASYNCHRONOUS.union(*SYNCHRONOUS.values(), PARAMS)

@@ -78,6 +78,7 @@ def assert_grows_by_single_tokens(outputs):
             assert len(right.token_ids) - len(left.token_ids) <= 1
 
 
+@pytest.mark.full
 def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
     prompts, params = random_prompts(8, low=40, high=40, seed=1), PARAMS * 2
     streams = [llm.stream(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -96,6 +97,7 @@ def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
         assert after.max_itl >= max(output.metrics.max_itl or 0.0 for output in shown)
 
 
+@pytest.mark.full
 def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
     prompts, params = random_prompts(8, low=40, high=40, seed=2), PARAMS * 2
     engine, ids = llm._engine, process_ids(llm)
@@ -124,6 +126,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
     assert completions(again) == whole(prompts, params)
 
 
+@pytest.mark.full
 def test_exactly_once_in_a_storm_of_aborts_and_a_death(llm):
     """Streams begun, read, closed and killed at random: each is a prefix of one engine's answer."""
     choice = random.Random(5)
@@ -204,6 +207,7 @@ def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, 
     wait_until(lambda: not is_alive(before))
 
 
+@pytest.mark.full
 def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restart(llm, monkeypatch):
     monkeypatch.setattr(pool_request, "MAX_DEATHS", 2)
     prompts = random_prompts(2, seed=27)
@@ -329,6 +333,7 @@ def test_only_files_that_are_there_and_shown_are_a_models(tmp_path):
     assert stored_files("someone/some-model") == {}
 
 
+@pytest.mark.full
 def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, caplog):
     """Answers move between replicas; the others go on with the model that they have."""
     weights = Path(tiny_folder()) / "model.safetensors"
@@ -349,6 +354,7 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
     assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
 
 
+@pytest.mark.full
 def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monkeypatch, caplog):
     """The hub's `main` moves between two starts."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

@@ -71,6 +71,7 @@ def test_mixed_requests_get_what_one_engine_gives(llm):
                 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", range(8))
 def test_a_stream_grows_token_by_token_to_what_one_engine_gives(llm, number):
     prompts, params = mixed()
@@ -144,6 +145,7 @@ def test_a_closed_stream_frees_its_blocks_in_its_replica(llm):
     wait_until(is_free)
 
 
+@pytest.mark.full
 def test_a_request_ends_at_its_timeout_with_what_it_has(llm):
     output = generate(llm, random_prompts(1, seed=11)[0], ENDLESS, timeout=0.3)[0].outputs[0]
     assert output.finish_reason == "timeout" and len(output.token_ids) < 400

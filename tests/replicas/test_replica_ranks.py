@@ -66,6 +66,7 @@ def test_tokens_equal_those_of_transformers(llm):
     assert [replica.num_restarts for replica in llm.replicas()] == restarts
 
 
+@pytest.mark.full
 def test_a_rank_killed_under_load_ends_its_replica_alone_whose_requests_move(llm):
     wait_until_up(llm)
     own, other = ranks_of(llm, 0), ranks_of(llm, 1)
@@ -109,6 +110,7 @@ def test_a_first_rank_killed_while_another_is_stopped_leaves_none(llm):
     wait_until(lambda: not any(map(is_alive, own)), 20.0)
 
 
+@pytest.mark.full
 def test_closing_ends_every_rank(llm):
     """Also a process that is about to start, as after the test before."""
     ids = [one for one in (*ranks_of(llm, 0), *ranks_of(llm, 1)) if one is not None]

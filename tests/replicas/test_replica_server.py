@@ -71,6 +71,7 @@ def test_embeddings_and_scores_are_those_of_one_engine(running, monkeypatch):
     assert [found[0], found[1]] == pytest.approx([output.score for output in own], abs=1e-4)
 
 
+@pytest.mark.full
 def test_a_stream_goes_on_though_its_replica_is_killed_and_health_and_metrics_tell(running):
     prompt = random_prompts(1, low=30, high=30, seed=32)[0]
     with running.http() as http:
@@ -165,6 +166,7 @@ def test_health_tells_index_state_and_restarts_of_each_replica(running):
     assert [list(replica) for replica in shown] == [["index", "state", "restarts"]] * 2
 
 
+@pytest.mark.full
 def test_every_line_of_a_server_with_replicas_and_json_logs_is_an_object_of_one_form():
     code = "import sys; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["--log-format", "json", "--port", "0", "--data-parallel-size", "2", "--max-model-len", "128"]
@@ -181,6 +183,7 @@ def test_every_line_of_a_server_with_replicas_and_json_logs_is_an_object_of_one_
     assert all(list(line)[:4] == ["time", "level", "logger", "message"] for line in found)
 
 
+@pytest.mark.full
 def test_health_is_503_while_no_replica_is_up_and_a_stop_drains(running):
     prompt, texts, engine = random_prompts(1, seed=35)[0], [], running.engine
     with running.http() as http:

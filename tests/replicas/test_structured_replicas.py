@@ -57,6 +57,7 @@ def test_the_front_refuses_what_cannot_be_compiled(pool):
     assert not pool._engine.requests
 
 
+@pytest.mark.full
 def test_a_request_whose_process_dies_goes_on_within_its_form(pool, expected):
     stream = pool.stream(PROMPTS[0], PARAMS[0])
     assert not [next(stream) for _ in range(4)][-1].finished
@@ -70,6 +71,7 @@ class Ending(Reporter):
         """Leave this process alive."""
 
 
+@pytest.mark.full
 def test_a_form_that_is_compiled_in_an_engine_process_is_overtaken_and_can_be_aborted(folder, monkeypatch):
     may_go_on, is_compiling, finished = threading.Event(), threading.Semaphore(0), queue.Queue()
     compile_form = compiler.compile_form

@@ -83,6 +83,7 @@ class Streams:
 EVENTS = st.sampled_from(["token"] * 6 + ["two tokens", "preempted", "found in the cache", "ended"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [OutputKind.DELTA, OutputKind.CUMULATIVE])
 @given(st.lists(st.tuples(st.sets(st.integers(0, NUM_REQUESTS - 1), min_size=1), EVENTS), max_size=25), st.data())
 @settings(deadline=None, max_examples=60)

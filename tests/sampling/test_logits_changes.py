@@ -100,6 +100,7 @@ def test_a_word_is_spelt_with_and_without_a_space_in_front():
     assert texts == ["answer", " answer", "token", " token"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("pool", POOLS)
 def test_greedy_tokens_without_bad_words_are_those_of_transformers(pool, overlap):
@@ -179,6 +180,7 @@ class Counting:
         return torch.stack([counting(ids, row.clone()) for ids, row in zip(input_ids.tolist(), scores, strict=True)])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_processor_sees_every_token_and_acts_as_in_transformers(pool, overlap):

@@ -125,6 +125,7 @@ def by_transformers() -> list[list[int]]:
     return answers
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("pool", POOLS)
 def test_greedy_tokens_under_a_repetition_penalty_equal_those_of_transformers(pool, overlap):
@@ -134,6 +135,7 @@ def test_greedy_tokens_under_a_repetition_penalty_equal_those_of_transformers(po
     assert [output.outputs[0].token_ids for output in outputs] == by_transformers()
 
 
+@pytest.mark.full
 def test_penalised_samples_are_the_same_in_every_way_of_stepping():
     model, prompts = tiny_model(), random_prompts(12, low=3, high=90, seed=3)
     options = [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7, "top_p": 0.9}, {"allowed_token_ids": range(9, 99)}]

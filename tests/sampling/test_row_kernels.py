@@ -98,6 +98,7 @@ def test_hard_rows_give_the_same_tokens(vocab_size, filters, dtype):
         assert min(tokens) >= 0
 
 
+@pytest.mark.costly
 @DTYPES
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 def test_thousands_of_random_rows_give_the_same_tokens(scale, dtype):

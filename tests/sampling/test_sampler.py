@@ -220,6 +220,7 @@ def test_min_p_is_relative_to_the_most_probable_token():
     assert support(logits, min_p=0.4) == [0, 1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_no_filtered_token_is_ever_drawn(options):
     logits = random_logits(1, 50)
@@ -228,6 +229,7 @@ def test_no_filtered_token_is_ever_drawn(options):
     assert set(tokens) <= allowed
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 2.5}, {"top_k": 8}, {"top_p": 0.8, "temperature": 1.5}, {"min_p": 0.3, "temperature": 0.8}],
@@ -251,6 +253,7 @@ def test_tokens_are_drawn_with_their_exact_probabilities(options, vary):
     assert temperature_p_value(counts[kept], expected[kept]) > SIGNIFICANCE  # 7 % are found
 
 
+@pytest.mark.full
 def test_successive_tokens_of_one_request_are_drawn_independently():
     logits = torch.zeros(8001, 8)
     tokens = torch.tensor(draw(logits, [request(3)] * 8001))
@@ -258,6 +261,7 @@ def test_successive_tokens_of_one_request_are_drawn_independently():
     assert p_value(pairs, torch.full((64,), 1 / 64)) > SIGNIFICANCE
 
 
+@pytest.mark.full
 def test_requests_of_neighbouring_seeds_draw_independently():
     logits = torch.zeros(4000, 4)
     first, second = (torch.tensor(draw(logits, [request(seed)] * 4000)) for seed in (100, 101))

@@ -104,6 +104,7 @@ def test_a_stream_is_events_that_end_with_done(running):
     assert json.loads(events[0].removeprefix("data: "))["object"] == "text_completion"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_events_of_text_alone_are_written_as_the_others_are(running, path):
     """Only their text is encoded; with a usage in each event every one is encoded whole."""
@@ -332,6 +333,7 @@ def test_sampling_options_reach_the_engine(client):
     assert answer.choices[0].prompt_token_ids == [6, 7]
 
 
+@pytest.mark.full
 def test_a_completion_has_16_tokens_by_default_and_a_conversation_what_the_context_leaves(client):
     assert client.completions.create(model=MODEL, prompt="Once").usage.completion_tokens == 16
     answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a " * 240}])

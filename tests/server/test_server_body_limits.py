@@ -107,7 +107,6 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monke
     assert "max_body_items" in error["message"] or "max_prompts" in error["message"]
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     "path, body, field, limit",
     [

@@ -285,6 +285,7 @@ STREAMED = [
 ]  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, text, *_ in CALLS if form != "harmony"])
 def test_damaged_calls_are_read_the_same_however_they_are_cut(form, text):
     draw = random.Random(text)

@@ -46,6 +46,7 @@ STRINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "as_tokens"), TAGGED)
 def test_strings_between_tags_keep_to_their_schemas(name, as_tokens):
     setting = setting_of(name, as_tokens=as_tokens)
@@ -58,6 +59,7 @@ def test_strings_between_tags_keep_to_their_schemas(name, as_tokens):
                 assert not setting.accepts(constraints, WRITTEN[name] % text), (schema, text)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "as_tokens"), TAGGED)
 def test_whatever_is_generated_between_tags_is_valid(name, as_tokens):
     setting, chance = setting_of(name, as_tokens=as_tokens), random.Random(3)

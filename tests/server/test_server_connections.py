@@ -176,7 +176,6 @@ MALFORMED = {
 }
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_not_http_is_400_as_json_and_the_connection_closes(parser, request_bytes):
     with serving() as running, connected(running) as connection:
@@ -205,7 +204,7 @@ SMUGGLED = {
 }
 
 
-@pytest.mark.every_row
+@pytest.mark.costly
 def test_no_request_behind_a_length_of_two_readings_is_answered(parser):
     with serving(HASTY) as running:
         for name, request_bytes in SMUGGLED.items():
@@ -258,7 +257,6 @@ def test_what_is_not_http_behind_a_request_does_not_get_into_its_answer(parser):
         comes_true(running.is_idle)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("begin, part", [(HEAD, "headers"), (HEAD + b"Content-Length: 10\r\n\r\n{", "body")])
 def test_a_request_that_is_never_finished_is_408(parser, begin, part):
     with serving(HASTY) as running:
@@ -285,6 +283,7 @@ def test_line_ends_do_not_keep_a_used_connection_open(parser):
         answer(connection)
 
 
+@pytest.mark.full
 def test_answers_may_last_longer_than_requests(parser):
     """Neither timer runs during an answer, nor while a pipelined request waits."""
     body = b'{"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": true, "return_token_ids": true}'
@@ -423,6 +422,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_may_be(monkeypatch, caplog,
     assert ("max_connections is 4096" in caplog.text) == is_logged
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "name", ["max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout"]
 )

@@ -110,6 +110,7 @@ def test_a_page_may_send_what_the_clients_of_javascript_send():
         assert set(names.split(",")) <= allowed
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_no_client_overtakes_the_others_unless_the_server_allows_it(path):
     body = BODY if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

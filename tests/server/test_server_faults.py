@@ -117,6 +117,7 @@ def test_the_prompt_of_a_client_that_leaves_is_prepared_no_further(monkeypatch, 
         comes_true(lambda: not lane.tasks())
 
 
+@pytest.mark.full
 def test_a_client_that_stops_reading_delays_no_other_and_loses_nothing(monkeypatch):
     logprobs = {"logprobs": 5, "max_tokens": 450, "ignore_eos": True}
     with serving(send_buffer=4096) as running:
@@ -150,6 +151,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_ends_as_if_it_had_
         connection.close()
 
 
+@pytest.mark.full
 def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
     wordy = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "temperature": 0, "logprobs": 20}
     with serving({"send_timeout": 1.0}, send_buffer=4096) as running:
@@ -350,6 +352,7 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
         assert running.is_idle()
 
 
+@pytest.mark.full
 @bounded
 async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
     """Forty-five clients on a pool with room for about three; a third of them disconnect."""
@@ -385,6 +388,7 @@ async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block(
         await running.engine._run(lambda engine: check_scheduler(engine.scheduler))
 
 
+@pytest.mark.full
 @bounded
 async def test_five_hundred_streams_at_once_each_get_the_offline_engines_tokens():
     prompts = [[5 + number % 400, 6, number % 97] for number in range(500)]
@@ -550,6 +554,7 @@ def start_command(folder: Path, *options: str) -> tuple[subprocess.Popen[str], s
     raise AssertionError(f"it ended with {process.wait()}")
 
 
+@pytest.mark.full
 @programs_are_forked()
 def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits_with_0(tmp_path):
     process, url = start_command(save_tiny(tmp_path / "tiny"), "--drain-timeout", "0.3")

@@ -76,6 +76,7 @@ def test_streams_are_the_default_and_have_a_json_object_a_line(http):
     assert last["done"] is True and last["message"]["content"] == "" and last["eval_count"] == 8
 
 
+@pytest.mark.full
 def test_options_are_those_of_the_other_endpoints(http):
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 5, "num_predict": 8}
     more = {"repeat_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "stop": ["zz"]}
@@ -89,6 +90,7 @@ def test_options_are_those_of_the_other_endpoints(http):
     assert post(http, "/api/chat", messages=ASK, options={"num_predict": -1, "temperature": 0})["eval_count"] > 100
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", [SCHEMA, "json"], ids=["schema", "json"])
 def test_a_format_constrains_the_answer(form):
     with serving(model=ending_model()) as running, running.http() as http:

@@ -61,6 +61,7 @@ def test_what_a_request_leaves_out_is_told_as_it_was_used(running, client, monke
     assert client.responses.create(model=MODEL, input="Hello", top_p=0.75).top_p == 0.75
 
 
+@pytest.mark.full
 def test_a_stream_has_the_events_of_the_whole_answer(running, client, monkeypatch):
     says(running, monkeypatch, ANSWER)
     options: dict[str, Any] = {"model": MODEL, "input": "Hello", "tools": TOOLS, "include": SEALED}
@@ -95,6 +96,7 @@ def test_a_stream_has_the_events_of_the_whole_answer(running, client, monkeypatc
         assert without_ids(stream.get_final_response()) == without_ids(whole)
 
 
+@pytest.mark.full
 def test_an_agent_makes_several_calls_without_a_malformed_event(running, client, monkeypatch):
     says(running, monkeypatch, 'So.</think><tool_call>{"name": "weather"}</tool_call>')
     first: Any = {"role": "user", "content": "Hello"}

@@ -121,6 +121,7 @@ def is_told(answer: Any) -> bool:
     return answer.status_code != 400 or not any(re.search(reason, message) for reason in NOT_TOLD)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_what_the_description_allows_succeeds_and_nothing_is_a_server_error(described, path, method, mode):

@@ -102,6 +102,7 @@ def arguments_of(call: Any) -> Any:
     return call.function.name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["hermes", "qwen_xml", "none"])
 def test_required_and_named_calls_are_made_in_every_format(form):
     with serving({"tool_format": form}, model=ending_model()) as running, running.client() as client:

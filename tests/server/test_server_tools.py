@@ -355,6 +355,7 @@ def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_fo
     assert deltas[-1].finish_reason == "tool_calls"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop_id", [MIXED], indirect=True, ids=["mixed"])
 def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(running, stop_id):
     with running.client() as client:

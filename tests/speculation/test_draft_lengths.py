@@ -162,6 +162,7 @@ def test_few_rows_are_shared_evenly():
     assert most[:16] == [3] * 16
 
 
+@pytest.mark.full
 def test_an_engine_drafts_nothing_while_drafts_rest():
     prompt = [5, 6, 7, 8]
     with open_llm() as llm:

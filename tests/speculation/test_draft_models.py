@@ -70,6 +70,7 @@ def short(name: str) -> tuple[SamplingParams, list[list[int]]]:
 TIGHT = {"num_kv_blocks": 17, "max_model_len": 230}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "options"),
     [("greedy", {}), ("top-p", {}), ("top-p", TIGHT), ("top-p", {"max_num_batched_tokens": 80})],
@@ -84,6 +85,7 @@ def test_a_stranger_changes_no_token(name, options, other):
         assert not drafter._shadows and drafter._manager.num_free_blocks == drafter._manager.num_blocks - 1
 
 
+@pytest.mark.full
 def test_shadows_without_blocks_are_computed_again(same):
     prompts = random_prompts(10, low=60, high=90, seed=2)
     with open_llm(None) as llm:
@@ -95,6 +97,7 @@ def test_shadows_without_blocks_are_computed_again(same):
         assert llm.stats().speculation.num_accepted_tokens > 20
 
 
+@pytest.mark.full
 def test_a_step_of_the_small_model_that_fails_costs_its_drafts(same, monkeypatch):
     with open_llm(None) as llm:
         wanted = token_ids(generate(llm, PROMPTS, PARAMS["sampled"]))

@@ -74,6 +74,7 @@ FORM = StructuredOutput(
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_that_a_form_forces_are_drafts_that_cannot_fail(temperature):
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=120, structured_output=FORM)
@@ -129,6 +130,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_without_the_drafts_of_a_drafter_that_fails(fault, wanted, caplog):
     drafter = Broken(FAULTS[fault])

@@ -28,6 +28,7 @@ def drafter(name: str) -> KnownAnswers:
     return KnownAnswers({tuple(prompt): [answer] for prompt, answer in answers})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_come_back_from_a_tier(name, overlap):

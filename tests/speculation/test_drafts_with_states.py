@@ -86,6 +86,7 @@ def drafter(family: str, name: str, change: Any) -> KnownAnswers:
     return KnownAnswers({tuple(prompt): [tokens for tokens, _ in samples] for prompt, samples in pairs}, change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_with_drafts_are_those_without(family, name):
@@ -102,6 +103,7 @@ def test_answers_with_drafts_are_those_without(family, name):
             assert (stats.num_accepted_tokens > 100) == (change is mostly_right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_setting(family, setting):
@@ -113,6 +115,7 @@ def test_in_every_setting(family, setting):
         assert stats.num_preemptions > 0 or setting != "preemption"
 
 
+@pytest.mark.full
 def test_right_drafts_take_few_steps_and_wrong_ones_no_more_than_none():
     family, steps = "FalconH1ForCausalLM", {}
     for change in (None, lambda _, drafts: drafts, always_wrong):

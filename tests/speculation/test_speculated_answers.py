@@ -140,6 +140,7 @@ def cells(names: Iterable[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "change"), cells(PARAMS))
 def test_outputs_with_drafts_are_those_without(name, change):
     wanted = expected(name)
@@ -164,6 +165,7 @@ def structured(kind: str) -> list[Any]:
         return generate(llm, PROMPTS, structured_params(kind))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "change"), cells(FORMS))
 def test_structured_outputs_with_drafts_are_those_without(kind, change):
     params, wanted = structured_params(kind), structured(kind)
@@ -174,6 +176,7 @@ def test_structured_outputs_with_drafts_are_those_without(kind, change):
         assert counts.accepted == counts.drafted or change != "right"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
     wanted = [reference(model(family), prompt) for prompt in prompts()]
@@ -205,6 +208,7 @@ def of_every_kind() -> list[Any]:
         return generate(llm, *requests())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "change"), cells(SETTINGS))
 def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change):
     (batch, params), wanted = requests(), of_every_kind()
@@ -218,6 +222,7 @@ def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change
         assert stats.num_preemptions > 0 or "preemption" not in name or change != "mostly right"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["Gemma3Text", "Mistral", "GptOss", "Llama4Text"])
 def test_models_with_windows_and_chunks_have_the_outputs_of_transformers(family):
     """A rejected draft must free no block that a window still needs, and read none that was freed."""

@@ -157,6 +157,7 @@ def test_outputs_are_those_without_drafts_and_a_second_request_is_drafted_from_t
     assert after.speculation.tokens_per_draft > 2.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_steps_are_those_without_drafts_where_nothing_repeats(overlap):
     """With overlap a request would miss a step for each draft that it waited for."""

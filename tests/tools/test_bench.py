@@ -281,6 +281,7 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
     assert theirs.split()[1:4] == ["transformers:batch_size=8", "30", "(20-40)"] and theirs.split()[-1] == "0.67"
 
 
+@pytest.mark.full
 @programs_are_forked()
 def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, capsys):
     path, record = tmp_path / "result.json", tmp_path / "trace.json"
@@ -303,6 +304,7 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
 
 
+@pytest.mark.full
 @programs_are_forked()
 def test_a_refusal_is_reported_with_the_name_of_its_engine(folder, capsys):
     arguments = ["--workload", "random:requests=2,prompt=500,output=13,vocab=512"]

@@ -113,6 +113,7 @@ def test_vllm_gives_each_token_the_time_of_the_step_that_brought_it(vllm):
     assert vllm[2]["id"] == "2"  # ids are unique
 
 
+@pytest.mark.full
 def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     requests = [TimedRequest(0.0, [5, 6, 7], 3), TimedRequest(0.0, [8, 9], 2, after=0), TimedRequest(0.3, [3], 2)]

@@ -21,6 +21,7 @@ def test_every_script_that_another_test_runs_is_named_there():
         assert name.rpartition("/")[2] in Path(ROOT, file).read_text(encoding="utf-8"), name
 
 
+@pytest.mark.full
 def test_every_script_answers_help():
     answered = helps()
     assert answered.keys() == names()
@@ -34,11 +35,13 @@ def check(name: str, arguments: str, folder: Path) -> None:
     assert done.stdout.strip(), "it prints figures"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_script_runs_on_a_cpu(name, tmp_path):
     check(name, ON_CPU[name], tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_script_that_needs_a_gpu_is_refused_by_name_without_one(name):

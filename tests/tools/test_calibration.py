@@ -207,6 +207,7 @@ class CountingClock:
         return self.now
 
 
+@pytest.mark.full
 def test_a_real_engine_is_measured_on_its_clock():
     calibration = calibrate(
         tiny_model(), repeats=1, clock=CountingClock(), enforce_eager=True, max_model_len=128, max_num_seqs=4
@@ -272,6 +273,7 @@ def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
     assert {8, 16, 64} <= {size for size, _ in intakes} and min(seconds for _, seconds in intakes) > 0.0
 
 
+@pytest.mark.full
 def test_shapes_of_a_device_of_its_own_are_captured_before_it_is_measured(monkeypatch):
     events, left = [], [True, True, False]
     monkeypatch.setattr("nanovllm.tools.simulate.calibrate._launch_blocks", lambda engine: False)
@@ -334,6 +336,7 @@ def test_what_cannot_be_measured_is_refused():
 # -------------------------------------------------------------------------------------------------------- commands
 
 
+@pytest.mark.full
 def test_calibrate_writes_what_simulate_reads(run, tmp_path):
     folder, path = save_tiny(tmp_path / "tiny"), str(tmp_path / "out.json")
     limits = ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "2"]

@@ -187,6 +187,7 @@ def test_the_version_is_shown(capsys):
 # ---------------------------------------------------------------------------------------------- as a process of its own
 
 
+@pytest.mark.full
 def test_the_module_runs_as_a_program(folder):
     child = subprocess.run(
         [

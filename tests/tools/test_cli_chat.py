@@ -131,6 +131,7 @@ def test_continue_goes_on_as_if_the_answer_had_not_been_cut(run, tmp_path):
     assert "".join(out.splitlines()[:2]) == expected.splitlines()[0]
 
 
+@pytest.mark.full
 def test_an_answer_goes_on_to_the_end_of_the_context_without_a_limit(run, folder):
     prompt = tiny_tokenizer()("<|user|>hello<|end|><|assistant|>")["input_ids"]
     answer = generated(folder, prompt, max_tokens=None)

@@ -331,6 +331,7 @@ def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
             pass
 
 
+@pytest.mark.full
 def test_at_a_terminal_errors_do_not_end_the_conversation(chat):
     chat.send("/sytem\r")
     chat.expect("did you mean /system")

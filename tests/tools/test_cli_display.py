@@ -101,6 +101,7 @@ def draw(console: Console, text: str, *, size: int, shown: str = "") -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_markdown_that_streams_ends_as_it_is_drawn_at_once(console, size):
     assert screen(draw(console, TEXT, size=size)) == SCREEN

@@ -126,6 +126,7 @@ def test_a_text_goes_through_the_chat_template(run):
     assert run("generate", "What is it?", "--json", "--chat", *SHORT)[1].count('"error": null') == 1
 
 
+@pytest.mark.full
 def test_without_options_it_is_greedy_and_repeats(run):
     first, second = (run("generate", "--raw", "one", "--json")[1] for _ in range(2))
     assert records(first)[0]["token_ids"] == records(second)[0]["token_ids"]

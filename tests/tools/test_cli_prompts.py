@@ -237,6 +237,7 @@ def test_one_prompt_is_streamed(run, monkeypatch):
     assert out.getvalue() == texts[-1] + "\n"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("sigint_is_heeded")
 def test_ctrl_c_leaves_the_answers_that_were_written(folder):
     """In a process of its own, whose second prompt would take 200 tokens of a huge batch of them."""

@@ -78,6 +78,7 @@ def test_a_file_of_a_repository_is_fetched_by_its_quantisation(models, tmp_path)
         assert files(tmp_path, "own/packed") == ["model-Q8_0.gguf"]
 
 
+@pytest.mark.full
 def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path, nowhere):
     flags = ["--raw", "--max-tokens", "2", "--enforce-eager", "--max-model-len", "64", "one"]
     with serving(models) as hub:
@@ -87,6 +88,7 @@ def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path,
     assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -103,6 +105,7 @@ def test_what_a_hub_has_not_is_refused_by_name(models, tmp_path, arguments, name
     assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_without_a_hub_what_is_cached_stays_and_the_rest_is_refused(models, tmp_path, nowhere):
     cached(models["own/tiny"], tmp_path)
     assert nanovllm("pull", "own/tiny", cache=tmp_path, endpoint=nowhere).returncode == 0

@@ -116,6 +116,7 @@ def test_only_engines_that_lay_steps_out_for_graphs_round_up(device, attention_b
     assert (sizes is not None) == rounds
 
 
+@pytest.mark.full
 def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
     works = [random_work(random.Random(1)) for _ in range(20)]
     intakes = [(size, 5e-5 + 2e-7 * size) for size in (1, 10, 100, 1000)]
@@ -124,6 +125,7 @@ def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
     assert fit(sampled(works, noise=0.0), launch_blocks=True).intake.seconds(1000) == 0.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launch_blocks", [False, True])
 def test_without_noise_the_fit_is_exact(launch_blocks):
     r = random.Random(1)
@@ -137,6 +139,7 @@ def test_without_noise_the_fit_is_exact(launch_blocks):
     assert astuple(fitted.update) == pytest.approx((3e-5, 2e-6, 0.0), abs=1e-12)
 
 
+@pytest.mark.full
 def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
     r = random.Random(1)
     works = [random_work(r)._replace(num_shared_context_tokens=0) for _ in range(80)]
@@ -144,6 +147,7 @@ def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
     assert fitted.per_shared_context_token == fitted.per_context_token == pytest.approx(4e-7, rel=1e-6)
 
 
+@pytest.mark.full
 def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
     r = random.Random(2)
     fitted = fit(sampled([random_work(r) for _ in range(200)], noise=0.05), launch_blocks=True)
@@ -163,6 +167,7 @@ def test_small_steps_weigh_as_much_as_large_ones():
     assert worst_error(fitted, r.sample(works, 10)) < 0.02
 
 
+@pytest.mark.full
 def test_steps_that_the_launch_computed_do_not_draw_the_fit():
     # Launched without a CUDA graph, a few steps took long to launch and no time behind that.
     r = random.Random(5)

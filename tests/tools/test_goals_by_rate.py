@@ -111,6 +111,7 @@ def test_steps_of_decodes_and_chunks_take_the_factors_of_a_noise():
     assert factors[1000] == pytest.approx(1.0, abs=0.02) and factors[1900] == pytest.approx(1.55, abs=0.08)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("noise", NOISE)
 def test_beside_steps_that_vary_a_goal_keeps_as_many_requests_as_the_best_budget(noise: str):
     limits, play = RequestGoals(2.0, 0.12), simulated(MACHINE, noise)

@@ -88,6 +88,7 @@ def test_arrivals_are_as_bursty_as_in_the_trace(name):
     assert all((np.diff(times) >= 0.0).all() and times[0] >= 0.0 for times in runs)
 
 
+@pytest.mark.full
 def test_mooncakes_prompts_share_as_many_blocks_as_in_the_trace():
     rates, continued = [], []
     for seed in range(3):

@@ -169,6 +169,7 @@ def test_prefix_aware_keeps_the_requests_of_a_prefix_together_and_saves_its_comp
     assert figures["round-robin"]["cached_tokens"] == (60 - 3 * 4) * 64
 
 
+@pytest.mark.full
 def test_a_long_shared_prompt_piles_up_on_no_replica_and_conversations_hit_as_in_one_cache():
     """Four replicas with a quarter of the blocks each, which are scarce."""
     for seed in (0, 1):
@@ -202,6 +203,7 @@ def hit_rate(num_replicas: int, num_blocks: int, policy: str = "prefix-aware", i
     return figures["hit_rate"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index_delay", [0, 1, 10, 100])
 def test_events_that_come_late_cost_few_hits_of_conversations(index_delay: int):
     alone = hit_rate(1, 2 * 2400)

@@ -117,6 +117,7 @@ def test_lines_that_fail_go_to_a_file_of_their_own(batch, tmp_path):
     assert "1 lines answered" in err
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("sigint_is_heeded")
 @pytest.mark.parametrize("how", ["Ctrl-C", "dead engine"])
 def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monkeypatch, how):

@@ -192,6 +192,7 @@ def composition(record: StepRecord) -> StepRecord:
     return replace(record, **times, ttfts=firsts, request_ttfts=firsts, itls=gaps)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 def test_steps_are_the_real_engines(pool, overlap):

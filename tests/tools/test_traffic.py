@@ -334,6 +334,7 @@ def test_bytes_of_a_step_follow_from_the_shape():
 # -------------------------------------------------------------------------------------------------------- whole command
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_run_is_named_and_the_rest_runs(tmp_path, capsys):
     out = tmp_path / "traffic.json"
     engines = ["nanovllm", "vllm:python=/no/such/python"]

@@ -139,6 +139,7 @@ def test_what_an_earlier_sweep_recommended_is_gone_when_another_begins(engines, 
     assert not any(path.exists() for path in reported)
 
 
+@pytest.mark.full
 def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     workload = ["--workload", "random:requests=24,prompt=300,output=20"]
@@ -151,6 +152,7 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
 
 
+@pytest.mark.full
 def test_a_goal_is_forecast_and_measured_beside_fixed_budgets(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     workload = ["--workload", "random:requests=60,prompt=200-300,output=20"]
@@ -280,6 +282,7 @@ def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[ps
     return process.returncode, out, children
 
 
+@pytest.mark.full
 @programs_are_forked()
 def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys, monkeypatch):
     folder = str(save_tiny(tmp_path / "model"))

@@ -106,6 +106,7 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     assert set(tomllib.loads(file.read_text())) >= {"model", "block_size", "max_num_seqs", "engine_seed"}
 
 
+@pytest.mark.full
 def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, tmp_path, capsys):
     named = ["--max-num-batched-tokens", "64,1024", "--max-num-seqs", "64", "--block-size", "64", "--repeats", "1"]
     workload = ["--workload", "random:requests=60,prompt=300,output=20,vocab=512", "--device", "cpu", "--model", "m"]
