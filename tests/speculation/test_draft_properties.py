@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.walk import AGEING, WEIGHTS, walk_at_random
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.scheduler_fuzz import SchedulerRules
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
@@ -92,12 +94,32 @@ def test_the_walks_meet_drafts_in_every_situation(walks: list[Loop]):
     assert met["drafted again"] > 0  # rare: logits that are not finite in a run of drafts
 
 
-def test_a_sequence_is_drawn_without_drafts_once_these_were_not_finite():
-    loop = Loop(with_drafts(make_scheduler(), GuessingDrafter(random.Random(0), share_right=1.0)))
+def drafted_step() -> tuple[Scheduler, Sequence, ScheduledBatch]:
+    """A step with right drafts for a sequence of one output token."""
+    scheduler = with_drafts(make_scheduler(), GuessingDrafter(random.Random(0), share_right=1.0))
+    loop = Loop(scheduler)
     sequence = loop.add(range(6), max_tokens=12)
     loop.step()
-    assert loop.launch({sequence.request_id}).drafted
-    loop.read()
-    while loop.unfinished:
-        assert not loop.step().drafted
-    loop.check_outputs()
+    batch = scheduler.schedule()
+    assert len(batch.drafted) == 1 and len(batch.sampling) > 2
+    return scheduler, sequence, batch
+
+
+def test_a_row_that_is_not_finite_leaves_no_token_beside_it_and_no_drafts_behind_it():
+    scheduler, sequence, batch = drafted_step()
+    sequence.logprobs = [{}, {}]  # of the first token, and of a row of this step
+    draws = [*sequence.draft, 0]
+    draws[1] = NON_FINITE
+    scheduler.update(batch, draws)
+    assert not sequence.is_running and len(sequence.logprobs) == sequence.num_output_tokens == 1
+    assert scheduler.block_manager.num_findable_blocks == 0
+    assert [entry.draft for entry in scheduler.schedule().entries] == [()]
+    scheduler.update(scheduler.in_flight[0], [0])
+    assert not scheduler.schedule().drafted
+
+
+def test_an_error_of_a_rejected_row_is_none_of_its_request():
+    scheduler, sequence, batch = drafted_step()
+    sequence.error = "of the second row"
+    scheduler.update(batch, [(sequence.draft[0] + 1) % 8, *[NOTHING_LEFT] * len(sequence.draft)])
+    assert sequence.is_running and sequence.error is None and sequence.num_output_tokens == 2
