@@ -276,6 +276,15 @@ def test_a_token_that_stands_within_answers_ends_no_turn(name):
     assert end_of(NO_ENDS[name]) == ()
 
 
+def test_the_longest_token_behind_an_answer_ends_its_turn():
+    def render(messages: Any, begins_answer: bool) -> str:
+        return (
+            "".join(f"{each['role']}: {each['content']}<|end|>>" for each in messages) + "assistant: " * begins_answer
+        )
+
+    assert turn_end({"<|end|>": 1, "<|end|>>": 2}, render) == (2,)
+
+
 def test_the_end_of_a_channel_or_a_call_ends_no_turn_of_harmony():
     assert end_of(HARMONY) == ("<|return|>",)
 

@@ -233,6 +233,12 @@ def test_what_lets_interrupts_through_is_ended_at_once():
         signal.raise_signal(signal.SIGINT)
         reached.append("never")
     assert reached == ["held"]
+    with pytest.raises(KeyboardInterrupt), InterruptsHeld():
+        with interrupts_let_through():
+            pass
+        signal.raise_signal(signal.SIGINT)
+        reached.append("held again")
+    assert reached == ["held", "held again"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

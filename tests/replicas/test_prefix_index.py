@@ -120,6 +120,7 @@ def test_every_event_says_whose_child_the_block_is(seed: int):
     followed.flush()
     findable = [event for event in followed.seen if isinstance(event, Findable)]
     assert {event.cache_salt for event in findable if event.parent_hash is None} == {"", "salt"}
+    assert {event.cache_salt for event in findable if event.parent_hash is not None} == {""}
     for event in findable:
         parent = event.parent_hash or root_hash("", event.cache_salt)
         assert event.block_hash == digest(parent + event.tokens)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nanovllm.features.composition.input_processor import AllParts
 from nanovllm.features.engine_stats import EngineStats
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.responses import Request, TokenTimes, deliver
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.messages import Report, SentOutput, decode_from_engine, encode
@@ -119,3 +119,15 @@ def test_samples_of_one_request_are_sent_whole():
             sequence.token_ids.append(30)
         streams.send(deliver(streams.requests, sequences, float(step), TokenTimes(), lambda *_: None))
     assert (streams.num_whole, streams.num_columns) == (3, 0)
+
+
+def test_tokens_of_another_time_are_sent_whole():
+    def token(request_id: str, time: float) -> RequestOutput:
+        metrics = RequestMetrics(0.0, last_token_time=time, num_output_tokens=2)
+        return RequestOutput(request_id, None, [1], [CompletionOutput(0, "a", [5], None, None)], False, 0, metrics)
+
+    sender, placements = TokenSender(), {"0": 7, "1": 8}
+    assert sender.split([token("0", 1.0), token("1", 1.0)], placements)[1] is None
+    whole, columns = sender.split([token("0", 2.0), token("1", 3.0)], placements)
+    assert [output.request_id for output in whole] == ["1"]
+    assert (columns.time, columns.placements) == (2.0, [7])

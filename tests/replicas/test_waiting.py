@@ -60,7 +60,8 @@ def test_all_wait_while_no_replica_is_up_and_a_suspect_whose_replica_died_is_tri
     waiting, (one, two), plain = WaitingRequests(), suspects(2), pool_request("plain")
     assert waiting.admit([one], has_replica=True) == [one]
     assert waiting.admit([one, two, plain], has_replica=False) == [] and waiting.may_admit
-    assert waiting.admit([], has_replica=True) == [one, plain]
+    late = pool_request("late")
+    assert waiting.admit([late], has_replica=True) == [one, plain, late]
     waiting.clear()
     assert waiting.admit([two], has_replica=True) == [two]
 

@@ -11,6 +11,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from nanovllm.serving.server.anthropic.protocol import MessagesRequest
+from nanovllm.serving.server.anthropic.translation import as_chat
 from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import tiny_tokenizer
@@ -141,6 +143,16 @@ def test_a_conversation_reaches_the_template(running, client, monkeypatch):
     ]
     counted = client.messages.count_tokens(model=MODEL, messages=messages, system=system, thinking={"type": "disabled"})
     assert counted.input_tokens == len(tiny_tokenizer()(prompts[0])["input_ids"])
+
+
+def test_text_behind_a_result_is_a_message_of_its_own():
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    texts = [{"type": "text", "text": text} for text in "ab"]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "1"}
+    turns = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [texts[0], result, texts[1]]}]
+    given = as_chat(MessagesRequest.model_validate({"model": "m", "max_tokens": 5, "messages": turns}))
+    found = [(message.role, message.content) for message in given.messages[2:]]
+    assert found == [("user", "a"), ("tool", "1"), ("user", "b")]
 
 
 def test_a_system_message_within_a_conversation_stays_at_its_place(running, client, monkeypatch):

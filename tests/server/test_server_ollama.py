@@ -133,6 +133,16 @@ def test_results_find_their_calls_by_name_or_order():
     assert json.loads(answer.tool_calls[0].function.arguments) == {"days": 1} and answer.reasoning_content == "hm"
 
 
+def test_results_of_one_tool_come_in_the_order_of_its_calls_and_no_limit_is_none():
+    calls = [{"function": {"name": "f", "arguments": {}}}] * 2
+    results = [{"role": "tool", "content": "1", "tool_name": "f"}] * 2
+    turns = [*ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    body = ChatBody.model_validate({"model": "m", "messages": turns, "options": {"num_predict": -1}})
+    given = chat_of(body)
+    assert [message.tool_call_id for message in given.messages[2:]] == ["call_1_0", "call_1_1"]
+    assert given.max_tokens is None
+
+
 def test_calls_come_back_as_open_webui_sends_them():
     """0.12: the index and the id beside the function, the result by the call's id."""
     call = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": {"days": 1}}}

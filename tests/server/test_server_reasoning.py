@@ -82,6 +82,14 @@ def test_thought_content_and_calls_are_separated_wherever_an_answer_is_cut(
         assert split(name, is_open, parts) == (thought, content, names), parts
 
 
+def test_an_answer_that_ends_within_the_opening_marker_is_its_text():
+    assert split("think", False, ["<thi", ""]) == ("", "<thi", [])
+
+
+def test_a_special_token_that_is_cut_is_not_shown():
+    assert split("mistral", False, ["a<|eo", "t|>b", ""]) == ("", "ab", [])
+
+
 def test_thought_is_shown_as_it_comes():
     stream = AnswerFormat(REASONING_FORMATS["think"], None).stream(None, is_open=True)
     assert stream.add("One", is_last=False).reasoning == "One"

@@ -153,6 +153,10 @@ def test_a_full_file_is_renamed_and_begun_anew(tmp_path):
     recorder.close()
     assert len(lines(path)) + len(lines(tmp_path / "r.jsonl.1")) in (3, 4) and path.stat().st_size <= 300
     assert len(read_trace(path).requests) == len(lines(path))
+    long = Recorder(tmp_path / "long.jsonl", max_bytes=10)
+    long.record(*ended(5))
+    long.close()
+    assert [file.name for file in tmp_path.glob("long*")] == ["long.jsonl"]  # an empty file is not renamed
 
 
 def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path, caplog, monkeypatch):
@@ -167,7 +171,7 @@ def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path
     recorder.close()
     assert "the disk is too slow" in caplog.text
     left_out = int(re.search(r"(\d+) requests were left out", caplog.text)[1])
-    assert left_out >= 16 and recorder.num_recorded + left_out == 20
+    assert left_out >= 16 and recorder.num_recorded + left_out == 20 and recorder._num_queued_tokens == 0
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("28")])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.features.kv_events.block_events import Findable
 from nanovllm.features.prompt_hashes import PromptHashes
+from nanovllm.serving.replicas.prefix_index import PrefixIndex
 from nanovllm.serving.replicas.routing import (
     BALANCE,
     LOAD_COST,
@@ -23,6 +26,7 @@ from nanovllm.serving.replicas.routing import (
     replica_load,
     round_robin,
 )
+from nanovllm.tools.simulate.indexed_replica import _Late
 from nanovllm.tools.simulate.replica import Replica
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, poisson
@@ -230,3 +234,14 @@ def test_without_prefix_caching_an_index_expects_nothing():
 def test_a_delay_below_zero_is_refused():
     with pytest.raises(ValueError, match="index_delay is -1; it must be at least 0 steps"):
         simulate(Workload("one", [TimedRequest(0.0, PROMPT, 2)]), CONFIG, COST, index_delay=-1)
+
+
+def test_a_router_sees_events_as_many_steps_late_as_it_is_told():
+    index = PrefixIndex()
+    late = _Late(index, 2)
+    late.add_events([Findable(b"h" * 16, None, b"", "")])
+    seen = []
+    for _ in range(4):
+        late.step_ended(None, SimpleNamespace(sampling=[]))
+        seen.append(len(index.held))
+    assert seen == [0, 0, 1, 1]

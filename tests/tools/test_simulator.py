@@ -15,6 +15,7 @@ import pytest
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
 from nanovllm.cli.main import main
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.public_options import make_config
@@ -376,3 +377,9 @@ def test_the_command_says_how_far_it_may_be_off(tmp_path, capsys, rate, is_high)
     tokens, low, high, utilisation = map(float, found.groups())
     assert low == pytest.approx(0.95 * tokens, abs=1) and high == pytest.approx(1.05 * tokens, abs=1)
     assert (utilisation > 0.8) is is_high is ("measure before you rely on them" in reported.err)
+
+
+def test_a_rate_counts_from_the_first_arrival():
+    metrics = RequestMetrics(5.0, first_token_time=6.0, last_token_time=9.0, finished_time=9.0, num_output_tokens=8)
+    found = figures([metrics], [])
+    assert (found["seconds"], found["output_tokens_per_second"]) == (4.0, 2.0)

@@ -45,6 +45,7 @@ def test_no_rate_above_the_capacity_is_asked_for():
     play = limit_at(1e9, asked)
     assert find_rate(play, [ITL_40], [play(4.0), play(8.0)], 10.0) == FoundRate(10.0, None, 10.0)
     assert max(asked) == 10.0
+    assert find_rate(limit_at(9.0, asked), [ITL_40], [play(4.0), play(8.0)], 10.0).fails_at <= 10.0 == max(asked)
 
 
 def test_a_goal_that_no_rate_keeps_is_given_up():

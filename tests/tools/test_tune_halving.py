@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.tune import report
-from nanovllm.tools.tune.goals import Goal
+from nanovllm.tools.tune.goals import Goal, RequestGoals
 from nanovllm.tools.tune.halving import Round, Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.ranking import ranked, summarise
 from nanovllm.tools.tune.settings import Resolver
@@ -109,7 +110,7 @@ def test_a_setting_that_fails_never_ends_the_sweep():
     sweep.run(machine)
     assert sweep.failures == {first: "out of memory", best: "out of memory"}
     assert sweep.finalists()[0].setting == setting(106)
-    assert Counter(of for of, _, _ in machine.asked)[best] == 1
+    assert [Counter(of for of, _, _ in machine.asked)[of] for of in (best, first)] == [1, 1]
     everything = build_sweep(runs)
     everything.run(Machine(runs, failing=tuple(runs)))
     assert everything.finalists() == [] and len(everything.failures) == 8
@@ -143,3 +144,8 @@ def test_the_advice_has_the_last_run_of_a_setting_beside_its_first():
     changes = report.advice(unshared(repeats=2, _100=[run(600), run(400), run(400)], _101=[run(449), run(451)]))
     assert "--max-num-batched-tokens 101" in changes and "measured 2 times: 449 to 451" in changes
     assert "after all others" not in changes
+
+
+def test_a_request_without_a_token_keeps_no_goal():
+    goals = RequestGoals(ttft=1.0)
+    assert not goals.kept_by(RequestMetrics(0.0)) and goals.kept_by(RequestMetrics(0.0, first_token_time=0.5))
