@@ -115,6 +115,7 @@ def test_parameters_beyond_the_models_limits_are_refused_by_name(params, message
     ({"stop": 5}, "stop must be a string or a list of them"), ({"stop": [5]}, "stop must hold strings, not 5"),
     ({"stop": ["\ud800"]}, "half of a surrogate pair"), ({"stop": ["\udc80"]}, "the byte 0x80"),
     ({"stop_token_ids": 5}, "must be a list of token ids"), ({"ignore_eos": 1}, "must be True or False"),
+    ({"stop_token_ids": "12"}, "must be a list of token ids"),
 ], ids=str)  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused_with_value_and_limit(options, message):
     with pytest.raises((ValueError, TypeError), match=message):

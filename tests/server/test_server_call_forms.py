@@ -103,6 +103,7 @@ CALLS = [  # format, text, content, calls
     # Arguments that are not certain, and tools that are not there: text.
     ("hermes", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     ("hermes", "```json\n[1]\n```", "```json\n[1]\n```", []),
+    *(("hermes", text, text, []) for text in [tag('{"name": "write", "arguments": {"mode": 1e999}}')]),
     *[("hermes", text, text, []) for text in (
         tag('{"name": "write", "arguments": {"path": "/x"}, "content": "hello"}'),
         tag('{"name": "write", "arguments": {"path": "/x"}, "parameters": {"content": "hello"}}'),
