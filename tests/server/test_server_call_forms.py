@@ -251,7 +251,6 @@ def cuts(text: str, chance: random.Random) -> list[list[str]]:
     return found
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
 def test_a_call_is_read_with_all_its_arguments_or_stays_text(form, text, content, calls):
     assert parsed(form, [text]) == (content, calls)
@@ -308,7 +307,6 @@ def test_damaged_calls_are_read_the_same_however_they_are_cut(form, text):
         assert all(each == found[0] for each in found), damaged
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(("form", "text", "content", "calls"), STREAMED)
 def test_parts_of_calls_join_to_the_whole_answers_calls_however_it_is_cut(form, text, content, calls):
     whole = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False).add(text, is_last=True)

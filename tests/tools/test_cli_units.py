@@ -24,7 +24,6 @@ def test_a_unit_multiplies(text, number):
     assert whole_number(text) == number
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("text", ["", "k", "4x", "1.5", "0x10", "4 k k", "1e3", "_", "٤k"])
 def test_what_is_no_whole_number_is_refused(text):
     with pytest.raises(ValueError, match="whole number"):

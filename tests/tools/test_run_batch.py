@@ -148,7 +148,6 @@ def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monk
     assert "all 8 lines have a response" in err
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
