@@ -17,6 +17,7 @@ from nanovllm.features.speculation.lengths import (
     REST,
     WINDOW,
     WINDOWS,
+    BatchSize,
     DraftLengths,
 )
 from nanovllm.layout import build_layout
@@ -37,12 +38,11 @@ def decodes(count: int) -> list[ScheduledSequence]:
     return [ScheduledSequence(sequence, 19, 1, 1, [1, 2], 19) for sequence in sequences]
 
 
-@pytest.mark.parametrize(
-    ("num_running", "most", "limit"),
-    [(1, 7, 7), (16, 32, 7), (17, 7, 3), (64, 7, 3), (65, 7, 0), (1000, 7, 0), (16, 5, 5), (64, 2, 2)],
-)
-def test_drafts_are_bounded_by_the_number_of_running_sequences(num_running, most, limit):
-    assert DraftLengths(most, overlap=False).limit(num_running) == limit
+def test_drafts_are_bounded_by_the_number_of_running_sequences():
+    for num_running, most, limit in (
+        (1, 7, 7), (16, 32, 7), (17, 7, 3), (64, 7, 3), (65, 7, 0), (1000, 7, 0), (16, 5, 5), (64, 2, 2),
+    ):  # fmt: skip
+        assert DraftLengths(most, overlap=False).limit(num_running) == limit
 
 
 class Steps:
@@ -115,6 +115,14 @@ def test_drafts_come_back_once_they_are_right():
     steps.run(2 * PLAIN_WINDOW)
     steps.accepted = 6
     assert not any(steps.run(REST)) and all(steps.run(4 * WINDOW))
+
+
+def test_a_gain_ends_the_doubling_of_rests():
+    size = BatchSize(rest=4 * REST)
+    for number in range(PLAIN_WINDOW + WINDOW):
+        is_drafted = number >= PLAIN_WINDOW
+        size.note(1e-3, 1.0 + is_drafted, is_drafted=is_drafted)
+    assert size.rest == REST
 
 
 def test_only_decodes_of_a_busy_engine_are_measured_and_the_slowest_are_left_out():

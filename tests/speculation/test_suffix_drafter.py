@@ -56,6 +56,12 @@ def test_of_matches_of_one_length_most_decide_and_the_newest_among_equals():
     one, two = [1, 2, 3, 50, 0, 0], [1, 2, 3, 60, 0, 0]
     assert proposed(SuffixDrafter(ROOM), request([*one, *two], (1, 2, 3)))[0] == 60
     assert proposed(SuffixDrafter(ROOM), request([*one, 9, *one, 8, *two], (7, 1, 2, 3)))[0] == 50
+    assert proposed(SuffixDrafter(ROOM), request([4, 1, 2, 3, 50, 5, 1, 2, 3, 60], (6, 1, 2, 3)))[0] == 60
+
+
+def test_the_newest_places_of_a_match_are_kept():
+    prompt = [token for number in range(10, 16) for token in (number, 1, 2, 3, 50 + 10 * (number > 13))]
+    assert proposed(SuffixDrafter(ROOM), request(prompt, (9, 1, 2, 3)))[0] == 60
 
 
 def test_a_text_that_repeats_itself_goes_on():
