@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from nanovllm.cli import main
 
 ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--max-model-len", "256"]
 SHORT = ["--max-tokens", "6"]
+
+
+def words(line: str) -> list[str]:
+    """The arguments that a shell makes of a line."""
+    return shlex.split(line)
 
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:

@@ -67,6 +67,10 @@ def ask(page: Page, text: str = QUESTION, max_tokens: int = 40) -> None:
     question(page).press("Enter")
 
 
+def press(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name).click()
+
+
 def answered(page: Page, number: int) -> None:
     """Wait until this many answers are whole."""
     expect(page.locator(".message .facts")).to_have_count(number)

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 
@@ -25,6 +27,16 @@ from tests.support.async_llms import OPTIONS
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 MODEL = "tiny"
+
+
+def user(content: Any) -> dict[str, Any]:
+    """A message of the user: a text, or parts."""
+    return {"role": "user", "content": content}
+
+
+def function_tool(name: str, **fields: Any) -> dict[str, Any]:
+    """A tool as /v1/chat/completions takes it."""
+    return {"type": "function", "function": {"name": name, **fields}}
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,9 @@ class Serving:
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
 
+    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=60.0)
+
     def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(limits=limits, timeout=60.0)
@@ -51,6 +66,25 @@ class Serving:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60.0, **options)
+
+    def request(self, method: str, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        """Send one request on a connection of its own."""
+        with self.http(verify=False) as http:  # no certificates to read
+            return http.request(method, path, json=json, **options)
+
+    def error(self, path: str, *fields: dict[str, Any] | str, status: int = 400) -> dict[str, Any]:
+        """The error of a refused request, whose body has these fields as objects or JSON; the last ones count."""
+        body: dict[str, Any] = {}
+        for given in fields:
+            body |= json.loads(given) if isinstance(given, str) else given
+        answer = self.post(path, body)
+        assert answer.status_code == status, answer.text
+        return answer.json()["error"]
+
+    get = partialmethod(request, "GET")
+    head = partialmethod(request, "HEAD")
+    options = partialmethod(request, "OPTIONS")
+    post = partialmethod(request, "POST")
 
     def stats(self) -> EngineStats:
         return run_in_subprocess(self.engine.stats())

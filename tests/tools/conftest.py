@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli.main import main
-from tests.support.command_line import ENGINE
+from tests.support.command_line import ENGINE, words
 from tests.support.tiny_models import save_tiny
 
 
@@ -21,17 +21,18 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Run the command on the tiny model; returns exit status, standard output and standard error.
+    """Run the command line on the tiny model; returns exit status, standard output and standard error.
 
     Standard input as bytes is read as in the locale C.UTF-8, in which bytes that are not UTF-8 are no error.
     """
 
-    def run(command: str, *arguments: str, stdin: str | bytes = "", model: str | None = None) -> tuple[int, str, str]:
+    def run(line: str, *arguments: str, stdin: str | bytes = "", model: str | None = None) -> tuple[int, str, str]:
+        command, *flags = words(line)
         is_text = isinstance(stdin, str)
         given = io.StringIO(stdin) if is_text else io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
         monkeypatch.setattr(sys, "stdin", given)
         try:
-            status = main([command, "--model", model or str(folder), *ENGINE, *arguments])
+            status = main([command, "--model", model or str(folder), *ENGINE, *flags, *arguments])
         except SystemExit as exit_:  # raised by argparse
             status = exit_.code
         captured = capsys.readouterr()
