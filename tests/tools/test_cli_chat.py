@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,71 +14,63 @@ from tests.support.command_line import SHORT, assert_refused, generated
 from tests.support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 
-def recorded_conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """Record the conversations passed to the chat template."""
-    seen: list[list[dict[str, str]]] = []
+@pytest.fixture
+def seen(monkeypatch):
+    """The conversations that are passed to the chat template."""
+    conversations = []
     apply = LLM.apply_chat_template
 
     def note(self, messages):
-        seen.append([dict(message) for message in messages])
+        conversations.append([dict(message) for message in messages])
         return apply(self, messages)
 
     monkeypatch.setattr(LLM, "apply_chat_template", note)
-    return seen
+    return conversations
+
+
+def answer_to(folder: Path, prompt: str = "<|user|>hello<|end|><|assistant|>", **params) -> str:
+    """The line that is printed for the answer that Python gives."""
+    token_ids = generated(folder, tiny_tokenizer()(prompt)["input_ids"], **params)
+    return tiny_tokenizer().decode(token_ids, skip_special_tokens=True) + "\n"
 
 
 def roles(conversation: list[dict[str, str]]) -> list[str]:
     return [message["role"] for message in conversation]
 
 
-def test_chat_answers_each_line_of_piped_input(run):
-    status, out, _ = run("chat", *SHORT, stdin="hello\nand again\n")
-    assert status == 0
-    assert out.endswith("\n")
-    assert len(out.strip()) > 0
-
-
-def test_chat_keeps_the_conversation_and_its_own_answers(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
+def test_chat_keeps_the_conversation_and_its_own_answers(run, seen):
     run("chat", *SHORT, stdin="hello\nand again\n")
     assert [roles(c) for c in seen] == [["user"], ["user", "assistant", "user"]]
     assert [seen[1][0]["content"], seen[1][2]["content"]] == ["hello", "and again"]
 
 
-def test_chat_begins_with_the_system_prompt(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
-    run("chat", "--system", "be brief", *SHORT, stdin="hello\n")
+def test_chat_begins_with_the_system_prompt(run, seen):
+    run("chat --system", "be brief", *SHORT, stdin="hello\n")
     assert seen[0][0] == {"role": "system", "content": "be brief"}
 
 
-def test_reset_forgets_the_conversation_but_not_the_system_prompt(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
-    run("chat", "--system", "be brief", *SHORT, stdin="hello\n/reset\nagain\n")
+def test_reset_forgets_the_conversation_but_not_the_system_prompt(run, seen):
+    run("chat --system", "be brief", *SHORT, stdin="hello\n/reset\nagain\n")
     assert [roles(c) for c in seen] == [["system", "user"], ["system", "user"]]
     assert seen[1][1]["content"] == "again"
 
 
-def test_exit_leaves_and_what_follows_is_not_answered(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
+def test_exit_leaves_and_what_follows_is_not_answered(run, seen):
     status, _, _ = run("chat", *SHORT, stdin="hello\n/exit\nnever\n")
     assert status == 0
     assert len(seen) == 1
 
 
-def test_empty_lines_are_not_asked(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
+def test_empty_lines_are_not_asked(run, seen):
     run("chat", *SHORT, stdin="\n   \nhello\n\n")
     assert len(seen) == 1
 
 
 def test_chat_prints_the_answer_that_python_gives(run, folder):
-    _, out, _ = run("chat", *SHORT, stdin="hello\n")
-    answer = generated(folder, tiny_tokenizer()("<|user|>hello<|end|><|assistant|>")["input_ids"])
-    assert out == tiny_tokenizer().decode(answer, skip_special_tokens=True) + "\n"
+    assert run("chat", *SHORT, stdin="hello\n")[:2] == (0, answer_to(folder))
 
 
-def test_an_interrupt_ends_an_answer_and_keeps_the_conversation(run, monkeypatch):
-    seen = recorded_conversations(monkeypatch)
+def test_an_interrupt_ends_an_answer_and_keeps_the_conversation(run, monkeypatch, seen):
     stream = LLM.stream
     interrupts = iter([True, False])
 
@@ -111,7 +104,7 @@ def test_a_conversation_that_outgrows_the_model_is_refused_with_the_numbers(run)
 
 
 def test_token_ids_do_not_go_into_a_chat_template(run):
-    assert_refused(run("generate", "--chat", "--format", "jsonl", stdin="[5, 6, 7]\n"), "--chat", "[5, 6, 7]")
+    assert_refused(run("generate --chat --format jsonl", stdin="[5, 6, 7]\n"), "--chat", "[5, 6, 7]")
 
 
 def test_what_the_chat_template_refuses_is_said_in_one_line(run, tmp_path):
@@ -119,12 +112,12 @@ def test_what_the_chat_template_refuses_is_said_in_one_line(run, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     tokenizer.save_pretrained(folder)
-    assert_refused(run("generate", "--chat", "hello", model=str(folder)), "chat template", "roles must alternate")
+    assert_refused(run("generate --chat hello", model=str(folder)), "chat template", "roles must alternate")
 
 
 def test_continue_goes_on_as_if_the_answer_had_not_been_cut(run, tmp_path):
     whole, cut = tmp_path / "whole.json", tmp_path / "cut.json"
-    _, expected, _ = run("chat", "--max-tokens", "40", stdin=f"hello\n/save {whole}\n")
+    _, expected, _ = run("chat --max-tokens 40", stdin=f"hello\n/save {whole}\n")
     lines = ["/set max_tokens 7", "hello", "/set max_tokens 33", "/continue", f"/save {cut}"]
     status, out, _ = run("chat", stdin="\n".join(lines) + "\n")
     assert status == 0 and cut.read_text() == whole.read_text()
@@ -133,14 +126,13 @@ def test_continue_goes_on_as_if_the_answer_had_not_been_cut(run, tmp_path):
 
 @pytest.mark.full
 def test_an_answer_goes_on_to_the_end_of_the_context_without_a_limit(run, folder):
-    prompt = tiny_tokenizer()("<|user|>hello<|end|><|assistant|>")["input_ids"]
-    answer = generated(folder, prompt, max_tokens=None)
-    assert len(answer) > 16
-    assert run("chat", stdin="hello\n")[1] == tiny_tokenizer().decode(answer, skip_special_tokens=True) + "\n"
+    answer = answer_to(folder, max_tokens=None)
+    assert len(answer) > len(answer_to(folder, max_tokens=16))
+    assert run("chat", stdin="hello\n")[1] == answer
 
 
 @pytest.mark.parametrize(
-    ("lines", "named"),
+    "lines, named",
     [
         ("/continue\n", "no answer to go on with"),
         ("hello\n/reset\n/continue\n", "no answer to go on with"),
@@ -155,9 +147,8 @@ def test_a_command_of_a_chat_that_cannot_be_done_says_why(run, lines, named):
     assert status == 2 and named in err
 
 
-def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path):
+def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path, seen):
     other = save_tiny(tmp_path / "other", seed=5)
-    seen = recorded_conversations(monkeypatch)
     status, out, _ = run("chat", *SHORT, stdin=f"/model\nhello\n/model {other}\nagain\n/model\n/show\n")
     assert status == 0 and len(seen[1]) == 3
     lines = out.splitlines()
@@ -173,12 +164,11 @@ def test_the_context_that_is_shown_is_that_of_the_conversation(run):
     assert re.fullmatch(r"\d+ of 256 tokens", first) and second == "256 tokens"
 
 
-def test_a_chat_goes_on_with_the_last_conversation(run, monkeypatch, tmp_path):
+def test_a_chat_goes_on_with_the_last_conversation(run, monkeypatch, tmp_path, seen):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    assert_refused(run("chat", "--resume"), "no conversation to resume", "last_conversation.json")
+    assert_refused(run("chat --resume"), "no conversation to resume", "last_conversation.json")
     messages = [{"role": "system", "content": "be brief"}, *({"role": role, "content": "one"} for role in TURNS)]
     (tmp_path / "last_conversation.json").write_text(json.dumps({"messages": messages}))
-    seen = recorded_conversations(monkeypatch)
     run("chat", *SHORT, "--resume", stdin="two\n")
     run("chat", *SHORT, "--resume", "--system", "be long", stdin="two\n")
     assert [roles(conversation) for conversation in seen] == [["system", "user", "assistant", "user"]] * 2
@@ -189,11 +179,10 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers(run, folder, tmp
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}say {{ message['content'] }}{% endfor %}")
     _, out, _ = run("chat", *SHORT, "--chat-template", str(template), stdin="hello\n")
-    answer = generated(folder, tiny_tokenizer()("say hello")["input_ids"])
-    assert out == tiny_tokenizer().decode(answer, skip_special_tokens=True) + "\n"
+    assert out == answer_to(folder, "say hello")
     template.write_bytes(b"\xff")
-    assert_refused(run("chat", "--chat-template", str(template)), "chat_template", "is not UTF-8 text")
-    assert_refused(run("chat", "--chat-template", "/nowhere"), "chat_template is '/nowhere', which cannot be read")
+    assert_refused(run(f"chat --chat-template {template}"), "chat_template", "is not UTF-8 text")
+    assert_refused(run("chat --chat-template /nowhere"), "chat_template is '/nowhere', which cannot be read")
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
