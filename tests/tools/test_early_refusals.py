@@ -14,6 +14,7 @@ from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.main import main
 from nanovllm.models import loader
 from nanovllm.models.gguf import loading
+from tests.support.command_line import words
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -24,11 +25,10 @@ status = main(sys.argv[1:])
 print(status, "torch" in sys.modules)
 """
 EXACT = {"exact_activations": True, "quantization": "int8", "device": "cpu"}
-WORKLOAD = ("--workload", "chat")
 
 
 @pytest.fixture(scope="module")
-def held() -> int:
+def held():
     """A port that another process listens at."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -37,57 +37,53 @@ def held() -> int:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
-        (["serve", "--port", "HELD"], ["HELD", "--port"]),
-        (["serve", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "does not resolve"]),
-        (["serve", "--record", "/no/such/folder/record.jsonl"], ["/no/such/folder/record.jsonl"]),
-        (["serve", "--kv-events", "tcp://*:HELD"], ["kv_events", "HELD"]),
-        (["serve", "--max-model-len", "4096"], ["max_model_len is 4096", "at most 2048"]),
-        (["serve", "--tensor-parallel-size", "4"], ["tensor_parallel_size is 4", "6 attention heads", "1, 2, 6"]),
+        ("serve --port HELD", "HELD & --port"),
+        ("serve --host no.such.host.invalid", "no.such.host.invalid & does not resolve"),
+        ("serve --record /no/such/folder/record.jsonl", "/no/such/folder/record.jsonl"),
+        ("serve --kv-events tcp://*:HELD", "kv_events & HELD"),
+        ("serve --max-model-len 4096", "max_model_len is 4096 & at most 2048"),
+        ("serve --tensor-parallel-size 4", "tensor_parallel_size is 4 & 6 attention heads & 1, 2, 6"),
         (
-            ["serve", "--max-num-seqs", "64", "--max-num-batched-tokens", "64"],
-            ["max_num_batched_tokens is 64", "at least 80"],
+            "serve --max-num-seqs 64 --max-num-batched-tokens 64",
+            "max_num_batched_tokens is 64 & at least 80",
         ),
-        (["serve", "--tokenizer", "/no/such/tokenizer"], ["tokenizer", "/no/such/tokenizer"]),
-        (["serve", "--exact-activations"], ["exact_activations is True", "are not quantised", "quantization='int8'"]),
-        (["generate", "one", "--max-model-len", "4096"], ["at most 2048"]),
-        (["generate", "one", "--trace", "/no/such/folder/trace.json"], ["/no/such/folder/trace.json"]),
-        (["chat", "--max-model-len", "4096"], ["at most 2048"]),
-        (["run-batch", "-i", "BATCH", "-o", "/no/such/folder/out"], ["--output-file", "/no/such/folder"]),
-        (["run-batch", "-i", "BATCH", "-o", "out.jsonl", "--max-model-len", "4096"], ["at most 2048"]),
-        (["bench", *WORKLOAD, "--json", "/no/such/folder/x.json"], ["--json", "/no/such/folder"]),
-        (["bench", *WORKLOAD, "--record", "/no/such/folder/x.json"], ["--record", "/no/such/folder"]),
-        (["bench", *WORKLOAD, "--engines", "nanovllm:max_model_len=4096"], ["at most 2048"]),
-        (["tune", *WORKLOAD, "--output", "/dev/null/folder"], ["--output", "/dev/null is a file"]),
-        (["tune", *WORKLOAD, "--max-model-len", "4096"], ["at most 2048"]),
-        (["calibrate", "--output", "x.json", "--max-model-len", "4096"], ["at most 2048"]),
+        ("serve --tokenizer /no/such/tokenizer", "tokenizer & /no/such/tokenizer"),
+        ("serve --exact-activations", "exact_activations is True & are not quantised & quantization='int8'"),
+        ("generate one --max-model-len 4096", "at most 2048"),
+        ("generate one --trace /no/such/folder/trace.json", "/no/such/folder/trace.json"),
+        ("chat --max-model-len 4096", "at most 2048"),
+        ("run-batch -i BATCH -o /no/such/folder/out", "--output-file & /no/such/folder"),
+        ("run-batch -i BATCH -o out.jsonl --max-model-len 4096", "at most 2048"),
+        ("bench --workload chat --json /no/such/folder/x.json", "--json & /no/such/folder"),
+        ("bench --workload chat --record /no/such/folder/x.json", "--record & /no/such/folder"),
+        ("bench --workload chat --engines nanovllm:max_model_len=4096", "at most 2048"),
+        ("tune --workload chat --output /dev/null/folder", "--output & /dev/null is a file"),
+        ("tune --workload chat --max-model-len 4096", "at most 2048"),
+        ("calibrate --output x.json --max-model-len 4096", "at most 2048"),
     ],
-    ids=lambda value: " ".join(value)[:60] if value and value[0].isalpha() and len(value) > 1 else None,
 )
 def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imported(
     folder, held, tmp_path, arguments, named
 ):
     batch = tmp_path / "batch.jsonl"
     batch.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n')
-    known = {"HELD": str(held), "BATCH": str(batch)}
 
-    def filled(text: str) -> str:
-        for name, value in known.items():
-            text = text.replace(name, value)
-        return text
+    def filled(text):
+        return text.replace("HELD", str(held)).replace("BATCH", str(batch))
 
-    command = [sys.executable, "-c", PROGRAM, *map(filled, arguments), "--model", str(folder)]
+    command = [sys.executable, "-c", PROGRAM, *words(filled(arguments)), "--model", str(folder)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, stdin=subprocess.DEVNULL
     )
     assert done.stdout == "2 False\n", done.stderr
-    assert [part for part in map(filled, named) if part not in done.stderr] == []
+    assert [part for part in filled(named).split(" & ") if part not in done.stderr] == []
     assert [path.name for path in tmp_path.iterdir()] == ["batch.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options, named",
     [
         ({"max_model_len": 4096}, "at most 2048"),
         ({"tensor_parallel_size": 4, "device": "cpu"}, "6 attention heads"),
@@ -135,7 +131,7 @@ def test_the_header_of_a_gguf_file_has_the_limits(tmp_path, monkeypatch, capsys)
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(head_dim=64))
     monkeypatch.setattr("nanovllm.llm.LLM.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setattr("sys.stdin", None)
-    assert main(["generate", "one", "--model", str(path), "--max-model-len", "100000"]) == 2
+    assert main(words(f"generate one --model {path} --max-model-len 100000")) == 2
     assert "max_model_len is 100000, but the model has positions for" in capsys.readouterr().err
 
 
@@ -161,5 +157,5 @@ def test_a_trace_of_an_earlier_run_outlives_a_misspelt_model(tmp_path, monkeypat
     trace = tmp_path / "trace.json"
     trace.write_text("[]")
     monkeypatch.setattr("sys.stdin", None)
-    assert main(["generate", "one", "--model", str(tmp_path / "nowhere"), "--trace", str(trace)]) == 2
+    assert main(words(f"generate one --model {tmp_path / 'nowhere'} --trace {trace}")) == 2
     assert trace.read_text() == "[]"
