@@ -16,15 +16,15 @@ from tests.support.tiny_models import save_tiny
 
 
 @pytest.fixture
-def llama_cpp(monkeypatch) -> list[tuple[int, ...]]:
+def llama_cpp(monkeypatch):
     """A `llama_cpp` that keeps the KV of the last sequence; returns the prompts that it was asked to continue."""
-    asked: list[tuple[int, ...]] = []
+    asked = []
 
     class Llama:
-        def __init__(self, path: str, n_ctx: int, verbose: bool) -> None:
+        def __init__(self, path, n_ctx, verbose):
             self.input_ids, self.n_tokens = np.zeros(n_ctx, np.intc), 0
 
-        def reset(self) -> None:
+        def reset(self):
             self.n_tokens = 0
 
         def generate(self, tokens, temp):
@@ -63,13 +63,13 @@ def test_llama_cpp_wants_a_file(llama_cpp):
 
 
 @pytest.fixture
-def vllm(monkeypatch) -> list[dict]:
+def vllm(monkeypatch):
     """A `vllm` that gives every request a token a step, two from the third step on; returns what was added."""
-    added: list[dict] = []
+    added = []
 
     class EngineDouble:
-        def __init__(self) -> None:
-            self.running: dict[str, tuple[int, list[int]]] = {}
+        def __init__(self):
+            self.running = {}
             self.num_steps = 0
 
         def add_request(self, request_id, prompt, params, *, priority):

@@ -29,7 +29,7 @@ def test_every_script_answers_help():
     assert not wrong
 
 
-def check(name: str, arguments: str, folder: Path) -> None:
+def check(name: str, arguments: str, folder: Path):
     done = run_script(name, *arguments.format(folder=folder).split())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.strip(), "it prints figures"

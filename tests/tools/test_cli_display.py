@@ -66,7 +66,7 @@ tiny"""
 
 def screen(data: str) -> str:
     """What a terminal of any height shows after these characters."""
-    rows: dict[int, dict[int, str]] = {}
+    rows = {}
     row = column = 0
     for control, argument, kind, character in re.findall(r"(\x1b\[([?\d;]*)([A-Za-z]))|([\s\S])", data):
         if control:
@@ -86,7 +86,7 @@ def screen(data: str) -> str:
 
 
 @pytest.fixture
-def console(monkeypatch) -> Console:
+def console(monkeypatch):
     monkeypatch.setattr(markdown, "INTERVAL_S", 0.0)  # each update is drawn
     environ = {"TERM": "xterm-256color"}
     return Console(file=io.StringIO(), force_terminal=True, width=40, height=12, highlight=False, _environ=environ)
@@ -147,7 +147,7 @@ def test_words_lines_and_tabs_stay():
 
 
 class Output(io.StringIO):
-    def __init__(self, *, is_terminal: bool) -> None:
+    def __init__(self, *, is_terminal: bool):
         super().__init__()
         self.is_terminal = is_terminal
 

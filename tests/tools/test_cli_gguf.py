@@ -12,14 +12,15 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.serving.server.settings import ServerSettings
 from nanovllm.serving.server.state import served_name
+from tests.support.command_line import words
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
-FLAGS = ["--enforce-eager", "--max-model-len", "256", "--num-kv-blocks", "9", "--temperature", "0", "--max-tokens", "8"]
+FLAGS = words("--enforce-eager --max-model-len 256 --num-kv-blocks 9 --temperature 0 --max-tokens 8")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     return str(write_gguf(folder / "tiny.Q8_0.gguf", tiny_model(head_dim=64)))
 
@@ -54,14 +55,14 @@ def test_a_damaged_file_ends_every_command_with_2_and_its_reason(path, tmp_path,
 
 
 def test_bench_refuses_engines_that_do_not_read_the_file(path, capsys):
-    assert main(["bench", "-m", path, "--engines", "nanovllm", "transformers"]) == 2
+    assert main(words(f"bench -m {path} --engines nanovllm transformers")) == 2
     assert "is a GGUF file, which transformers does not read" in capsys.readouterr().err
 
 
 def test_text_prompts_of_a_workload_are_encoded_by_the_files_tokenizer(path, tmp_path):
     trace, exported = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
     trace.write_text(json.dumps({"prompt": "The capital", "output_tokens": 4}) + "\n")
-    assert main(["bench", "-m", path, "--trace", str(trace), "--export", str(exported)]) == 0
+    assert main(words(f"bench -m {path} --trace {trace} --export {exported}")) == 0
     with LLM(path, enforce_eager=True, max_model_len=256, num_kv_blocks=9) as llm:
         assert str(llm.tokenizer.encode("The capital"))[1:-1] in exported.read_text().replace(",", ", ").replace(
             "  ", " "

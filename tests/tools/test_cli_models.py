@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from nanovllm.cli.main import main
 from nanovllm.models.default_model import default_folder
+from tests.support.command_line import words
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -26,7 +27,7 @@ def cache_model(hub: Path, name: str) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
+def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -42,7 +43,7 @@ def hub(tmp_path, monkeypatch) -> Path:
     return tmp_path / "hub"
 
 
-def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+def listed(capsys) -> dict[str, dict[str, object]]:
     assert main(["models", "--json"]) == 0
     return {found["name"]: found for found in map(json.loads, capsys.readouterr().out.splitlines())}
 
@@ -88,7 +89,7 @@ def test_the_table_says_what_else_may_be_named(hub, capsys, monkeypatch):
 def test_a_model_that_is_nowhere_is_refused_with_the_nearest_name(hub, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", None)
-    assert main(["generate", "-m", "own/tinny", "hello"]) == 2
+    assert main(words("generate -m own/tinny hello")) == 2
     err = capsys.readouterr().err
     assert "Did you mean own/tiny" in err and "HF_HUB_OFFLINE" in err and "nanovllm models" in err
     assert main(["generate", "-m", "not a name!", "hello"]) == 2

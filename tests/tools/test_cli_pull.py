@@ -14,13 +14,14 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.errors import ModelLoadError
 from nanovllm.models import hub_files
+from tests.support.command_line import words
 from tests.support.hubs import COMMIT, cached, serving
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     save_tiny(root / "tiny")
     (root / "tiny" / "notes.gif").write_bytes(b"not needed")
@@ -80,7 +81,7 @@ def test_a_file_of_a_repository_is_fetched_by_its_quantisation(models, tmp_path)
 
 @pytest.mark.full
 def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path, nowhere):
-    flags = ["--raw", "--max-tokens", "2", "--enforce-eager", "--max-model-len", "64", "one"]
+    flags = words("--raw --max-tokens 2 --enforce-eager --max-model-len 64 one")
     with serving(models) as hub:
         done = nanovllm("generate", "-hf", "own/packed:Q8_0", *flags, cache=tmp_path, endpoint=hub.endpoint)
     assert done.returncode == 0, done.stderr
@@ -90,18 +91,18 @@ def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path,
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
-        (["pull", "own/nothing"], "there is none of this name"),
-        (["pull", "own/tiny", "--revision", "v9"], "no revision 'v9'"),
-        (["pull", "own/packed"], "name one, own/packed:BF16, of BF16, Q4_K_M, Q8_0"),
-        (["pull", "own/packed:Q2_K"], "own/packed has no GGUF file of Q2_K; it has BF16, Q4_K_M, Q8_0"),
-        (["pull", "own/tiny:Q8_0"], "own/tiny has no GGUF files. Name it without a quantisation"),
+        ("pull own/nothing", "there is none of this name"),
+        ("pull own/tiny --revision v9", "no revision 'v9'"),
+        ("pull own/packed", "name one, own/packed:BF16, of BF16, Q4_K_M, Q8_0"),
+        ("pull own/packed:Q2_K", "own/packed has no GGUF file of Q2_K; it has BF16, Q4_K_M, Q8_0"),
+        ("pull own/tiny:Q8_0", "own/tiny has no GGUF files. Name it without a quantisation"),
     ],
 )
 def test_what_a_hub_has_not_is_refused_by_name(models, tmp_path, arguments, named):
     with serving(models) as hub:
-        done = nanovllm(*arguments, cache=tmp_path, endpoint=hub.endpoint)
+        done = nanovllm(*words(arguments), cache=tmp_path, endpoint=hub.endpoint)
     assert done.returncode == 2 and named in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -132,7 +133,7 @@ def test_the_embedded_model_is_removed_too(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("quant", "names", "chosen"),
+    "quant, names, chosen",
     [
         ("auto", ["a-Q8_0.gguf", "a-Q4_K_M.gguf"], "a-Q4_K_M.gguf"),
         ("auto", ["a-Q8_0.gguf"], "a-Q8_0.gguf"),
@@ -146,7 +147,7 @@ def test_the_file_of_a_quantisation(quant, names, chosen):
 
 
 @pytest.mark.parametrize(
-    ("quant", "names", "named"),
+    "quant, names, named",
     [
         ("auto", ["a-Q8_0.gguf", "a-Q5_0.gguf"], "no GGUF file of Q4_K_M; it has Q5_0, Q8_0"),
         ("Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "2 files of Q8_0: a-Q8_0.gguf, b-Q8_0.gguf. Name one"),

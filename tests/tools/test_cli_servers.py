@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.cli.servers import RunningServer, registered, running_servers, runtime_folder
 from nanovllm.serving.server.settings import ServerSettings
+from tests.support.command_line import words
 
 # A process that runs until SIGTERM, or, stubborn, until SIGKILL.
 PROGRAM = """
@@ -29,16 +28,16 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path, monkeypatch) -> Path:
+def runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "nanovllm"
 
 
 @pytest.fixture
-def start(runtime) -> Iterator:
-    started: list[subprocess.Popen[str]] = []
+def start(runtime):
+    started = []
 
-    def start(model: str = "org/tiny", port: int = 8000, kind: str = "") -> RunningServer:
+    def start(model="org/tiny", port=8000, kind=""):
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, kind], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
@@ -71,14 +70,14 @@ def test_a_server_is_listed_while_it_runs(runtime, capsys):
 
 
 def test_serve_is_listed_from_before_its_model_is_loaded(monkeypatch, answering_hub):
-    seen: list[RunningServer] = []
+    seen = []
 
-    def serve(*_: object) -> int:
+    def serve(*_):
         seen.extend(running_servers())
         return 0
 
     monkeypatch.setattr("nanovllm.serving.server.app.serve", serve)
-    assert main(["serve", "own/tiny", "--port", "0"]) == 0
+    assert main(words("serve own/tiny --port 0")) == 0
     ((pid, model, address),) = ((server.pid, server.model, server.address) for server in seen)
     assert (pid, model) == (os.getpid(), "own/tiny") and not address.endswith(":0")
     assert running_servers() == []
@@ -128,7 +127,7 @@ def test_stop_refuses_what_is_none_or_several(start, capsys):
 
 def test_a_server_that_does_not_end_in_time_is_named(start, capsys):
     server = start(kind="stubborn")
-    assert main(["stop", "--timeout", "0.2"]) == 2
+    assert main(words("stop --timeout 0.2")) == 2
     assert f"{server.pid} (org/tiny at http://h:8000) still runs after 0.2 s" in capsys.readouterr().err
 
 

@@ -8,11 +8,12 @@ import nanovllm.serving.server.app
 from nanovllm.cli import serve as command
 from nanovllm.cli.main import main
 from nanovllm.cli.units import whole_number
+from tests.support.command_line import words
 from tests.support.tiny_models import save_tiny
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
+    "text, number",
     [
         ("512", 512), ("-1", -1), ("65_536", 65536), ("4k", 4000), ("4K", 4096), ("4Ki", 4096), ("1.5k", 1500),
         ("512MiB", 512 * 2**20), ("512 MiB", 512 * 2**20), ("2GB", 2 * 10**9), ("2GiB", 2**31), ("8B", 8),
@@ -36,13 +37,13 @@ def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text('kv-cache-memory-bytes = "64MiB"\nmax_queue = 7\nmax_body_bytes = "1MB"\n')
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
-    assert main(["serve", "--config", str(file), "--max-model-len", "4k"]) == 0
+    assert main(words(f"serve --config {file} --max-model-len 4k")) == 0
     ((model, _, settings, engine, _),) = seen
     assert engine == {"kv_cache_memory_bytes": 64 * 2**20, "max_queue": 7, "max_model_len": 4000, "itl_goal": "auto"}
     assert settings.max_body_bytes == 10**6
     assert model == "smollm2-135m-instruct"
     file.write_text('kv-cache-memory-bytes = "64 lots"\n')
-    assert main(["serve", "--config", str(file)]) == 2
+    assert main(words(f"serve --config {file}")) == 2
 
 
 def test_a_model_is_named_by_an_argument_or_a_flag(monkeypatch, tmp_path, capsys):
@@ -51,7 +52,7 @@ def test_a_model_is_named_by_an_argument_or_a_flag(monkeypatch, tmp_path, capsys
     for arguments in ([folder], ["-m", folder], ["--model", folder], [folder, "-m", folder]):
         assert main(["serve", *arguments]) == 0
     assert seen == [folder] * 4
-    assert main(["serve", folder, "-m", "/elsewhere"]) == 2
+    assert main(words(f"serve {folder} -m /elsewhere")) == 2
     assert "give one of them" in capsys.readouterr().err
     assert main(["serve", "/nowhere"]) == 2
     assert "no folder /nowhere" in capsys.readouterr().err

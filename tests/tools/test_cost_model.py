@@ -48,7 +48,7 @@ def random_work(r: random.Random) -> StepWork:
 def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
     r = random.Random(seed)
 
-    def noisy(seconds: float) -> float:
+    def noisy(seconds):
         return seconds * (1.0 + r.gauss(0.0, noise))
 
     return [
@@ -106,7 +106,7 @@ def test_the_work_counts_the_rows_that_a_gpu_computes():
 
 
 @pytest.mark.parametrize(
-    ("device", "attention_backend", "rounds"),
+    "device, attention_backend, rounds",
     [("cuda", "flex", True), ("cuda:1", "flex", True), ("cuda", "sdpa", False), ("cpu", "flex", False),
      ("auto", "auto", False)],
 )  # fmt: skip
@@ -191,7 +191,7 @@ def test_the_least_squares_minimum_is_no_worse_than_points_around_it():
     rows = [[r.random() for _ in range(4)] for _ in range(30)]
     targets = [r.uniform(0.5, 1.5) for _ in rows]
 
-    def error_at(coefficients: list[float]) -> float:
+    def error_at(coefficients):
         predicted = [sum(c * x for c, x in zip(coefficients, row, strict=True)) for row in rows]
         return sum((p / t - 1.0) ** 2 for p, t in zip(predicted, targets, strict=True))
 

@@ -10,6 +10,7 @@ import pytest
 from nanovllm import LLM
 from nanovllm.models.sizes import kv_layers, read_sizes
 from tests.support import layer_kinds
+from tests.support.command_line import words
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import FAMILIES, save_tiny, tiny_model
@@ -49,14 +50,14 @@ def test_a_window_bounds_what_a_sequence_keeps():
 
 @pytest.fixture
 def memory(monkeypatch):
-    def set_available(num_bytes: int) -> None:
+    def set_available(num_bytes):
         monkeypatch.setattr("nanovllm.fast.host.memory.available_memory", lambda: num_bytes)
 
     return set_available
 
 
 def fit(run, *arguments: str) -> dict:
-    status, out, err = run("fit", "--json", "--device", "cpu", *arguments)
+    status, out, err = run("fit --json --device cpu", *arguments)
     assert status == 0, err
     return json.loads(out)
 
@@ -65,8 +66,9 @@ def fit(run, *arguments: str) -> dict:
 def run(folder, capsys):
     from nanovllm.cli.main import main
 
-    def run(command: str, *arguments: str, model: str | None = None):
-        status = main([command, "--model", model or str(folder), *arguments])
+    def run(line, *arguments, model=None):
+        command, *flags = words(line)
+        status = main([command, "--model", model or str(folder), *flags, *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -87,7 +89,7 @@ def test_what_fits_is_what_the_cache_holds(run, memory):
 
 def test_a_model_that_does_not_fit_is_told_with_the_remedy(run, memory):
     memory(100_000)
-    status, out, _ = run("fit", "--device", "cpu")
+    status, out, _ = run("fit --device cpu")
     assert status == 0 and "It does not fit" in out and "With --quantization: int8" in out
 
 
@@ -100,7 +102,7 @@ def test_speeds_are_those_of_the_calibration(run, folder, tmp_path, memory):
     count = first["num_requests"]
     seconds = 0.01 + 1e-4 * (count - 16) + 2e-4 + 1e-6 * count
     assert first["tokens_per_second"] == pytest.approx(count / seconds)
-    _, out, _ = run("fit", "--device", "cpu", "--calibration", str(path))
+    _, out, _ = run(f"fit --device cpu --calibration {path}")
     assert "TOKENS/S, ALL" in out and "Speeds were calibrated for" in out
 
 
@@ -113,14 +115,14 @@ def test_speeds_of_another_model_are_scaled_by_its_bytes(run, folder, tmp_path, 
     sizes, large = read_sizes(str(folder)), read_sizes(str(larger))
     ratio = (large.weight_bytes + large.kv_bytes(1024)) / (sizes.weight_bytes + sizes.kv_bytes(1024))
     assert own["tokens_per_second_alone"] / other["tokens_per_second_alone"] == pytest.approx(ratio)
-    _, out, _ = run("fit", "--device", "cpu", "--calibration", str(path), model=str(larger))
+    _, out, _ = run(f"fit --device cpu --calibration {path}", model=str(larger))
     assert "scaled from" in out and "nanovllm calibrate" in out
 
 
 def test_without_a_calibration_the_way_to_one_is_told(run, memory, monkeypatch, tmp_path):
     memory(2**30)
     monkeypatch.chdir(tmp_path)
-    _, out, _ = run("fit", "--device", "cpu")
+    _, out, _ = run("fit --device cpu")
     assert "TOKENS/S" not in out and "nanovllm calibrate -m" in out and "REQUESTS AT ONCE" in out
 
 
@@ -129,11 +131,11 @@ def test_a_gguf_file_needs_what_it_has_on_disk(run, tmp_path, memory):
     path = write_gguf(tmp_path / "model.gguf", tiny_model(head_dim=64))
     found = fit(run, "-m", str(path))
     assert found["weight_bytes"] == path.stat().st_size and found["num_weights"] == 0
-    status, _, err = run("fit", "--device", "cpu", "--quantization", "int8", model=str(path))
+    status, _, err = run("fit --device cpu --quantization int8", model=str(path))
     assert status == 2 and "Leave --quantization out" in err
 
 
 def test_a_model_that_is_not_here_is_named_with_the_way_to_it(run, monkeypatch):
     monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)
-    status, _, err = run("fit", "--device", "cpu", model="own/nowhere")
+    status, _, err = run("fit --device cpu", model="own/nowhere")
     assert status == 2 and "nanovllm pull own/nowhere" in err

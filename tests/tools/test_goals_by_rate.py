@@ -14,15 +14,16 @@ from nanovllm.tools.bench.replay import Finished, Replay
 from nanovllm.tools.tune.goals import RequestGoals
 from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import random_requests
+from tests.support.command_line import words
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import save_tiny
 
-GOAL, LIMITS = ["--itl-goal", "20ms"], ["--goal-ttft", "500ms", "--goal-itl", "24ms"]
-SMALL = ["--requests", "40", "--scale", "0.1", "--budgets", "128", "1024", *GOAL, *LIMITS]
+GOAL, LIMITS = ["--itl-goal", "20ms"], words("--goal-ttft 500ms --goal-itl 24ms")
+SMALL = [*words("--requests 40 --scale 0.1 --budgets 128 1024"), *GOAL, *LIMITS]
 
 
 @pytest.fixture
-def costs(tmp_path) -> str:
+def costs(tmp_path):
     path = tmp_path / "costs.json"
     replace(CALIBRATION, max_position_embeddings=4096).save(path)
     return str(path)
@@ -30,7 +31,7 @@ def costs(tmp_path) -> str:
 
 def test_settings_play_the_same_requests_at_shares_of_the_capacity(costs, tmp_path, capsys):
     out = tmp_path / "rows.json"
-    main(["--costs", costs, "--traffic", "azure-conv", "--shares", "0.5", "1", *SMALL, "--out", str(out)])
+    main(["--costs", costs, *words("--traffic azure-conv --shares 0.5 1"), *SMALL, "--out", str(out)])
     lines = capsys.readouterr().out.splitlines()
     found = next(line for line in lines if line.startswith("capacity of azure-conv: "))
     rows = [Row(**row) for row in json.loads(out.read_text())]
@@ -46,7 +47,7 @@ def test_settings_play_the_same_requests_at_shares_of_the_capacity(costs, tmp_pa
 
 
 def test_a_bound_on_minutes_leaves_plays_out_and_says_so(costs, capsys):
-    main(["--costs", costs, "--traffic", "azure-conv", "--capacity", "1", "--minutes", "0", *SMALL])
+    main(["--costs", costs, *words("--traffic azure-conv --capacity 1 --minutes 0"), *SMALL])
     assert "simulated azure-conv 0.5 goal 20 ms: left out after 0 minutes" in capsys.readouterr().out
 
 
@@ -55,7 +56,7 @@ def row(setting: str, kept: float, tokens: float, itl: float = 0.02) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("goal", "is_met"),
+    "goal, is_met",
     [
         (row("goal 20 ms", 0.9, 98.0, 0.022), True), (row("goal 20 ms", 0.88, 100.0), False),
         (row("goal 20 ms", 0.9, 97.0), False), (row("goal 20 ms", 0.9, 100.0, 0.023), False),
@@ -113,11 +114,11 @@ def test_steps_of_decodes_and_chunks_take_the_factors_of_a_noise():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("noise", NOISE)
-def test_beside_steps_that_vary_a_goal_keeps_as_many_requests_as_the_best_budget(noise: str):
+def test_beside_steps_that_vary_a_goal_keeps_as_many_requests_as_the_best_budget(noise):
     limits, play = RequestGoals(2.0, 0.12), simulated(MACHINE, noise)
     workloads = [build(f"azure-conv:requests=800,scale=0.25,rate=2.55,seed={seed}") for seed in (10, 11)]
 
-    def kept(**options: float) -> float:
+    def kept(**options):
         played = [request for each in workloads for request in play(each, {"max_num_batched_tokens": 1024, **options})]
         return float(limits.figures(played, 1.0)["share"])
 

@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
     """Run the tool on a project of one function, and a list of (name, old, new, test)."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
-    def run(*mutants: tuple[str, str, str, str], options: str = "") -> tuple[int, list[str]]:
+    def run(*mutants, options=""):
         contents = {
             "package.py": "def add(a, b):\n    return a + b\n",
             "test_sums.py": TESTS,

@@ -108,7 +108,7 @@ def test_prefix_aware_computes_again_what_is_less_work_than_that_which_runs():
 def test_conversations_behind_one_system_prompt_spread_and_each_returns():
     """The prompt itself is a reason to go where it is only as long as nothing else was computed there."""
     shared, route, replicas = PROMPT[:16], prefix_aware(), [replica(holds=PROMPT[:16]), *(replica() for _ in range(3))]
-    began: list[int] = []
+    began = []
     for number in range(40):
         prompt = [*shared, *range(1000 * number + 500, 1000 * number + 500 + 160)]
         began += chosen(route, replicas, prompt)
@@ -209,14 +209,14 @@ def hit_rate(num_replicas: int, num_blocks: int, policy: str = "prefix-aware", i
 
 @pytest.mark.full
 @pytest.mark.parametrize("index_delay", [0, 1, 10, 100])
-def test_events_that_come_late_cost_few_hits_of_conversations(index_delay: int):
+def test_events_that_come_late_cost_few_hits_of_conversations(index_delay):
     alone = hit_rate(1, 2 * 2400)
     assert hit_rate(2, 2400, index_delay=index_delay) >= 0.95 * alone
     assert hit_rate(2, 2400, "round-robin") < 0.75 * alone
 
 
 @pytest.mark.parametrize("index_delay", [0, 10**9])
-def test_requests_of_one_burst_stay_together_before_any_event(index_delay: int):
+def test_requests_of_one_burst_stay_together_before_any_event(index_delay):
     prompts = [[*range(1000 * (number % 2), 1000 * (number % 2) + 64), number] for number in range(8)]
     workload = Workload("two prefixes at once", [TimedRequest(0.0, prompt, 2) for prompt in prompts])
     route = POLICIES["prefix-aware"]()

@@ -33,5 +33,5 @@ def last_percent(flood: str, priority: int) -> float:
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_delays_another_client_a_fifth_more_than_strict_priority_over_it(flood: str):
+def test_a_flood_delays_another_client_a_fifth_more_than_strict_priority_over_it(flood):
     assert last_percent(flood, 0) <= 1.2 * last_percent(flood, -1)

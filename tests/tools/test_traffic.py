@@ -22,6 +22,7 @@ from bench.machines.traffic_worker import PARTS, TINY, Job, run
 from nanovllm import SamplingParams, StepRecord
 from nanovllm.tools.bench.replay import figures
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support.command_line import words
 
 # ------------------------------------------------------------------------------------------------------------ requests
 
@@ -129,7 +130,7 @@ class TwoAtOnce:
 
     prepares_when_idle = False
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: bool = False):
         self.watch = StepWatch()
         self.most = 0
         self.fails = fails
@@ -168,9 +169,9 @@ def test_an_error_of_a_stream_reaches_the_caller():
 class VllmDouble:
     """Gives every running request a token a step, the last added one from the second step on."""
 
-    def __init__(self, model, **options) -> None:
+    def __init__(self, model, **options):
         self.options = options
-        self.running: dict[str, list] = {}
+        self.running = {}
         self.llm_engine = self
 
     def add_request(self, request_id, prompt, params):
@@ -216,8 +217,8 @@ class AsyncVllmDouble:
 
 
 @pytest.fixture
-def vllm(monkeypatch) -> None:
-    def module(name: str, **names: object) -> None:
+def vllm(monkeypatch):
+    def module(name, **names):
         made = ModuleType(name)
         vars(made).update(names)
         monkeypatch.setitem(sys.modules, name, made)
@@ -250,7 +251,7 @@ def test_vllm_steps_count_when_all_requests_got_a_token(vllm):
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job():
     return Job(
         part="", engine="nanovllm", model=str(checkpoint("tiny")), shape="tiny", start_time=0.0,
         options=traffic.TINY_OPTIONS, sizes=TINY, rates=[100.0, 200.0], idle=0.0, repeats=1, copy_rate=1e9,
@@ -258,7 +259,7 @@ def job() -> Job:
 
 
 def found_by(part: str, job: Job) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    found = {}
     run(replace(job, part=part), lambda _, case, figures: found.setdefault(case, {}).update(figures))
     return found
 
@@ -277,7 +278,7 @@ def test_offline_times_start_up_the_first_call_and_later_ones(job):
 def test_parts_that_are_joined_share_an_engine(job, monkeypatch):
     opened, make = [], Job.open_offline
     monkeypatch.setattr(Job, "open_offline", lambda *arguments: opened.append(1) or make(*arguments))
-    found: dict[str, list[str]] = {}
+    found = {}
     run(replace(job, part="offline+w+long"), lambda part, case, _: found.setdefault(part, []).append(case))
     assert found["w"] == ["W1", "W3, 10 in", "W3, 30 in"] and [*found] == ["offline", "w", "long"] and opened == [1]
 
@@ -287,7 +288,7 @@ def test_a_joined_part_that_fails_is_named_and_the_rest_runs(job, monkeypatch):
         raise RuntimeError("it failed")
 
     monkeypatch.setitem(PARTS, "w", PARTS["w"]._replace(run=fails))
-    found: dict[str, dict] = {}
+    found = {}
     run(replace(job, part="w+long"), lambda part, _, figures: found.setdefault(part, {}).update(figures))
     assert found["w"] == {"failed": "RuntimeError: it failed"} and found["long"]["ms a step"] > 0
 
@@ -302,7 +303,7 @@ def test_poisson_measures_every_rate_at_the_clients(job):
 
 
 def test_a_named_workload_replaces_log_normal_lengths_and_keeps_its_own_arrivals(job, monkeypatch):
-    played: list[Workload] = []
+    played = []
     monkeypatch.setattr(
         traffic_worker, "figures", lambda workload, run: played.append(workload) or figures(workload, run)
     )
@@ -350,7 +351,7 @@ def test_an_engine_that_cannot_run_is_named_and_the_rest_runs(tmp_path, capsys):
 
 
 def test_a_process_that_takes_too_long_is_ended_and_named(capsys):
-    assert traffic.main(["long", "--tiny", "--engines", "nanovllm", "--timeout", "0.01"]) == 1
+    assert traffic.main(words("long --tiny --engines nanovllm --timeout 0.01")) == 1
     assert "it took more than 0.01 s" in capsys.readouterr().out
 
 

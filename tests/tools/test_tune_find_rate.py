@@ -14,6 +14,7 @@ from nanovllm.cli.main import main
 from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.find_rate import FoundRate, find_rate, rates_around
 from nanovllm.tools.workloads.files import read_trace
+from tests.support.command_line import words
 from tests.support.sweeps import CALIBRATION, ITL_40, as_played, run
 
 pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 def limit_at(limit: float, asked: list[float]) -> Callable[[float], dict]:
     """A machine that keeps the goal up to a rate; `asked` gets the rates that it was measured at."""
 
-    def play(rate: float) -> dict:
+    def play(rate):
         asked.append(rate)
         return run(100.0, itl=0.03 if rate <= limit else 0.05, arrivals=rate)
 
@@ -31,7 +32,7 @@ def limit_at(limit: float, asked: list[float]) -> Callable[[float], dict]:
 
 @pytest.mark.parametrize("limit", [0.9, 3.1, 4.0, 5.9, 9.99])
 def test_the_rate_is_the_highest_that_keeps_the_goals_within_the_tolerance(limit):
-    asked: list[float] = []
+    asked = []
     play = limit_at(limit, asked)
     points = [play(rate) for rate in rates_around(10.0)]
     asked.clear()
@@ -41,7 +42,7 @@ def test_the_rate_is_the_highest_that_keeps_the_goals_within_the_tolerance(limit
 
 
 def test_no_rate_above_the_capacity_is_asked_for():
-    asked: list[float] = []
+    asked = []
     play = limit_at(1e9, asked)
     assert find_rate(play, [ITL_40], [play(4.0), play(8.0)], 10.0) == FoundRate(10.0, None, 10.0)
     assert max(asked) == 10.0
@@ -49,22 +50,22 @@ def test_no_rate_above_the_capacity_is_asked_for():
 
 
 def test_a_goal_that_no_rate_keeps_is_given_up():
-    asked: list[float] = []
+    asked = []
     play = limit_at(0.0, asked)
     found = find_rate(play, [ITL_40], [play(4.0), play(8.0)], 10.0)
     assert found.rate is None and found.fails_at == 0.125 and "no rate keeps the goals" in found.sentence
 
 
-WORKLOAD = ["--workload", "random:requests=60,prompt=100,output=6,vocab=512", "--device", "cpu", "--model", "m"]
-NAMED = ["--only-named", "--max-num-batched-tokens", "128,1024", "--repeats", "1"]
+WORKLOAD = words("--workload random:requests=60,prompt=100,output=6,vocab=512 --device cpu --model m")
+NAMED = words("--only-named --max-num-batched-tokens 128,1024 --repeats 1")
 
 
 @pytest.fixture
-def measured(monkeypatch) -> list[dict]:
+def measured(monkeypatch):
     """Replaces the engines' processes by simulations; the options of each."""
-    options: list[dict] = []
+    options = []
 
-    def simulated(engine, traces, settings, folder) -> list[dict]:
+    def simulated(engine, traces, settings, folder):
         options.append(engine.options)
         about = {"environment": {"torch": "9"}, "config": engine.options}
         names = ("max_num_batched_tokens", "max_num_seqs", "block_size", "itl_goal")
@@ -82,7 +83,7 @@ def measured(monkeypatch) -> list[dict]:
 
 
 def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measured, tmp_path, capsys, monkeypatch):
-    fixed = ["--max-model-len", "256", "--kv-events", "tcp://*:5557", "--engine-seed", "7"]
+    fixed = words("--max-model-len 256 --kv-events 'tcp://*:5557' --engine-seed 7")
     fixed += ["--output", str(tmp_path / "t")]
     arguments = ["tune", *WORKLOAD, *NAMED, *fixed, "--find-rate", "--ttft-p99", "120ms"]
     assert main(arguments) == 0
@@ -99,7 +100,7 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     calls = []
     monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     file = tmp_path / "t" / "serve.toml"
-    assert main(["serve", "--config", str(file), "--port", "9"]) == 0
+    assert main(words(f"serve --config {file} --port 9")) == 0
     ((model, _, settings, engine, _),) = calls
     assert (model, settings.port, engine["max_model_len"], engine["seed"]) == ("m", 9, 256, 7)
     assert engine["max_num_batched_tokens"] == best["max_num_batched_tokens"]
@@ -109,9 +110,9 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
 
 @pytest.mark.full
 def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, tmp_path, capsys):
-    named = ["--max-num-batched-tokens", "64,1024", "--max-num-seqs", "64", "--block-size", "64", "--repeats", "1"]
-    workload = ["--workload", "random:requests=60,prompt=300,output=20,vocab=512", "--device", "cpu", "--model", "m"]
-    arguments = ["--find-rate", "--itl-p99", "22ms", "--ttft-p99", "300ms", "--output", str(tmp_path / "t")]
+    named = words("--max-num-batched-tokens 64,1024 --max-num-seqs 64 --block-size 64 --repeats 1")
+    workload = words("--workload random:requests=60,prompt=300,output=20,vocab=512 --device cpu --model m")
+    arguments = [*words("--find-rate --itl-p99 22ms --ttft-p99 300ms --output"), str(tmp_path / "t")]
     assert main(["tune", *workload, *named, *arguments]) == 0
     out = capsys.readouterr().out
     result = json.loads((tmp_path / "t" / "result.json").read_text())
@@ -121,7 +122,7 @@ def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, tmp_path, 
 
 def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(measured, tmp_path, capsys):
     replace(CALIBRATION, residuals={"p90": 0.07}).save(tmp_path / "costs.json")
-    arguments = ["--find-rate", "--itl-p99", "1s", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
+    arguments = words(f"--find-rate --itl-p99 1s --simulate {tmp_path / 'costs.json'} --candidates 2")
     assert main(["tune", *WORKLOAD, *NAMED, "--output", str(tmp_path / "t"), *arguments]) == 0
     out = capsys.readouterr().out
     assert "which is the capacity" in out and "forecasts are within 7% if the steps are" in out
@@ -129,13 +130,13 @@ def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
-        (["--find-rate"], "--find-rate needs a goal"),
-        (["--find-rate", "--itl-p99", "1s", "--rate", "3"], "leave --rate out"),
-        (["--only-named"], "--only-named sweeps what is named, and nothing is"),
+        ("--find-rate", "--find-rate needs a goal"),
+        ("--find-rate --itl-p99 1s --rate 3", "leave --rate out"),
+        ("--only-named", "--only-named sweeps what is named, and nothing is"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(capsys, tmp_path, arguments, named):
-    assert main(["tune", *WORKLOAD, "--output", str(tmp_path / "t"), *arguments]) == 2
+    assert main(["tune", *WORKLOAD, "--output", str(tmp_path / "t"), *words(arguments)]) == 2
     assert named in capsys.readouterr().err and not (tmp_path / "t").exists()

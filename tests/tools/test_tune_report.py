@@ -44,7 +44,7 @@ def test_the_advice_names_flags_and_numbers():
 
 
 def test_a_busy_machine_is_reported_whichever_setting_showed_it():
-    def measured(rates: list[float]) -> str:
+    def measured(rates):
         left = {setting(1024): iter([500.0] * 9), setting(256): iter(rates)}
         sweep = Sweep(list(left), [], rounds_for(2, 0.0), 2)
         sweep.run(lambda of, share, repeat: [run(next(left[of]))])
@@ -72,7 +72,7 @@ def test_settings_with_as_many_tokens_are_called_equal():
 
 
 @pytest.mark.parametrize(
-    ("goal", "budget", "sentence"),
+    "goal, budget, sentence",
     [
         (run(500, arrivals=9.0), run(510, arrivals=9.0), "no fixed budget needed: itl_goal 36ms keeps 9 requests/s, "
          "budget 512 keeps 9 requests/s"),

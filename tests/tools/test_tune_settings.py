@@ -42,7 +42,7 @@ def test_equivalent_combinations_are_one_setting_and_contradictions_are_reported
 
 
 def test_values_that_cannot_differ_are_not_tried():
-    def tried(**about) -> dict:
+    def tried(**about):
         return values_to_try("cpu", {}, **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about))
 
     assert tried()["max_num_seqs"] == [16, 32, 64, 128]
@@ -54,7 +54,7 @@ def test_values_that_cannot_differ_are_not_tried():
 
 
 def test_limits_of_partial_prefills_are_tried_by_the_budgets_that_are_named():
-    def partial(*budgets: int) -> tuple:
+    def partial(*budgets):
         named = {"max_num_batched_tokens": budgets}
         values = values_to_try("cpu", named, longest_prompt=200, most_at_once=9, wide=False)
         return values["max_num_partial_prefills"]

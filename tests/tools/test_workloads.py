@@ -33,7 +33,7 @@ from tests.support.small_workloads import SMALL, digest
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "num_prompt_tokens", "num_output_tokens", "begin"),
+    "name, count, num_prompt_tokens, num_output_tokens, begin",
     [
         ("W", 64, 9_871, 5_250, "f909854602a9f421"),
         ("P", 64, 34_816, 2_048, "a8f986567fc60604"),
@@ -192,7 +192,7 @@ def test_a_workloads_name_has_what_differs_from_the_defaults_and_its_parameters_
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text, named",
     [
         ("X", "no workload 'X'; there are W, P"),
         ("W:seed=1", "W has no parameter 'seed'; it takes none"),
@@ -248,7 +248,7 @@ GOOD = '{"arrival": 1, "prompt": [1], "output_tokens": 1}'
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    "line, named",
     [
         ("{", "not JSON"),
         ("[1, 2]", "a request must be a JSON object"),
@@ -323,7 +323,7 @@ def test_azures_trace_has_prompts_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text, named",
     [
         ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "hash_ids has 1 entries"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n', "line 1: the field 'output_length' is missing"),
