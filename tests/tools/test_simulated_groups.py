@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
+from nanovllm.features.costs.cost_model import DeviceCost, HostCost, StepWork
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CacheGroup
 from nanovllm.features.groups.state_kinds import StateKind
@@ -14,17 +14,15 @@ from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support import sweeps
 from tests.support.layer_kinds import WINDOW, model
 from tests.support.scheduling import Loop, make_group_scheduler
 
-COST = CostModel(
-    schedule=HostCost(), device=DeviceCost(knee=8, fixed=0.001, per_context_token=1e-6), update=HostCost(),
-    launch=HostCost(), intake=IntakeCost(), launch_blocks=True,
-)  # fmt: skip
-CALIBRATION = Calibration(
-    model="a-model", dtype="bfloat16", device="cpu", attention_backend="cpp", enforce_eager=False, cuda_graphs=False,
-    block_size=64, max_position_embeddings=4096, kv_token_bytes=6000, kv_cache_bytes=400 * 64 * 1000, hardware={},
-    versions={}, num_samples=12, residuals={}, cost_model=COST, cache_groups=((None, None, 1000), (128, None, 5000)),
+COST = replace(sweeps.COST, schedule=HostCost(), update=HostCost(),
+               device=DeviceCost(knee=8, fixed=0.001, per_context_token=1e-6))  # fmt: skip
+CALIBRATION = replace(
+    sweeps.CALIBRATION, enforce_eager=False, block_size=64, max_position_embeddings=4096, kv_token_bytes=6000,
+    kv_cache_bytes=400 * 64 * 1000, cost_model=COST, cache_groups=((None, None, 1000), (128, None, 5000)),
 )  # fmt: skip
 FEW = Workload("few", [TimedRequest(0.0, [number] * 1000, 200) for number in range(4)], {})
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -18,19 +17,21 @@ from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, 
 from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support.command_line import words
 from tests.support.public_options import make_config
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 # Times in seconds that add up exactly in binary.
-PER_TOKEN = CostModel(HostCost(), DeviceCost(knee=4, fixed=1.0, per_token_below=0.5, per_token_above=0.5), HostCost())
+NOTHING = HostCost()
+PER_TOKEN = CostModel(NOTHING, DeviceCost(knee=4, fixed=1.0, per_token_below=0.5, per_token_above=0.5), NOTHING)
 
 
-def config(**limits: Any) -> EngineConfig:
+def config(**limits) -> EngineConfig:
     return make_config(**({"block_size": 16, "max_model_len": 512, "overlap": False} | limits))
 
 
-def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.0, **options: Any) -> TimedRequest:
+def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.0, **options) -> TimedRequest:
     """A prompt of that many tokens unique to it, or these tokens."""
     request.counter += 1000
     prompt_token_ids = list(range(request.counter, request.counter + prompt)) if isinstance(prompt, int) else prompt
@@ -40,7 +41,7 @@ def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.
 request.counter = 0
 
 
-def run(requests: list[TimedRequest], cost: CostModel = PER_TOKEN, **limits: Any) -> Simulation:
+def run(requests: list[TimedRequest], cost: CostModel = PER_TOKEN, **limits) -> Simulation:
     return simulate(Workload("test", requests), config(**limits), cost, keep_steps=True)
 
 
@@ -61,6 +62,11 @@ def random_workload(count: int, *, seed: int = 0, vocab_size: int = 1000, rate: 
 
 
 # ------------------------------------------------------------------------------------------------------- by hand
+
+
+def steps_of_2(schedule=NOTHING, update=NOTHING, *more, **options) -> CostModel:
+    """Steps of two seconds on the device, whatever they compute."""
+    return CostModel(schedule, DeviceCost(knee=4, fixed=2.0), update, *more, **options)
 
 
 def test_one_request_takes_the_time_of_its_prompt_and_of_each_token():
@@ -101,12 +107,12 @@ def test_decodes_cost_their_context_and_chunks_their_pairs():
 
 
 def test_without_overlap_host_and_device_take_turns():
-    cost = CostModel(HostCost(0.25, 0.25), DeviceCost(knee=4, fixed=2.0), HostCost(0.5, 0.5), launch_blocks=False)
+    cost = steps_of_2(HostCost(0.25, 0.25), HostCost(0.5, 0.5), launch_blocks=False)
     assert times(run([request(8, 3)], cost)) == [(3.5, [3.5, 3.5])]
 
 
 def test_a_device_of_its_own_begins_once_a_step_is_launched():
-    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5, 0.5), False)
+    cost = steps_of_2(HostCost(0.5), HostCost(0.25), HostCost(0.5, 0.5), False)
     assert times(run([request(8, 3)], cost)) == [(3.75, [3.75, 3.75])]
     # Launched at 1.5, step 1 computes until 3.5; step 2, launched at 3.0, follows without a gap.
     assert times(run([request(8, 3)], cost, overlap=True)) == [(3.75, [2.0, 2.0])]
@@ -115,35 +121,33 @@ def test_a_device_of_its_own_begins_once_a_step_is_launched():
 
 
 def test_with_overlap_the_host_works_while_the_device_does():
-    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=False)
+    cost = steps_of_2(HostCost(0.5), HostCost(0.25), launch_blocks=False)
     # Launched at 0.5, steps compute without gaps until 2.5, 4.5, 6.5; each is read 0.25 s later.
     assert times(run([request(8, 3)], cost, overlap=True)) == [(2.75, [2.0, 2.0])]
 
 
 def test_a_step_that_waits_for_the_device_has_no_head_start():
-    cost = CostModel(
-        HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5), False, head_start=0.25
-    )
+    cost = steps_of_2(HostCost(0.5), HostCost(0.25), HostCost(0.5), False, head_start=0.25)
     assert times(run([request(8, 3)], cost)) == [(3.25, [3.25, 3.25])]
     # Launched at 1.0, step 1 computes from 0.75 to 3.0, and those behind it take as long: until 5.25, 7.5.
     assert times(run([request(8, 3)], cost, overlap=True)) == [(3.25, [2.25, 2.25])]
 
 
 def test_with_overlap_a_slow_host_is_what_counts():
-    cost = CostModel(HostCost(4.0), DeviceCost(knee=4, fixed=2.0), HostCost(1.0), launch_blocks=False)
+    cost = steps_of_2(HostCost(4.0), HostCost(1.0), launch_blocks=False)
     # Schedules end at 4, 8; step 1 was ready at 6 and is read at 9; then each step is 4 + 1. The last one, launched at
     # 18, is waited for until 20 with nothing to schedule.
     assert times(run([request(8, 4)], cost, overlap=True))[0] == (9.0, [5.0, 5.0, 2.0])
 
 
 def test_overlap_hides_nothing_where_the_host_computes_the_step_itself():
-    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=True)
+    cost = steps_of_2(HostCost(0.5), HostCost(0.25), launch_blocks=True)
     # Two steps are launched before the first is read.
     assert times(run([request(8, 3)], cost, overlap=True))[0] == (5.25, [2.75, 0.25])
 
 
 def test_a_front_delays_requests_and_their_first_tokens():
-    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost())
+    cost = steps_of_2()
     requests = [request(8, 2), request(8, 1, arrival=1.0), request(8, 1, arrival=0.5, after=1)]
     assert times(run(requests, cost)) == [(2.0, [2.0]), (3.0, []), (2.0, [])]
     # The second is with the engine at 1.5 and waits for the end of its step at 2.5; the third arrives at 5.0.
@@ -155,14 +159,14 @@ def test_a_front_delays_requests_and_their_first_tokens():
 
 
 def test_requests_are_taken_in_one_after_the_other_between_steps():
-    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.25, 0.125))
+    cost = steps_of_2(intake=IntakeCost(0.25, 0.125))
     simulation = run([request(2, 2), request(6, 2), request(2, 1, arrival=2.5)], cost)
     # The first two before the first step, 0.5 and 1.0; the third during the first step, 0.5 before the second.
     assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
 
 
 def test_a_request_that_arrives_during_an_intake_waits_for_the_next_step():
-    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.5))
+    cost = steps_of_2(intake=IntakeCost(0.5))
     # An idle engine: the second request arrives while the first is taken in, and the first step ends at 2.5.
     simulation = run([request(2, 1), request(2, 1, arrival=0.25)], cost)
     assert [m.scheduled_time for m in simulation.requests] == [0.5, 3.0]
@@ -198,7 +202,7 @@ def composition(record: StepRecord) -> StepRecord:
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 def test_steps_are_the_real_engines(pool, overlap):
     workload = random_workload(24, vocab_size=VOCAB_SIZE)
-    real: list[StepRecord] = []
+    real = []
     with LLM(tiny_model(), enforce_eager=True, overlap=overlap, on_step=real.append, **(TINY | pool)) as llm:
         params = [
             SamplingParams(temperature=0.0, max_tokens=r.num_output_tokens, ignore_eos=True) for r in workload.requests
@@ -258,7 +262,7 @@ def test_salted_prompts_share_no_prefix():
 # ---------------------------------------------------------------------------------------------------- monotonicity
 
 
-def seconds(workload: Workload, cost: CostModel = PER_TOKEN, num_replicas: int = 1, **limits: Any) -> float:
+def seconds(workload: Workload, cost: CostModel = PER_TOKEN, num_replicas: int = 1, **limits) -> float:
     return simulate(workload, config(**limits), cost, num_replicas=num_replicas).figures()["seconds"]
 
 
@@ -302,7 +306,7 @@ def test_requests_of_one_token_have_no_gaps_to_report():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    "wrong, named",
     [
         (request([], 1), "request 1 has 0 prompt tokens"),
         (request(4, 0), "0 output tokens"),
@@ -353,7 +357,7 @@ def test_a_simulation_of_speculation_needs_its_acceptance():
         simulate(Workload("test", [request(10, 3)], draft_acceptance=0.5), config(), PER_TOKEN)
 
 
-@pytest.mark.parametrize("option", ["--gpu-memory-utilization=0.5", "--record-itl", "--engine-seed=1", "--revision=a"])
+@pytest.mark.parametrize("option", words("--gpu-memory-utilization=0.5 --record-itl --engine-seed=1 --revision=a"))
 def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--calibration", "costs.json", option])
@@ -366,7 +370,7 @@ def test_the_simulator_does_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("rate", "is_high"), [("1", False), ("1000", True)])
+@pytest.mark.parametrize("rate, is_high", [("1", False), ("1000", True)])
 def test_the_command_says_how_far_it_may_be_off(tmp_path, capsys, rate, is_high):
     replace(CALIBRATION, residuals={"p90": 0.05}).save(tmp_path / "costs.json")
     arguments = ["simulate", "--calibration", str(tmp_path / "costs.json"), "--rate", rate, "--replicas", "2"]
