@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import time
+from contextlib import closing
 
 import pytest
 
@@ -21,16 +22,17 @@ from nanovllm.tools.bench.step_profile import TIMED, StepProfile
 from nanovllm.tools.bench.worker import measure, run_job
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, random_requests
+from tests.support.command_line import words
 from tests.support.forked_processes import programs_are_forked
 from tests.support.tiny_models import save_tiny
 
 ENGINE = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-FLAGS = ["--block-size", "16", "--num-kv-blocks", "129", "--max-model-len", "512"]
+FLAGS = "--block-size 16 --num-kv-blocks 129 --max-model-len 512"
 SMALL = "random:requests=5,prompt=40,shared=32,output=6,vocab=512"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("models") / "model"))
 
 
@@ -38,11 +40,11 @@ def folder(tmp_path_factory) -> str:
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
-        self.slept: list[float] = []
+        self.slept = []
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.slept.append(seconds)
         self.now += seconds
 
@@ -52,12 +54,12 @@ class OneTokenASecond:
 
     takes_arrivals = True
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock):
         self.clock = clock
-        self.added: dict[int, float] = {}
-        self.running: dict[int, tuple[TimedRequest, list[float]]] = {}
+        self.added = {}
+        self.running = {}
 
-    def add(self, number: int, request: TimedRequest) -> None:
+    def add(self, number: int, request: TimedRequest):
         self.added[number] = self.clock.now - 1000.0
         self.running[number] = request, []
 
@@ -69,6 +71,10 @@ class OneTokenASecond:
         return [Finished(number, self.running.pop(number)[1]) for number in ended]
 
 
+def timed(arrival: float, num_output_tokens: int, **options) -> TimedRequest:
+    return TimedRequest(arrival, [1], num_output_tokens, **options)
+
+
 def play_on_a_fake_clock(requests: list[TimedRequest]):
     clock = Clock()
     player = OneTokenASecond(clock)
@@ -78,7 +84,7 @@ def play_on_a_fake_clock(requests: list[TimedRequest]):
 
 
 def test_a_request_is_handed_over_when_it_is_due_and_not_before():
-    requests = [TimedRequest(0.0, [1], 1), TimedRequest(5.25, [1], 2), TimedRequest(5.5, [1], 1)]
+    requests = [timed(0.0, 1), timed(5.25, 2), timed(5.5, 1)]
     clock, player, played, reported = play_on_a_fake_clock(requests)
     assert player.added == {0: 0.0, 1: 5.25, 2: 6.25}  # the third is due during a step
     assert clock.slept == [4.25]
@@ -90,23 +96,20 @@ def test_a_request_is_handed_over_when_it_is_due_and_not_before():
 
 
 def test_a_turn_comes_so_long_after_the_end_of_the_last():
-    requests = [TimedRequest(1.0, [1], 3), TimedRequest(2.5, [1], 1, after=0), TimedRequest(0.0, [1], 1, after=1)]
+    requests = [timed(1.0, 3), timed(2.5, 1, after=0), timed(0.0, 1, after=1)]
     _, player, _, _ = play_on_a_fake_clock(requests)
     assert player.added == {0: 1.0, 1: 1.0 + 3 + 2.5, 2: 6.5 + 1.0}
 
 
 def test_the_order_of_waiting_requests_does_not_matter():
-    requests = [TimedRequest(0.0, [1], 4), TimedRequest(0.0, [1], 1), TimedRequest(9.0, [1], 1, after=0),
-                TimedRequest(0.5, [1], 1, after=1)]  # fmt: skip
+    requests = [timed(0.0, 4), timed(0.0, 1), timed(9.0, 1, after=0), timed(0.5, 1, after=1)]
     _, player, _, _ = play_on_a_fake_clock(requests)
     assert player.added == {0: 0.0, 1: 0.0, 3: 2.0, 2: 13.0}
 
 
 def test_an_output_of_another_length_is_no_result():
     workload = random_requests(requests=1, prompt=1, output=3)
-    clock = Clock()
-    player = OneTokenASecond(clock)
-    played = replay(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
+    _, _, played, _ = play_on_a_fake_clock(workload.requests)
     played.finished[0].token_times.pop()
     with pytest.raises(RuntimeError, match="request 0 got 2 tokens instead of 3"):
         figures(workload, played)
@@ -121,16 +124,16 @@ def test_a_spread_has_mean_median_and_tails():
 # ------------------------------------------------------------------------------------------------------ this engine
 
 
+def played_twice(folder: str, workload: Workload):
+    with closing(load_engine("nanovllm", folder, dict(ENGINE), 512)) as player:
+        for _ in range(2):
+            player.prepare(workload)
+            yield replay(player, workload)
+
+
 def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
     workload = chat(conversations=2, turns=3, system=0, user=24, answer=12, think=0.0, vocab=512)
-    player = load_engine("nanovllm", folder, dict(ENGINE), 512)
-    try:
-        player.prepare(workload)
-        finished = replay(player, workload).finished
-        player.prepare(workload)
-        again = replay(player, workload).finished
-    finally:
-        player.close()
+    finished, again = (played.finished for played in played_twice(folder, workload))
     for index, request in enumerate(workload.requests):
         # At least the whole blocks of the last prompt; the answer in the prompt is drawn, not the engine's.
         last = 0 if request.after is None else len(workload.requests[request.after].prompt_token_ids)
@@ -139,17 +142,11 @@ def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
 
 
 def test_token_times_are_of_each_token_and_in_order(folder):
-    workload = random_requests(requests=2, prompt=8, output=7, vocab=512)
-    player = load_engine("nanovllm", folder, dict(ENGINE), 512)
-    try:
-        player.prepare(workload)
-        played = replay(player, workload)
-    finally:
-        player.close()
-    for arrival, ended in zip(played.arrivals, played.finished, strict=True):
-        assert len(ended.token_times) == 7
-        assert arrival < ended.token_times[0] and ended.token_times == sorted(ended.token_times)
-        assert ended.token_times[-1] - arrival < played.seconds
+    for played in played_twice(folder, random_requests(requests=2, prompt=8, output=7, vocab=512)):
+        for arrival, ended in zip(played.arrivals, played.finished, strict=True):
+            assert len(ended.token_times) == 7
+            assert arrival < ended.token_times[0] and ended.token_times == sorted(ended.token_times)
+            assert ended.token_times[-1] - arrival < played.seconds
 
 
 def test_an_engine_with_record_itl_off_cannot_be_measured(folder):
@@ -210,14 +207,14 @@ class Counted:
     takes_arrivals = True
     takes_sampling = False
 
-    def __init__(self) -> None:
-        self.plays: list[list[float]] = []
-        self._new: list[Finished] = []
+    def __init__(self):
+        self.plays = []
+        self._new = []
 
-    def prepare(self, workload: Workload) -> None:
+    def prepare(self, workload: Workload):
         self.plays.append([])
 
-    def add(self, number: int, request: TimedRequest) -> None:
+    def add(self, number: int, request: TimedRequest):
         self.plays[-1].append(request.arrival)
         self._new.append(Finished(number, [time.monotonic()] * request.num_output_tokens))
 
@@ -229,9 +226,9 @@ class Counted:
         return {}
 
 
-@pytest.mark.parametrize(("arrival", "num_warm"), [(0.0, 100), (1e-3, 64)])
+@pytest.mark.parametrize("arrival, num_warm", [(0.0, 100), (1e-3, 64)])
 def test_requests_that_arrive_over_time_are_not_all_played_twice(arrival, num_warm):
-    requests = [TimedRequest(number * arrival, [1], 1) for number in range(100)]
+    requests = [timed(number * arrival, 1) for number in range(100)]
     engine = Counted()
     measure(engine, Workload("w", requests), {"engine": "nanovllm", "warm_ups": 1, "profile": False})
     assert [len(play) for play in engine.plays] == [num_warm, 100]
@@ -270,8 +267,8 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(processes, "run_in_subprocess", run_in_subprocess)
     path = tmp_path / "result.json"
-    arguments = ["--workload", SMALL, "--engines", "nanovllm", "transformers:batch_size=8", "--json", str(path)]
-    assert main(["bench", "--model", folder, "--repeats", "2", *arguments]) == 0
+    arguments = words(f"--workload {SMALL} --engines nanovllm transformers:batch_size=8 --json {path}")
+    assert main([*words(f"bench --model {folder} --repeats 2"), *arguments]) == 0
     assert ran == [("nanovllm", [5]), ("transformers:batch_size=8", [5])] * 2
     assert [run["repeat"] for run in json.loads(path.read_text())["runs"]] == [0, 0, 1, 1]
     reported = capsys.readouterr()
@@ -285,8 +282,8 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
 @programs_are_forked()
 def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, capsys):
     path, record = tmp_path / "result.json", tmp_path / "trace.json"
-    arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--json", str(path), "--record", str(record)]
-    assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 0
+    line = f"bench --model {folder} --workload {SMALL} --dtype float32 --profile --json {path} --record {record}"
+    assert main(words(f"{line} {FLAGS}")) == 0
     reported = capsys.readouterr()
     lines = reported.out.splitlines()
     assert re.fullmatch(rf"nanovllm, {SMALL}: \d+ tokens/s in .* s, TTFT p50 .*, ITL p50 .* ms", reported.err.strip())
@@ -307,69 +304,69 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
 @pytest.mark.full
 @programs_are_forked()
 def test_a_refusal_is_reported_with_the_name_of_its_engine(folder, capsys):
-    arguments = ["--workload", "random:requests=2,prompt=500,output=13,vocab=512"]
-    assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 2
+    workload = "random:requests=2,prompt=500,output=13,vocab=512"
+    assert main(words(f"bench --model {folder} --workload {workload} {FLAGS}")) == 2
     error = capsys.readouterr().err
     assert "error: nanovllm: " in error and "500 tokens" in error and "Traceback" not in error
 
 
 def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
-    path = str(tmp_path / "out.jsonl")
-    arguments = ["--workload", SMALL, "--rate", "2", "--arrivals", "bursty", "--burst", "2", "--seed", "4"]
-    assert main(["bench", *arguments, "--export", path]) == 0
+    path = tmp_path / "out.jsonl"
+    line = f"bench --workload {SMALL} --rate 2 --arrivals bursty --burst 2 --seed 4"
+    assert main(words(f"{line} --export {path}")) == 0
     requests = read_trace(path).requests
     assert len(requests) == 5
     assert requests[0].arrival == requests[1].arrival < requests[2].arrival
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
-        (["--workload", "Q"], "no workload 'Q'"),
-        (["--workload", "random:requests=0"], "random:requests is 0"),
-        (["--workload", "random:prompt=8,shared=9"], "shared is 9"),
-        (["--workload", "W", "--workload", "W"], "the same name"),
-        (["--engines", "nanovllm", "transformers", "nanovllm"], "two engines have the same label nanovllm"),
-        (["--engines", "tgi"], "no engine 'tgi'; there are nanovllm, vllm"),
-        (["--engines", "nanovllm:block_size"], "'block_size' in 'nanovllm:block_size' is not of the form"),
-        (["--engines", "transformers", "--profile"], "--profile supports this engine only"),
-        (["--engines", "transformers", "--record", "x"], "--record supports one run of this engine"),
-        (["--repeats", "2", "--record", "x"], "--record supports one run of this engine"),
-        (["--engines", "transformers", "--rate", "3"], "transformers generates for static batches"),
-        (["--engines", "transformers", "--workload", "chat"], "requests of 'chat' arrive over time"),
-        (["--rate", "0"], "the rate is 0"),
-        (["--seed", "-1", "--workload", "chat"], "chat:seed is -1"),
-        (["--arrivals", "bursty"], "--arrivals is bursty, but without --rate"),
-        (["--rate", "1", "--burst", "4"], "--burst is 4, but only --arrivals bursty"),
-        (["--workload", "W", "--workload", "P", "--export", "x"], "--export writes one workload"),
-        (["--trace", "no-such-file.jsonl"], "no-such-file.jsonl"),
-        (["--block-size", "17"], "block_size is 17"),
-        (["--sampling", "top_p"], "'top_p' in 'top_p' is not of the form"),
-        (["--sampling", "seed=1"], "--sampling has no option 'seed'; there are temperature"),
-        (["--sampling", "top_p=2"], "top_p is 2"),
-        (["--sampling", "top_p=0.9"], "--sampling has top_p, but is greedy"),
-        (["--sampling", "temperature=1,temperature=2"], "temperature is given twice"),
-        (["--sampling", "temperature=1", "--export", "x"], "which --sampling does not change"),
-        (["--sampling", "temperature=0.5", "--engines", "transformers"], "transformers is greedy here"),
+        ("--workload Q", "no workload 'Q'"),
+        ("--workload random:requests=0", "random:requests is 0"),
+        ("--workload random:prompt=8,shared=9", "shared is 9"),
+        ("--workload W --workload W", "the same name"),
+        ("--engines nanovllm transformers nanovllm", "two engines have the same label nanovllm"),
+        ("--engines tgi", "no engine 'tgi'; there are nanovllm, vllm"),
+        ("--engines nanovllm:block_size", "'block_size' in 'nanovllm:block_size' is not of the form"),
+        ("--engines transformers --profile", "--profile supports this engine only"),
+        ("--engines transformers --record x", "--record supports one run of this engine"),
+        ("--repeats 2 --record x", "--record supports one run of this engine"),
+        ("--engines transformers --rate 3", "transformers generates for static batches"),
+        ("--engines transformers --workload chat", "requests of 'chat' arrive over time"),
+        ("--rate 0", "the rate is 0"),
+        ("--seed -1 --workload chat", "chat:seed is -1"),
+        ("--arrivals bursty", "--arrivals is bursty, but without --rate"),
+        ("--rate 1 --burst 4", "--burst is 4, but only --arrivals bursty"),
+        ("--workload W --workload P --export x", "--export writes one workload"),
+        ("--trace no-such-file.jsonl", "no-such-file.jsonl"),
+        ("--block-size 17", "block_size is 17"),
+        ("--sampling top_p", "'top_p' in 'top_p' is not of the form"),
+        ("--sampling seed=1", "--sampling has no option 'seed'; there are temperature"),
+        ("--sampling top_p=2", "top_p is 2"),
+        ("--sampling top_p=0.9", "--sampling has top_p, but is greedy"),
+        ("--sampling temperature=1,temperature=2", "temperature is given twice"),
+        ("--sampling temperature=1 --export x", "which --sampling does not change"),
+        ("--sampling temperature=0.5 --engines transformers", "transformers is greedy here"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_runs(capsys, arguments, named):
-    assert main(["bench", *arguments]) == 2
+    assert main(["bench", *words(arguments)]) == 2
     assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
-        (["--repeats", "0"], "0 is too small"),
-        (["--warm-ups", "-1"], "-1 is below 0"),
-        (["--arrivals", "weekly"], "'weekly'"),
-        (["compare", "a.json"], "FILE"),
+        ("--repeats 0", "0 is too small"),
+        ("--warm-ups -1", "-1 is below 0"),
+        ("--arrivals weekly", "'weekly'"),
+        ("compare a.json", "FILE"),
     ],
 )
 def test_flags_of_the_wrong_kind_are_refused(capsys, arguments, named):
     with pytest.raises(SystemExit):
-        main(["bench", *arguments])
+        main(["bench", *words(arguments)])
     assert named in capsys.readouterr().err
 
 
@@ -379,10 +376,7 @@ def test_an_engine_that_is_not_installed_needs_an_interpreter(monkeypatch):
         EngineSpec.parse("vllm:max_num_seqs=64", {})
     spec = EngineSpec.parse("vllm:max_num_seqs=64,python=/some/python", {"dtype": "float32", "block_size": 16})
     assert (spec.label, spec.python) == ("vllm:max_num_seqs=64", "/some/python")
-    assert spec.options == {
-        "max_num_seqs": 64,
-        "dtype": "float32",
-    }  # inherits dtype only
+    assert spec.options == {"max_num_seqs": 64, "dtype": "float32"}  # inherits dtype only
 
 
 def test_only_static_batches_are_refused_for_arrivals():
@@ -398,12 +392,10 @@ def test_only_static_batches_are_refused_for_arrivals():
 
 
 def build_result(rates: list[float], **changes) -> dict:
-    run = {
-        "workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0}, "itl": {"p50": 0.01, "p99": 0.02},
-        "peak_memory_mib": 100.0, "load_seconds": 1.0, "seconds": 3.0, "environment": {"torch": "2.13.0"},
-        "config": {"block_size": 64},
-    }  # fmt: skip
-    runs = [run | changes | {"output_tokens_per_second": rate} for rate in rates]
+    run = """{"workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0},
+        "itl": {"p50": 0.01, "p99": 0.02}, "peak_memory_mib": 100.0, "load_seconds": 1.0, "seconds": 3.0,
+        "environment": {"torch": "2.13.0"}, "config": {"block_size": 64}}"""
+    runs = [json.loads(run) | changes | {"output_tokens_per_second": rate} for rate in rates]
     return {"model": "m", "warm_ups": 1, "workloads": {"W": {"requests": 64}}, "runs": runs}
 
 
@@ -444,5 +436,5 @@ def test_compare_refuses_what_is_no_result_or_has_nothing_in_common(tmp_path):
 
 def test_compare_is_a_command(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(build_result([2.0])))
-    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert main(words(f"bench compare {tmp_path / 'a.json'} {tmp_path / 'a.json'}")) == 0
     assert "tokens/s" in capsys.readouterr().out

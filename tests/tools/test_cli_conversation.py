@@ -8,31 +8,30 @@ import os
 import re
 import sys
 import termios
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pexpect
 import pytest
 from prompt_toolkit.application import create_app_session
-from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from nanovllm import SamplingParams
 from nanovllm.cli.conversation import ChatEnded, Conversation
 from nanovllm.cli.terminal import Terminal, echo
-from tests.support.command_line import ENGINE, SHORT, assert_refused
+from tests.support.command_line import ENGINE, SHORT, assert_refused, words
 
 DOWN, UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[B", "\x1b[A", "\x1b\r", "\x03", "\x04"
 
 
 @pytest.fixture
-def shown() -> list[str]:
+def shown():
     return []
 
 
 @pytest.fixture
-def talk(shown) -> Conversation:
+def talk(shown):
     return Conversation("be brief", {"max_tokens": 256, "temperature": 0.5}, show=shown.append)
 
 
@@ -40,7 +39,7 @@ def talk(shown) -> Conversation:
 
 
 @pytest.mark.parametrize(
-    ("line", "question"),
+    "line, question",
     [
         ("hello", "hello"),
         ("", None),
@@ -58,20 +57,7 @@ def test_what_is_no_command_is_a_message(talk, line, question):
 
 def test_help_lists_every_command(talk, shown):
     assert talk.read("/help") is None
-    for name in (
-        "continue",
-        "retry",
-        "system",
-        "set",
-        "show",
-        "model",
-        "copy",
-        "save",
-        "load",
-        "reset",
-        "clear",
-        "exit",
-    ):
+    for name in words("continue retry system set show model copy save load reset clear exit"):
         assert f"/{name}" in shown[0]
 
 
@@ -98,7 +84,7 @@ def test_set_changes_shows_and_restores_options(talk, shown):
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    "line, named",
     [
         ("/set temprature 1", "did you mean temperature?"),
         ("/set temperature", "needs a value"),
@@ -132,13 +118,19 @@ def test_retry_takes_the_last_answer_back(talk):
     assert [message["content"] for message in talk.with_question("two")] == ["be brief", "one", "first", "two"]
 
 
-def test_save_writes_the_conversation(talk, shown, tmp_path):
+def test_save_writes_the_conversation_and_load_goes_on_with_it(talk, shown, tmp_path):
     talk.record("größe", "answer")
     talk.read(f"/save {tmp_path / 'talk.json'}")
     assert json.loads((tmp_path / "talk.json").read_text()) == {"messages": talk.with_question("")[:-1]}
     assert "3 messages" in shown[0]
-    with pytest.raises(OSError, match="nowhere"):
-        talk.read(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
+    other = Conversation(None, {}, show=shown.append)
+    other.record("forgotten", "too")
+    other.read(f"/load {tmp_path / 'talk.json'}")
+    assert other.with_question("next") == talk.with_question("next")
+    assert "2 messages are loaded" in shown[-1]
+    for line in (f"/save {tmp_path / 'nowhere' / 'talk.json'}", f"/load {tmp_path / 'nowhere.json'}"):
+        with pytest.raises(OSError, match="nowhere"):
+            talk.read(line)
 
 
 def test_retry_asks_a_message_again_that_has_no_answer(talk):
@@ -151,20 +143,8 @@ def test_retry_asks_a_message_again_that_has_no_answer(talk):
     assert talk.record("two", "second") and not talk.record("three", "second")
 
 
-def test_load_goes_on_with_a_saved_conversation(talk, shown, tmp_path):
-    talk.record("größe", "answer")
-    talk.read(f"/save {tmp_path / 'talk.json'}")
-    other = Conversation(None, {}, show=shown.append)
-    other.record("forgotten", "too")
-    other.read(f"/load {tmp_path / 'talk.json'}")
-    assert other.with_question("next") == talk.with_question("next")
-    assert "2 messages are loaded" in shown[-1]
-    with pytest.raises(OSError, match="nowhere"):
-        other.read(f"/load {tmp_path / 'nowhere.json'}")
-
-
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text, named",
     [
         ("not JSON", "holds no conversation"),
         ("[]", "holds no conversation"),
@@ -218,26 +198,25 @@ def test_commands_work_from_a_pipe_too(run, tmp_path):
 
 
 @contextmanager
-def typed(keys: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[tuple[Terminal, PipeInput]]:
+def typed(keys: str, monkeypatch, cache: Path):
     monkeypatch.setenv("NANOVLLM_CACHE", str(cache))
     with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
         keyboard.send_text(keys)
         yield Terminal(lambda: None, keeps_history=True), keyboard
 
 
-def test_enter_sends_and_alt_enter_breaks_the_line(monkeypatch, tmp_path):
-    with typed(f"hello{ALT_ENTER}world\r", monkeypatch, tmp_path) as (terminal, _):
-        assert terminal.read() == "hello\nworld"
-
-
-def test_enter_breaks_the_line_until_quotes_are_closed(monkeypatch, tmp_path):
-    with typed('"""one\rtwo"""\r', monkeypatch, tmp_path) as (terminal, _):
-        assert terminal.read() == '"""one\ntwo"""'
-
-
-def test_pasted_lines_are_one_message(monkeypatch, tmp_path):
-    with typed("\x1b[200~one\ntwo\n\x1b[201~three\r", monkeypatch, tmp_path) as (terminal, _):
-        assert terminal.read() == "one\ntwo\nthree"
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (f"hello{ALT_ENTER}world\r", "hello\nworld"),
+        ('"""one\rtwo"""\r', '"""one\ntwo"""'),
+        ("\x1b[200~one\ntwo\n\x1b[201~three\r", "one\ntwo\nthree"),
+    ],
+    ids=["alt and enter", "quotes", "pasted"],
+)
+def test_enter_sends_unless_with_alt_within_quotes_or_pasted(monkeypatch, tmp_path, keys, message):
+    with typed(keys, monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == message
 
 
 def test_history_outlives_the_conversation_and_is_private(monkeypatch, tmp_path):
@@ -266,15 +245,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_prompt(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def chats() -> Iterator[list[pexpect.spawn]]:
-    chats: list[pexpect.spawn] = []
+def chats():
+    chats = []
     yield chats
     for child in chats:
         child.close(force=True)
 
 
 @pytest.fixture
-def chat(chats, folder, tmp_path_factory) -> pexpect.spawn:
+def chat(chats, folder, tmp_path_factory):
     """The command at a terminal: a new one if a test has ended the last."""
     if chats and chats[-1].isalive():
         return chats[-1]
@@ -287,33 +266,34 @@ def chat(chats, folder, tmp_path_factory) -> pexpect.spawn:
     return child
 
 
+def type_in(chat, *lines: str):
+    for line in lines:
+        chat.send(f"{line}\r")
+
+
 def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     chat.expect(">")
     chat.expect("loading ")  # beside it
-    chat.send("/set max_tokens 3\r")
-    chat.send("/set\r")
+    type_in(chat, "/set max_tokens 3", "/set")
     chat.expect("max_tokens 3\r?\n")
-    chat.send("hello\r")
+    type_in(chat, "hello")
     chat.expect("cut at 3 tokens")
-    chat.send("/set max_tokens 200\r")
-    chat.send("/retry\r")
+    type_in(chat, "/set max_tokens 200", "/retry")
     chat.expect("cut at 200 tokens: /continue goes on")
-    chat.send("/set max_tokens 4\r")
-    chat.send("/continue\r")
+    type_in(chat, "/set max_tokens 4", "/continue")
     chat.expect(r"tiny · [\d.]+ tokens/s · 2\d\d of 256 tokens")
     chat.expect("cut at 4 tokens")
-    chat.send("/set max_tokens -\r")
-    chat.send("/continue\r")
+    type_in(chat, "/set max_tokens -", "/continue")
     chat.expect("the context of 256 tokens is full: /reset")
-    assert "Loading" not in chat.logfile_read.getvalue()  # bars of other libraries
-    assert "KV cache" not in chat.logfile_read.getvalue()  # nor other lines about the load
+    seen = chat.logfile_read.getvalue()
+    assert "Loading" not in seen and "KV cache" not in seen  # bars of other libraries, other lines about the load
 
 
 def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
     """An echoed ^C at the end of a full line moves the cursor down: the line would stay above its last drawing."""
     primary, secondary = os.openpty()
 
-    def echoes() -> bool:
+    def echoes():
         return bool(termios.tcgetattr(secondary)[3] & termios.ECHO)
 
     with open(secondary, encoding="utf-8") as keys:
@@ -333,19 +313,15 @@ def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
 
 @pytest.mark.full
 def test_at_a_terminal_errors_do_not_end_the_conversation(chat):
-    chat.send("/sytem\r")
-    chat.expect("did you mean /system")
-    chat.send(f"{'hello ' * 300}\r")
-    chat.expect(r"max_model_len")
-    chat.send("/set max_tokens 2\r")
-    chat.send("/reset\r")
-    chat.send("and now\r")
-    chat.expect("cut at 2 tokens")
-    chat.send("/copy\r")
-    chat.expect(r"\x1b\]52;c;[\w+/=]+\x07")
-    chat.send("/show\r")
-    chat.expect("context +[0-9]+ of 256 tokens")
-    chat.send("/exit\r")
-    chat.expect(pexpect.EOF)
+    for line, shown in (
+        ("/sytem", "did you mean /system"),
+        ("hello " * 300, "max_model_len"),
+        ("/set max_tokens 2\r/reset\rand now", "cut at 2 tokens"),
+        ("/copy", r"\x1b\]52;c;[\w+/=]+\x07"),
+        ("/show", "context +[0-9]+ of 256 tokens"),
+        ("/exit", pexpect.EOF),
+    ):
+        type_in(chat, *line.split("\r"))
+        chat.expect(shown)
     chat.close()
     assert chat.exitstatus == 0

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openai.types import CreateEmbeddingResponse
@@ -21,7 +20,7 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
-def line(custom_id: str, url: str = COMPLETIONS, method: str = "POST", **body: Any) -> dict[str, Any]:
+def line(custom_id: str, url: str = COMPLETIONS, method: str = "POST", **body):
     return {"custom_id": custom_id, "method": method, "url": url, "body": {"model": "tiny"} | body}
 
 
@@ -42,16 +41,21 @@ BAD = [
 def batch(tmp_path, run):
     """Run the command on these lines; returns its result, and the lines of the output by custom_id."""
 
-    def batch(lines: list[Any], *flags: str, name: str = "out.jsonl") -> tuple[tuple[int, str, str], dict[str, Any]]:
+    def batch(lines, *flags, name="out.jsonl"):
         source, target = tmp_path / "in.jsonl", tmp_path / name
         source.write_text("\n".join(given if isinstance(given, str) else json.dumps(given) for given in lines))
-        result = run("run-batch", "-i", str(source), "-o", str(target), *flags)
+        result = run(f"run-batch -i {source} -o {target}", *flags)
         return result, read(target)
 
     return batch
 
 
-def read(path: Path) -> dict[str, Any]:
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+
+
+def read(path: Path):
     if not path.exists():
         return {}
     found = [json.loads(text) for text in path.read_text().splitlines()]
@@ -149,27 +153,25 @@ def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("lines", "named"),
+    "lines, named",
     [
-        ([GOOD[0], "{not json"], ["line 2", "not JSON"]),
-        ([GOOD[0], "[" * 100_000], ["line 2", "nested deeper than"]),
-        ([GOOD[0], "[]"], ["line 2", "custom_id, method, url, body"]),
-        ([GOOD[0], GOOD[0]], ["line 2", "'chat' as in line 1"]),
-        ([{"custom_id": "a", "method": "POST", "url": CHAT}], ["line 1", "'body' is missing"]),
-        ([line("", prompt="a")], ["custom_id"]),
-        ([line("a", method="GET")], ["'GET'", "'POST'"]),
-        ([line("a", url="/v1/images")], ["/v1/images", CHAT]),
-        ([line("a") | {"body": []}], ["body must be an object"]),
-        ([], ["no request"]),
+        ([GOOD[0], "{not json"], "line 2 & not JSON"),
+        ([GOOD[0], "[" * 100_000], "line 2 & nested deeper than"),
+        ([GOOD[0], "[]"], "line 2 & custom_id, method, url, body"),
+        ([GOOD[0], GOOD[0]], "line 2 & 'chat' as in line 1"),
+        ([f'{{"custom_id": "a", "method": "POST", "url": "{CHAT}"}}'], "line 1 & 'body' is missing"),
+        ([line("", prompt="a")], "custom_id"),
+        ([line("a", method="GET")], "'GET' & 'POST'"),
+        ([line("a", url="/v1/images")], f"/v1/images & {CHAT}"),
+        ([line("a") | {"body": []}], "body must be an object"),
+        ([], "no request"),
     ],
 )
-def test_a_file_that_is_no_batch_is_refused_before_the_model_is_loaded(batch, monkeypatch, lines, named):
-    monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
-    assert_refused(batch(lines)[0], *named)
+def test_a_file_that_is_no_batch_is_refused_before_the_model_is_loaded(batch, nothing_is_loaded, lines, named):
+    assert_refused(batch(lines)[0], *named.split(" & "))
 
 
-def test_files_are_checked_before_the_model_is_loaded(batch, run, monkeypatch, tmp_path):
-    monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+def test_files_are_checked_before_the_model_is_loaded(batch, run, nothing_is_loaded, tmp_path):
     flags = ["-i", "/no/such/file", "-o", str(tmp_path / "out.jsonl")]
     assert_refused(run("run-batch", *flags), "no folder for the file", "/no/such")
     assert_refused(batch(GOOD, name="nowhere/out.jsonl")[0], "--output-file", "does not exist")
@@ -181,8 +183,8 @@ def test_files_are_checked_before_the_model_is_loaded(batch, run, monkeypatch, t
     assert_refused(run("run-batch", *flags, "--resume"), "not the output of a batch")
     assert (tmp_path / "notes.txt").read_text() == "notes\n"
     before = source.read_text()  # whose last line has no end
-    assert_refused(run("run-batch", "-i", str(source), "-o", str(source), "--resume"), "not the output of a batch")
+    assert_refused(run(f"run-batch -i {source} -o {source} --resume"), "not the output of a batch")
     two = tmp_path / "two.jsonl"
     two.write_text(f"{before}\n{before}\n")
-    assert_refused(run("run-batch", "-i", str(source), "-o", str(two), "--resume"), "not the output of a batch")
+    assert_refused(run(f"run-batch -i {source} -o {two} --resume"), "not the output of a batch")
     assert source.read_text() == before
