@@ -39,10 +39,15 @@ def random_work(r: random.Random) -> StepWork:
         num_chunks = 1
     new = num_chunks * r.choice([8, 16, 32, 64, 128])
     context, chunk_context = num_decodes * r.randint(1, 2000), r.choice([0, 0, 1024, 4096])
-    shared = r.choice([0, 0, context // 2])
-    num_samples = num_decodes + r.randint(0, num_chunks)
-    pairs = new * (chunk_context + 20)
-    return StepWork(num_decodes + new, num_decodes, num_chunks, context, shared, pairs, num_samples)
+    shared, num_samples = r.choice([0, 0, context // 2]), num_decodes + r.randint(0, num_chunks)
+    return StepWork(
+        num_decodes + new, num_decodes, num_chunks, context, shared, new * (chunk_context + 20), num_samples
+    )
+
+
+def random_works(seed: int, count: int) -> list[StepWork]:
+    r = random.Random(seed)
+    return [random_work(r) for _ in range(count)]
 
 
 def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
@@ -51,16 +56,13 @@ def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSamp
     def noisy(seconds):
         return seconds * (1.0 + r.gauss(0.0, noise))
 
-    return [
-        StepSample(
-            work,
-            noisy(TRUE.schedule.seconds(work.num_sequences, work.num_chunks)),
-            noisy(TRUE.launch.seconds(work.num_sequences, work.num_chunks)),
-            noisy(TRUE.device.seconds(work)),
-            noisy(TRUE.update.seconds(work.num_sequences, work.num_chunks)),
-        )
-        for work in works
-    ]
+    def sample(work):
+        size = work.num_sequences, work.num_chunks
+        seconds = (TRUE.schedule.seconds(*size), TRUE.launch.seconds(*size), TRUE.device.seconds(work),
+                   TRUE.update.seconds(*size))  # fmt: skip
+        return StepSample(work, *map(noisy, seconds))
+
+    return [sample(work) for work in works]
 
 
 def worst_error(fitted: CostModel, works: list[StepWork]) -> float:
@@ -128,8 +130,7 @@ def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
 @pytest.mark.full
 @pytest.mark.parametrize("launch_blocks", [False, True])
 def test_without_noise_the_fit_is_exact(launch_blocks):
-    r = random.Random(1)
-    works = [random_work(r) for _ in range(80)]
+    works = random_works(1, 80)
     fitted = fit(sampled(works, noise=0.0), launch_blocks=launch_blocks)
     launch = (0.0, 0.0, 0.0) if launch_blocks else (4e-5, 3e-6, 2e-5)
     assert astuple(fitted.launch) == pytest.approx(launch)
@@ -141,17 +142,16 @@ def test_without_noise_the_fit_is_exact(launch_blocks):
 
 @pytest.mark.full
 def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
-    r = random.Random(1)
-    works = [random_work(r)._replace(num_shared_context_tokens=0) for _ in range(80)]
+    works = [work._replace(num_shared_context_tokens=0) for work in random_works(1, 80)]
     fitted = fit(sampled(works, noise=0.0), launch_blocks=True).device
     assert fitted.per_shared_context_token == fitted.per_context_token == pytest.approx(4e-7, rel=1e-6)
 
 
 @pytest.mark.full
 def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
-    r = random.Random(2)
-    fitted = fit(sampled([random_work(r) for _ in range(200)], noise=0.05), launch_blocks=True)
-    assert worst_error(fitted, [random_work(r) for _ in range(200)]) < 0.06
+    works = random_works(2, 400)
+    fitted = fit(sampled(works[:200], noise=0.05), launch_blocks=True)
+    assert worst_error(fitted, works[200:]) < 0.06
     assert fitted.device.fixed == pytest.approx(TRUE.device.fixed, rel=0.1)
     assert fitted.device.per_context_token == pytest.approx(TRUE.device.per_context_token, rel=0.1)
 
@@ -170,8 +170,7 @@ def test_small_steps_weigh_as_much_as_large_ones():
 @pytest.mark.full
 def test_steps_that_the_launch_computed_do_not_draw_the_fit():
     # Launched without a CUDA graph, a few steps took long to launch and no time behind that.
-    r = random.Random(5)
-    works = [random_work(r) for _ in range(200)]
+    works = random_works(5, 200)
     samples = sampled(works, noise=0.01)
     for index in range(0, 200, 20):
         samples[index] = samples[index]._replace(launch_time=4 * samples[index].device_time, device_time=1e-5)

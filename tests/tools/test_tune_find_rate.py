@@ -56,8 +56,8 @@ def test_a_goal_that_no_rate_keeps_is_given_up():
     assert found.rate is None and found.fails_at == 0.125 and "no rate keeps the goals" in found.sentence
 
 
-WORKLOAD = words("--workload random:requests=60,prompt=100,output=6,vocab=512 --device cpu --model m")
-NAMED = words("--only-named --max-num-batched-tokens 128,1024 --repeats 1")
+WORKLOAD = "--workload random:requests=60,prompt=100,output=6,vocab=512 --device cpu --model m"
+NAMED = "--only-named --max-num-batched-tokens 128,1024 --repeats 1"
 
 
 @pytest.fixture
@@ -82,24 +82,31 @@ def measured(monkeypatch):
     return options
 
 
-def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measured, tmp_path, capsys, monkeypatch):
-    fixed = words("--max-model-len 256 --kv-events 'tcp://*:5557' --engine-seed 7")
-    fixed += ["--output", str(tmp_path / "t")]
-    arguments = ["tune", *WORKLOAD, *NAMED, *fixed, "--find-rate", "--ttft-p99", "120ms"]
-    assert main(arguments) == 0
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "t"
+
+
+def result_in(output):
+    return json.loads((output / "result.json").read_text())
+
+
+def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measured, output, capsys, monkeypatch):
+    fixed = f"--max-model-len 256 --kv-events tcp://*:5557 --engine-seed 7 --output {output}"
+    line = words(f"tune {WORKLOAD} {NAMED} {fixed} --find-rate --ttft-p99 120ms")
+    assert main(line) == 0
     reported = capsys.readouterr()
     assert "highest rate that keeps the goals: " in reported.out and "nanovllm serve --config" in reported.err
-    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    result = result_in(output)
     found, best = result["found_rate"], result["recommended"]["options"]
     assert found["rate"] < found["fails_at"] <= 1.05 * found["rate"] and found["fails_at"] <= found["capacity"]
     assert {options["max_num_batched_tokens"] for options in measured} == {128, 1024}
     assert {options["max_num_seqs"] for options in measured} == {64}  # not named: the default
     count = len(measured)
-    assert main(arguments) == 0
-    assert len(measured) == count  # all of it is in the journal
+    assert main(line) == 0 and len(measured) == count  # all of it is in the journal
     calls = []
     monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
-    file = tmp_path / "t" / "serve.toml"
+    file = output / "serve.toml"
     assert main(words(f"serve --config {file} --port 9")) == 0
     ((model, _, settings, engine, _),) = calls
     assert (model, settings.port, engine["max_model_len"], engine["seed"]) == ("m", 9, 256, 7)
@@ -109,21 +116,20 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
 
 
 @pytest.mark.full
-def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, tmp_path, capsys):
-    named = words("--max-num-batched-tokens 64,1024 --max-num-seqs 64 --block-size 64 --repeats 1")
-    workload = words("--workload random:requests=60,prompt=300,output=20,vocab=512 --device cpu --model m")
-    arguments = [*words("--find-rate --itl-p99 22ms --ttft-p99 300ms --output"), str(tmp_path / "t")]
-    assert main(["tune", *workload, *named, *arguments]) == 0
-    out = capsys.readouterr().out
-    result = json.loads((tmp_path / "t" / "result.json").read_text())
-    assert result["by_goal"]["sentence"] in out.splitlines() and result["by_goal"]["suffices"]
-    assert f"keeps {result['found_rate']['rate']:g} requests/s" in result["by_goal"]["sentence"]
+def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, output, capsys):
+    line = "--max-num-batched-tokens 64,1024 --max-num-seqs 64 --block-size 64 --repeats 1 --find-rate --itl-p99 22ms"
+    workload = WORKLOAD.replace("prompt=100,output=6", "prompt=300,output=20")
+    assert main(words(f"tune {workload} {line} --ttft-p99 300ms --output {output}")) == 0
+    made = result_in(output)
+    assert made["by_goal"]["sentence"] in capsys.readouterr().out.splitlines() and made["by_goal"]["suffices"]
+    assert f"keeps {made['found_rate']['rate']:g} requests/s" in made["by_goal"]["sentence"]
 
 
 def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(measured, tmp_path, capsys):
-    replace(CALIBRATION, residuals={"p90": 0.07}).save(tmp_path / "costs.json")
-    arguments = words(f"--find-rate --itl-p99 1s --simulate {tmp_path / 'costs.json'} --candidates 2")
-    assert main(["tune", *WORKLOAD, *NAMED, "--output", str(tmp_path / "t"), *arguments]) == 0
+    costs = tmp_path / "costs.json"
+    replace(CALIBRATION, residuals={"p90": 0.07}).save(costs)
+    line = f"--output {tmp_path / 't'} --find-rate --itl-p99 1s --simulate {costs} --candidates 2"
+    assert main(words(f"tune {WORKLOAD} {NAMED} {line}")) == 0
     out = capsys.readouterr().out
     assert "which is the capacity" in out and "forecasts are within 7% if the steps are" in out
     assert "the utilisation is" in out and "above 0.8" in out
@@ -137,6 +143,6 @@ def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is
         ("--only-named", "--only-named sweeps what is named, and nothing is"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(capsys, tmp_path, arguments, named):
-    assert main(["tune", *WORKLOAD, "--output", str(tmp_path / "t"), *words(arguments)]) == 2
-    assert named in capsys.readouterr().err and not (tmp_path / "t").exists()
+def test_flags_that_make_no_sense_are_refused(capsys, output, arguments, named):
+    assert main(words(f"tune {WORKLOAD} --output {output} {arguments}")) == 2
+    assert named in capsys.readouterr().err and not output.exists()

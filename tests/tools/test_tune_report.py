@@ -71,23 +71,22 @@ def test_settings_with_as_many_tokens_are_called_equal():
     assert "--rate" not in report.advice(build_outcome(runs, ITL_40))
 
 
+NEEDED, NONE = "a fixed budget keeps more: ", "no fixed budget needed: "
+
+
 @pytest.mark.parametrize(
     "goal, budget, sentence",
     [
-        (run(500, arrivals=9.0), run(510, arrivals=9.0), "no fixed budget needed: itl_goal 36ms keeps 9 requests/s, "
-         "budget 512 keeps 9 requests/s"),
-        (run(500, arrivals=9.0), run(400, arrivals=8.0), "no fixed budget needed: itl_goal 36ms keeps 9 requests/s, "
-         "budget 512 keeps 8 requests/s"),
-        (run(500, arrivals=8.0), run(400, arrivals=9.0), "a fixed budget keeps more: itl_goal 36ms keeps 8 requests/s, "
-         "budget 512 keeps 9 requests/s"),
-        (run(996), run(1000), "no fixed budget needed: itl_goal 36ms keeps 996 tokens/s, budget 512 keeps 1000 "
-         "tokens/s"),
-        (run(980), run(1000), "a fixed budget keeps more: itl_goal 36ms keeps 980 tokens/s, budget 512 keeps 1000 "
-         "tokens/s"),
-        (run(500), run(900, itl=0.05), "no fixed budget needed: itl_goal 36ms keeps 500 tokens/s, budget 512 misses "
-         "the goals"),
-        (run(500, itl=0.05), run(400), "a fixed budget keeps more: itl_goal 36ms misses the goals, budget 512 keeps "
-         "400 tokens/s"),
+        (run(500, arrivals=9.0), run(510, arrivals=9.0),
+         f"{NONE}itl_goal 36ms keeps 9 requests/s, budget 512 keeps 9 requests/s"),
+        (run(500, arrivals=9.0), run(400, arrivals=8.0),
+         f"{NONE}itl_goal 36ms keeps 9 requests/s, budget 512 keeps 8 requests/s"),
+        (run(500, arrivals=8.0), run(400, arrivals=9.0),
+         f"{NEEDED}itl_goal 36ms keeps 8 requests/s, budget 512 keeps 9 requests/s"),
+        (run(996), run(1000), f"{NONE}itl_goal 36ms keeps 996 tokens/s, budget 512 keeps 1000 tokens/s"),
+        (run(980), run(1000), f"{NEEDED}itl_goal 36ms keeps 980 tokens/s, budget 512 keeps 1000 tokens/s"),
+        (run(500), run(900, itl=0.05), f"{NONE}itl_goal 36ms keeps 500 tokens/s, budget 512 misses the goals"),
+        (run(500, itl=0.05), run(400), f"{NEEDED}itl_goal 36ms misses the goals, budget 512 keeps 400 tokens/s"),
         (run(500, itl=0.05), run(400, itl=0.06), None),
     ],
 )  # fmt: skip
@@ -127,12 +126,7 @@ def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
     assert lines[1].split()[:4] == ["budget", "share", "rate", "tokens/s"]
     rows = [line.split() for line in lines[2:7]]
     assert rows[0][:5] == ["->", "1024", "all", "-", "500"] and lines[2].endswith("kept  (the defaults)")
-    assert [row[0] for row in rows[1:]] == [
-        "1216",
-        "1280",
-        "1344",
-        "1088",
-    ]  # 1088: half of the workload
+    assert [row[0] for row in rows[1:]] == ["1216", "1280", "1344", "1088"]  # 1088: half of the workload
     assert rows[-1][1] == "0.5" and lines[6].endswith("ITL p99 +25%")
     assert lines[7].strip() == "budget 1152: failed: out of memory"
     assert lines[8].strip() == "seqs 9: refused: too much"
