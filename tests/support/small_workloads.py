@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 
-from nanovllm.tools.workloads.workloads import (
-    Workload,
-)
+from nanovllm.tools.workloads.workloads import Workload
 
-SMALL = ["random:requests=5,prompt=3-9", "P1:scale=0.02", "chat:scale=0.1", "whales:scale=0.05"]
+SMALL = [
+    "random:requests=5,prompt=3-9", "P1:scale=0.02", "chat:scale=0.1", "whales:scale=0.05",
+    *(f"{name}:requests=40,scale=0.1" for name in ("azure-conv", "azure-code", "mooncake")),
+]  # fmt: skip
 
 
 def digest(workload: Workload) -> str:
