@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,27 +16,37 @@ from nanovllm.outputs import CompletionOutput
 from nanovllm.serving.server.openai.completions import CompletionJob
 from nanovllm.serving.server.openai.generation import finish_reasons
 from nanovllm.serving.server.token_text import TokenText
-from tests.support.async_llms import bounded, offline
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.async_llms import offline
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO = [user("Hello")]
 IDS = {"return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(running) -> Iterator[openai.OpenAI]:
+def client(running):
     with running.client() as client:
         yield client
 
 
-def expected(prompt: Any, **params: Any) -> Any:
+@pytest.fixture(scope="module")
+def complete(client):
+    return partial(client.completions.create, model=MODEL)
+
+
+@pytest.fixture(scope="module")
+def chat(client):
+    return partial(client.chat.completions.create, model=MODEL, messages=HELLO)
+
+
+def expected(prompt, **params):
     """The offline engine's output."""
     (output,) = offline().generate([prompt], SamplingParams(**params), use_tqdm=False)
     return output
@@ -50,9 +59,9 @@ def chat_prompt(messages: list[dict[str, Any]]) -> list[int]:
 # ----------------------------------------------------------------------------------------------- tokens and their forms
 
 
-def test_a_completion_is_the_offline_engines(client):
+def test_a_completion_is_the_offline_engines(complete):
     for prompt in ("The capital of France is", [5, 6, 7]):
-        answer = client.completions.create(model=MODEL, prompt=prompt, seed=3, max_tokens=20, extra_body=IDS)
+        answer = complete(prompt=prompt, seed=3, max_tokens=20, extra_body=IDS)
         wanted = expected(prompt, seed=3, max_tokens=20)
         (choice,) = answer.choices
         assert choice.token_ids == wanted.outputs[0].token_ids
@@ -64,28 +73,24 @@ def test_a_completion_is_the_offline_engines(client):
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (num_prompt, 20, num_prompt + 20)
 
 
-def test_an_answer_to_a_conversation_is_the_offline_engines(client):
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=3, max_completion_tokens=20)
+def test_an_answer_to_a_conversation_is_the_offline_engines(chat):
+    answer = chat(seed=3, max_completion_tokens=20)
     wanted = expected(chat_prompt(HELLO), seed=3, max_tokens=20).outputs[0]
     (choice,) = answer.choices
     assert (choice.message.content, choice.message.role) == (wanted.text, "assistant")
     assert (choice.finish_reason, answer.object) == ("length", "chat.completion")
 
 
-def test_chunks_of_a_completion_join_to_the_answer(client):
-    chunks = list(client.completions.create(model=MODEL, prompt="Once", seed=5, max_tokens=20, stream=True))
+def test_chunks_of_a_completion_join_to_the_answer(complete):
+    chunks = list(complete(prompt="Once", seed=5, max_tokens=20, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected("Once", seed=5, max_tokens=20).outputs[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_chunks_of_a_conversation_join_to_the_answer_and_end_with_the_usage(client):
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=HELLO, seed=5, max_tokens=20, stream=True, stream_options={"include_usage": True}
-        )
-    )
+def test_chunks_of_a_conversation_join_to_the_answer_and_end_with_the_usage(chat):
+    chunks = list(chat(seed=5, max_tokens=20, stream=True, stream_options={"include_usage": True}))
     *chunks, last = chunks
     assert chunks[0].choices[0].delta.role == "assistant"
     wanted = expected(chat_prompt(HELLO), seed=5, max_tokens=20)
@@ -108,12 +113,11 @@ def test_a_stream_is_events_that_end_with_done(running):
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_events_of_text_alone_are_written_as_the_others_are(running, path):
     """Only their text is encoded; with a usage in each event every one is encoded whole."""
-    given = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": [5, 6]}
+    given = {"messages": [user("a")]} if "chat" in path else {"prompt": [5, 6]}
     body = given | {"model": MODEL, "max_tokens": 60, "n": 2, "seed": 3, "temperature": 1.5, "stream": True}
     found = []
     for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
-        with running.http() as http:
-            lines = http.post(f"/v1/{path}", json=body | {"stream_options": options}).text.split("\n\n")
+        lines = running.post(f"/v1/{path}", body | {"stream_options": options}).text.split("\n\n")
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
         assert all(json.dumps(json.loads(event), separators=(",", ":")) == event for event in events)
         texts = {0: "", 1: ""}
@@ -135,29 +139,23 @@ def test_events_of_text_alone_are_written_as_the_others_are(running, path):
     assert found[0] == found[1] and all(found[0][0].values())
 
 
-def test_continuous_usage_counts_up(client):
+def test_continuous_usage_counts_up(complete):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        client.completions.create(
-            model=MODEL, prompt="Once", temperature=0, max_tokens=5, stream=True, stream_options=options
-        )
-    )
+    chunks = list(complete(prompt="Once", temperature=0, max_tokens=5, stream=True, stream_options=options))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 5
 
 
-def test_several_prompts_and_samples_are_numbered_prompt_by_prompt(client):
+def test_several_prompts_and_samples_are_numbered_prompt_by_prompt(complete):
     prompts = [[5, 6, 7], [8, 9]]
     wanted = [sample.token_ids for prompt in prompts for sample in expected(prompt, seed=1, n=2, max_tokens=6).outputs]
-    answer = client.completions.create(model=MODEL, prompt=prompts, seed=1, n=2, max_tokens=6, extra_body=IDS)
+    answer = complete(prompt=prompts, seed=1, n=2, max_tokens=6, extra_body=IDS)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.token_ids for choice in answer.choices] == wanted
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
 
-    streamed: list[list[int]] = [[], [], [], []]
-    for chunk in client.completions.create(
-        model=MODEL, prompt=prompts, seed=1, n=2, max_tokens=6, stream=True, extra_body=IDS
-    ):
+    streamed = [[], [], [], []]
+    for chunk in complete(prompt=prompts, seed=1, n=2, max_tokens=6, stream=True, extra_body=IDS):
         streamed[chunk.choices[0].index] += chunk.choices[0].token_ids
     assert streamed == wanted
 
@@ -169,44 +167,17 @@ def test_a_prompt_that_ends_before_the_first_one_is_the_second_in_the_answer():
     assert [len(choice["prompt_token_ids"]) for choice in answer["choices"]] == [200, 1]
 
 
-def test_several_texts_are_completed(client):
-    answer = client.completions.create(model=MODEL, prompt=["Once", "The"], temperature=0, max_tokens=4)
-    texts = [expected(prompt, temperature=0.0, max_tokens=4).outputs[0].text for prompt in ("Once", "The")]
-    assert [choice.text for choice in answer.choices] == texts
-
-
-@bounded
-async def test_many_seeded_streams_at_once_each_get_the_offline_engines_tokens(running):
-    prompts = [[5 + number, 6, 7, 8 + number % 3] for number in range(40)]
-    wanted = offline().generate(
-        prompts, [SamplingParams(seed=number, max_tokens=12) for number in range(40)], use_tqdm=False
-    )
-    async with running.async_client() as client:
-
-        async def tokens(number: int) -> list[int]:
-            stream = await client.completions.create(
-                model=MODEL, prompt=prompts[number], seed=number, max_tokens=12, stream=True, extra_body=IDS
-            )
-            return [token_id async for chunk in stream for token_id in chunk.choices[0].token_ids]
-
-        assert await asyncio.gather(*map(tokens, range(40))) == [output.outputs[0].token_ids for output in wanted]
-
-
-def test_a_prompt_that_came_before_is_counted_as_cached(client):
+def test_a_prompt_that_came_before_is_counted_as_cached(complete):
     prompt = list(range(100, 148))
     for cached in (0, 32):  # the last token is always computed, and blocks are of 16
-        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=2)
+        answer = complete(prompt=prompt, temperature=0, max_tokens=2)
         assert answer.usage.prompt_tokens_details.cached_tokens == cached
-    salted = client.completions.create(
-        model=MODEL, prompt=prompt, temperature=0, max_tokens=2, extra_body={"cache_salt": "mine"}
-    )
+    salted = complete(prompt=prompt, temperature=0, max_tokens=2, extra_body={"cache_salt": "mine"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_log_probabilities_of_a_conversation(client):
-    answer = client.chat.completions.create(
-        model=MODEL, messages=HELLO, seed=3, max_tokens=8, logprobs=True, top_logprobs=3
-    )
+def test_log_probabilities_of_a_conversation(chat):
+    answer = chat(seed=3, max_tokens=8, logprobs=True, top_logprobs=3)
     wanted = expected(chat_prompt(HELLO), seed=3, max_tokens=8, logprobs=3).outputs[0]
     entries = answer.choices[0].logprobs.content
     for entry, token_id, report in zip(entries, wanted.token_ids, wanted.logprobs, strict=True):
@@ -219,47 +190,41 @@ def test_log_probabilities_of_a_conversation(client):
     assert text == wanted.text
 
 
-def test_log_probabilities_of_a_streamed_conversation_come_token_by_token(client):
+def test_log_probabilities_of_a_streamed_conversation_come_token_by_token(chat):
     wanted = expected(chat_prompt(HELLO), seed=3, max_tokens=8, logprobs=1).outputs[0]
-    chunks = client.chat.completions.create(
-        model=MODEL, messages=HELLO, seed=3, max_tokens=8, logprobs=True, top_logprobs=1, stream=True
-    )
+    chunks = chat(seed=3, max_tokens=8, logprobs=True, top_logprobs=1, stream=True)
     given = [entry.logprob for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
     reports = [report[token_id].logprob for token_id, report in zip(wanted.token_ids, wanted.logprobs, strict=True)]
     assert given == pytest.approx(reports, abs=1e-5)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_gives_the_prompt_and_its_log_probabilities(client, stream):
-    answer = client.completions.create(
-        model=MODEL, prompt="The capital", temperature=0, max_tokens=4, echo=True, logprobs=1, stream=stream
-    )
-    wanted = expected("The capital", temperature=0.0, max_tokens=4, logprobs=1, prompt_logprobs=1)
-    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
-    assert "".join(choice.text for choice in choices) == "The capital" + wanted.outputs[0].text
+def echoed(complete, **options):
+    """Text, tokens, offsets and reports of an echo."""
+    answer = complete(temperature=0, echo=True, logprobs=1, **options)
+    choices = [chunk.choices[0] for chunk in answer] if options["stream"] else answer.choices
     parts = [choice.logprobs for choice in choices if choice.logprobs]
-    logprobs = [value for part in parts for value in part.token_logprobs]
+    tokens, offsets = ([value for part in parts for value in getattr(part, name)] for name in ("tokens", "text_offset"))
+    return "".join(choice.text for choice in choices), tokens, offsets, parts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_gives_the_prompt_and_its_log_probabilities(stream, complete):
+    text, tokens, offsets, parts = echoed(complete, prompt="The capital", max_tokens=4, stream=stream)
+    wanted = expected("The capital", temperature=0.0, max_tokens=4, logprobs=1, prompt_logprobs=1)
+    assert text == "The capital" + wanted.outputs[0].text
+    first, *logprobs = (value for part in parts for value in part.token_logprobs)
     token_ids = wanted.prompt_token_ids + wanted.outputs[0].token_ids
     reports = wanted.prompt_logprobs + wanted.outputs[0].logprobs
-    assert logprobs[0] is None
-    assert logprobs[1:] == pytest.approx(
-        [r[t].logprob for t, r in list(zip(token_ids, reports, strict=True))[1:]], abs=1e-5
-    )
-    tokens, offsets = ([value for part in parts for value in getattr(part, name)] for name in ("tokens", "text_offset"))
+    assert first is None
+    assert logprobs == pytest.approx([r[t].logprob for t, r in zip(token_ids[1:], reports[1:], strict=True)], abs=1e-5)
     assert offsets == [sum(map(len, tokens[:number])) for number in range(len(tokens))]
-    assert [part.top_logprobs[-1] for part in parts][-1].keys() >= {tokens[-1]}
+    assert parts[-1].top_logprobs[-1].keys() >= {tokens[-1]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_index_the_text_though_characters_span_tokens(client, stream):
+def test_offsets_index_the_text_though_characters_span_tokens(stream, complete):
     prompt = "日本 größe the"
-    answer = client.completions.create(
-        model=MODEL, prompt=prompt, temperature=0, max_tokens=12, echo=True, logprobs=1, stream=stream
-    )
-    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
-    text = "".join(choice.text for choice in choices)
-    parts = [choice.logprobs for choice in choices if choice.logprobs]
-    tokens, offsets = ([value for part in parts for value in getattr(part, name)] for name in ("tokens", "text_offset"))
+    text, tokens, offsets, _ = echoed(complete, prompt=prompt, max_tokens=12, stream=stream)
     assert text.startswith(prompt) and len(tokens) > len(prompt) and offsets == sorted(offsets)
     whole = [number for number, token in enumerate(tokens) if "\ufffd" not in token and not token.startswith("<|")]
     assert len(whole) > 8 and all(text.startswith(tokens[number], offsets[number]) for number in whole)
@@ -285,14 +250,10 @@ def test_offsets_of_an_echo_skip_what_the_tokenizer_adds_and_count_special_token
         assert job._echoed_logprobs(1, output) == report
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_streamed_choice_ends_once_however_long_the_others_last(client, chat):
-    options: dict[str, Any] = {"n": 4, "max_tokens": 24, "seed": 3, "stop": ["e"], "temperature": 1.0, "model": MODEL}
-    if chat:
-        both = [client.chat.completions.create(messages=HELLO, stream=s, **options) for s in (False, True)]
-    else:
-        both = [client.completions.create(prompt="The fox", stream=s, **options) for s in (False, True)]
-    whole, chunks = both[0], list(both[1])
+@pytest.mark.parametrize("name, own", [("complete", {"prompt": "The fox"}), ("chat", {})], ids=["completion", "chat"])
+def test_a_streamed_choice_ends_once_however_long_the_others_last(request, name, own):
+    ask = partial(request.getfixturevalue(name), n=4, max_tokens=24, seed=3, stop=["e"], temperature=1.0, **own)
+    whole, chunks = ask(), list(ask(stream=True))
     given = [choice for chunk in chunks for choice in chunk.choices]
     ended = [choice.index for choice in given if choice.finish_reason]
     assert sorted(ended) == [0, 1, 2, 3] and len({len(choice.model_dump_json()) for choice in whole.choices}) > 1
@@ -301,22 +262,22 @@ def test_a_streamed_choice_ends_once_however_long_the_others_last(client, chat):
         assert reasons == [*[None] * (len(reasons) - 1), choice.finish_reason]
 
 
-def test_echo_without_new_tokens_scores_the_prompt(client):
-    answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=1)
+def test_echo_without_new_tokens_scores_the_prompt(complete):
+    answer = complete(prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer.choices
     assert (len(choice.logprobs.tokens), answer.usage.completion_tokens, choice.finish_reason) == (3, 0, "length")
     assert choice.text == tiny_tokenizer().decode([5, 6, 7])
 
 
-def test_a_stop_string_ends_the_answer_and_is_named(client):
+def test_a_stop_string_ends_the_answer_and_is_named(complete):
     text = expected("The capital", temperature=0.0, max_tokens=12).outputs[0].text
     stop = text[4:6]
-    answer = client.completions.create(model=MODEL, prompt="The capital", temperature=0, max_tokens=12, stop=[stop])
+    answer = complete(prompt="The capital", temperature=0, max_tokens=12, stop=[stop])
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[: text.index(stop)], "stop", stop)
 
 
-def test_sampling_options_reach_the_engine(client):
+def test_sampling_options_reach_the_engine(complete):
     options = {
         "temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.25, "seed": 11,
         "max_tokens": 15, "logit_bias": {"17": 4.0},
@@ -324,19 +285,18 @@ def test_sampling_options_reach_the_engine(client):
     extensions = {
         "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
         "stop_token_ids": [3], "bad_words": ["the"], "skip_special_tokens": False, "truncate_prompt_tokens": 2,
-        "allowed_token_ids": list(range(10, 300)), "include_stop_str_in_output": True, "priority": 3,
+        "allowed_token_ids": list(range(10, 300)), "include_stop_str_in_output": True,
     }  # fmt: skip
-    answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], **options, extra_body=extensions | IDS)
-    params = {name: value for name, value in (options | extensions).items() if name != "priority"}
-    wanted = expected([5, 6, 7], **params)
+    answer = complete(prompt=[5, 6, 7], **options, extra_body=extensions | IDS | {"priority": 3})
+    wanted = expected([5, 6, 7], **options, **extensions)
     assert answer.choices[0].token_ids == wanted.outputs[0].token_ids
     assert answer.choices[0].prompt_token_ids == [6, 7]
 
 
 @pytest.mark.full
-def test_a_completion_has_16_tokens_by_default_and_a_conversation_what_the_context_leaves(client):
-    assert client.completions.create(model=MODEL, prompt="Once").usage.completion_tokens == 16
-    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a " * 240}])
+def test_a_completion_has_16_tokens_by_default_and_a_conversation_what_the_context_leaves(complete, chat):
+    assert complete(prompt="Once").usage.completion_tokens == 16
+    answer = chat(messages=[user("a " * 240)])
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (512, "length")
 
 
@@ -344,15 +304,11 @@ def test_a_timeout_ends_an_answer_with_what_there_is():
     assert finish_reasons(CompletionOutput(0, "x", [1], "timeout", None)) == ("length", "timeout")
 
 
-def test_messages_may_have_parts_and_the_developer_is_the_system(client):
-    given = [
-        {"role": "developer", "content": "Be short."},
-        {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": "Three"},
-        {"role": "user", "content": "Hello"},
-    ]
-    plain = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "One\ntwo"}, *given[2:]]
-    answer = client.chat.completions.create(model=MODEL, messages=given, temperature=0, max_tokens=3, extra_body=IDS)
+def test_messages_may_have_parts_and_the_developer_is_the_system(chat):
+    parts = user([{"type": "text", "text": "One"}, {"type": "text", "text": "two"}])
+    given = [{"role": "developer", "content": "Be short."}, parts, {"role": "assistant", "content": "Three"}, *HELLO]
+    plain = [{"role": "system", "content": "Be short."}, user("One\ntwo"), *given[2:]]
+    answer = chat(messages=given, temperature=0, max_tokens=3, extra_body=IDS)
     assert answer.choices[0].prompt_token_ids == chat_prompt(plain)
 
 
@@ -368,58 +324,52 @@ def test_the_model_is_listed(client):
 
 
 def test_text_becomes_tokens_and_text_again(running):
-    with running.http() as http:
-        tokens = http.post("/tokenize", json={"prompt": "The café 你好"}).json()
-        assert tokens["tokens"] == tiny_tokenizer()("The café 你好")["input_ids"]
-        assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
-        assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "The café 你好"}
-        messages = http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
+    tokens = running.post("/tokenize", {"prompt": "The café 你好"}).json()
+    assert tokens["tokens"] == tiny_tokenizer()("The café 你好")["input_ids"]
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
+    assert running.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "The café 你好"}
+    messages = running.post("/tokenize", {"messages": HELLO, "return_token_strs": True}).json()
     assert messages["tokens"] == chat_prompt(HELLO)
     assert messages["token_strs"][0] == "<|user|>"
     assert "".join(messages["token_strs"]) == tiny_tokenizer().decode(messages["tokens"])
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "named"),
+    "path, body, param, named",
     [
-        ("tokenize", {}, None, "give prompt or messages"),
+        ("tokenize", '{}', None, "give prompt or messages"),
         ("tokenize", {"prompt": "x", "messages": HELLO}, None, "one of the two"),
-        ("tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "Leave it"),
-        ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only messages"),
-        ("tokenize", {"prompt": "x", "continue_final_message": True, "add_generation_prompt": False},
+        ("tokenize", {"prompt": "x", "tools": [function_tool("f")]}, "tools", "Leave it"),
+        ("tokenize", '{"prompt": "x", "chat_template_kwargs": {"a": 1}}', "chat_template_kwargs", "only messages"),
+        ("tokenize", '{"prompt": "x", "continue_final_message": true, "add_generation_prompt": false}',
          "continue_final_message", "only messages"),
-        ("tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt", "only messages"),
+        ("tokenize", '{"prompt": "x", "add_generation_prompt": false}', "add_generation_prompt", "only messages"),
         ("tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "from the chat template"),
         ("tokenize", {"messages": HELLO, "continue_final_message": True}, "continue_final_message", "to false"),
-        ("tokenize", {"prompt": "x", "model": "gpt"}, "model", "'gpt' does not exist"),
+        ("tokenize", '{"prompt": "x", "model": "gpt"}', "model", "'gpt' does not exist"),
         ("tokenize", {"prompt": "x" * 20_000}, "prompt", "20000"),
-        ("tokenize", {"prompts": "x"}, "prompts", "did you mean prompt"),
-        ("detokenize", {}, "tokens", "required"),
-        ("detokenize", {"tokens": [5, -1]}, "tokens[1]", "0"),
-        ("detokenize", {"tokens": [5, 512]}, "tokens", "ids are 0 to 511"),
-        ("detokenize", {"tokens": "x"}, "tokens", "array"),
+        ("tokenize", '{"prompts": "x"}', "prompts", "did you mean prompt"),
+        ("detokenize", '{}', "tokens", "required"),
+        ("detokenize", '{"tokens": [5, -1]}', "tokens[1]", "0"),
+        ("detokenize", '{"tokens": [5, 512]}', "tokens", "ids are 0 to 511"),
+        ("detokenize", '{"tokens": "x"}', "tokens", "array"),
     ],
 )  # fmt: skip
 def test_what_cannot_become_tokens_or_text_is_refused_by_name(running, path, body, param, named):
-    with running.http() as http:
-        answer = http.post(f"/{path}", json=body)
-    error = answer.json()["error"]
-    assert answer.status_code == (404 if param == "model" else 400)
+    error = running.error(f"/{path}", body, status=404 if param == "model" else 400)
     assert error["param"] == param and named in error["message"], error
 
 
 def test_more_tokens_than_a_context_has_are_not_made_text(running):
-    with running.http() as http:
-        assert http.post("/detokenize", json={"tokens": [5] * 512}).status_code == 200
-        error = http.post("/detokenize", json={"tokens": [5] * 513}).json()["error"]
+    assert running.post("/detokenize", {"tokens": [5] * 512}).status_code == 200
+    error = running.error("/detokenize", {"tokens": [5] * 513})
     assert error["param"] == "tokens" and "513" in error["message"] and "512" in error["message"]
 
 
 def test_health_and_version(running):
-    with running.http() as http:
-        assert http.get("/health").json() == {"status": "ok"}
-        assert http.head("/health").status_code == 200
-        assert http.get("/version").json() == {"version": nanovllm.__version__}
+    assert running.get("/health").json() == {"status": "ok"}
+    assert running.head("/health").status_code == 200
+    assert running.get("/version").json() == {"version": nanovllm.__version__}
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -429,113 +379,98 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "named"),
+    "path, body, param, named",
     [
-        ("completions", COMPLETION | {"tempratur": 1}, "tempratur", "did you mean temperature"),
-        ("completions", COMPLETION | {"suffix": "x"}, "suffix", "at their end alone"),
-        ("completions", COMPLETION | {"best_of": 3}, "best_of", "use n"),
-        ("completions", COMPLETION | {"temperature": -1}, "temperature", "-1"),
-        ("completions", COMPLETION | {"temperature": "hot"}, "temperature", "number"),
-        ("completions", COMPLETION | {"seed": -2}, "seed", "-1"),
-        ("completions", COMPLETION | {"n": 0}, "n", "n is 0"),
-        ("completions", COMPLETION | {"n": 200}, "n", "at most 128"),
-        ("completions", COMPLETION | {"logprobs": 21}, "logprobs", "at most 20"),
-        ("completions", COMPLETION | {"logit_bias": {"17": 200}}, "logit_bias", "200"),
-        ("completions", COMPLETION | {"logit_bias": {"x": 1}}, None, "logit_bias"),
-        ("completions", COMPLETION | {"max_tokens": 0}, "max_tokens", "echo"),
-        ("completions", COMPLETION | {"stream_options": {}}, "stream_options", "stream is not true"),
-        ("completions", COMPLETION | {"prompt": []}, "prompt", "empty"),
-        ("completions", COMPLETION | {"prompt": ""}, "prompt", "empty"),
-        ("completions", COMPLETION | {"prompt": ["x", ""]}, "prompt", "prompt 1: the prompt is an empty"),
-        ("completions", COMPLETION | {"prompt": [1, "x"]}, "prompt", "token ids"),
-        ("completions", COMPLETION | {"prompt": [VOCAB_SIZE]}, None, "vocabulary"),
-        ("completions", COMPLETION | {"prompt": [1] * 512}, None, "max_model_len"),
-        ("completions", COMPLETION | {"prompt": "x" * 20_000}, "prompt", "16384"),
-        ("completions", COMPLETION | {"prompt": ["x"] * 129}, "prompt", "at most 128"),
-        ("completions", COMPLETION | {"timeout": 0}, "timeout", "above 0"),
-        ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-        ("chat/completions", CHAT | {"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
-        ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-        ("chat/completions", CHAT | {"max_completion_tokens": 3}, "max_tokens", "differ"),
-        ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1"),
-        ("chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
-        ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "tokenize"),
-        ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
-        ("chat/completions", CHAT | {"functions": [{"name": "f"}]}, "functions", "tools"),
+        ("completions", '{"tempratur": 1}', "tempratur", "did you mean temperature"),
+        ("completions", '{"suffix": "x"}', "suffix", "at their end alone"),
+        ("completions", '{"best_of": 3}', "best_of", "use n"),
+        ("completions", '{"temperature": -1}', "temperature", "-1"),
+        ("completions", '{"temperature": "hot"}', "temperature", "number"),
+        ("completions", '{"seed": -2}', "seed", "-1"),
+        ("completions", '{"n": 0}', "n", "n is 0"),
+        ("completions", '{"n": 200}', "n", "at most 128"),
+        ("completions", '{"logprobs": 21}', "logprobs", "at most 20"),
+        ("completions", '{"logit_bias": {"17": 200}}', "logit_bias", "200"),
+        ("completions", '{"logit_bias": {"x": 1}}', None, "logit_bias"),
+        ("completions", '{"max_tokens": 0}', "max_tokens", "echo"),
+        ("completions", '{"stream_options": {}}', "stream_options", "stream is not true"),
+        ("completions", '{"prompt": []}', "prompt", "empty"),
+        ("completions", '{"prompt": ""}', "prompt", "empty"),
+        ("completions", '{"prompt": ["x", ""]}', "prompt", "prompt 1: the prompt is an empty"),
+        ("completions", '{"prompt": [1, "x"]}', "prompt", "token ids"),
+        ("completions", {"prompt": [VOCAB_SIZE]}, None, "vocabulary"),
+        ("completions", {"prompt": [1] * 512}, None, "max_model_len"),
+        ("completions", {"prompt": "x" * 20_000}, "prompt", "16384"),
+        ("completions", {"prompt": ["x"] * 129}, "prompt", "at most 128"),
+        ("completions", '{"timeout": 0}', "timeout", "above 0"),
+        ("chat/completions", '{"response_format": {"type": "xml"}}', "response_format.type", "json_schema"),
+        ("chat/completions", '{"tools": [], "tool_choice": "required"}', "tool_choice", "no tools"),
+        ("chat/completions", '{"top_logprobs": 2}', "top_logprobs", "logprobs is not true"),
+        ("chat/completions", '{"max_completion_tokens": 3}', "max_tokens", "differ"),
+        ("chat/completions", '{"messages": []}', "messages", "at least 1"),
+        ("chat/completions", '{"messages": [{"role": "king", "content": "x"}]}', "messages[0].role", "king"),
+        ("chat/completions", '{"chat_template_kwargs": {"tokenize": false}}', "chat_template_kwargs", "tokenize"),
+        ("chat/completions", '{"chat_template_kwargs": {"self": 1}}', "chat_template_kwargs", "self"),
+        ("chat/completions", '{"functions": [{"name": "f"}]}', "functions", "tools"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(running, path, body, param, named):
-    with running.http() as http:
-        answer = http.post(f"/v1/{path}", json=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
-    assert named in error["message"]
+    error = running.error(f"/v1/{path}", CHAT if "chat" in path else COMPLETION, body)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param) and named in error["message"], error
 
 
-def test_options_that_leave_no_token_to_draw_are_the_clients_error(client):
+def test_options_that_leave_no_token_to_draw_are_the_clients_error(complete):
     with pytest.raises(openai.BadRequestError, match="no token is left to draw"):
-        client.completions.create(
-            model=MODEL, prompt="x", max_tokens=2,
+        complete(prompt="x", max_tokens=2,
             extra_body={"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
         )  # fmt: skip
 
 
-def test_parts_of_a_message_other_than_text_are_refused_by_name(client):
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError, match="'text'") as refused:
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image]}])
-    assert refused.value.param == "messages[0].content[0].type"
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": 1}}
+CALL = '{"role": "assistant", "tool_calls": [%s]}'
 
 
 @pytest.mark.parametrize(
-    ("message", "param"),
+    "message, param",
     [
-        ({"role": "user"}, "messages[1].content"),
-        ({"role": "user", "content": 3}, "messages[1].content"),
-        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages[1].content[0].text"),
-        ({"role": "user", "content": "x", "user": 1}, "messages[1].user"),
-        ({"role": "user", "content": "x", "str": 1}, "messages[1].str"),
-        ({"role": "assistant", "refusal": 1}, "messages[1].refusal"),
-        ({"role": "assistant", "tool_calls": [{"id": 3}]}, "messages[1].tool_calls[0].id"),
-        ({"role": "assistant", "tool_calls": [CALL]}, "messages[1].tool_calls[0].function.arguments"),
-        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
-        ({"content": "x"}, "messages[1].role"),
-        ("x", "messages[1]"),
+        ('{"role": "user"}', ".content"),
+        ('{"role": "user", "content": 3}', ".content"),
+        ('{"role": "user", "content": [{"type": "text", "text": 3}]}', ".content[0].text"),
+        ('{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}', ".content[0].type"),
+        ('{"role": "user", "content": "x", "user": 1}', ".user"),
+        ('{"role": "user", "content": "x", "str": 1}', ".str"),
+        ('{"role": "assistant", "refusal": 1}', ".refusal"),
+        (CALL % '{"id": 3}', ".tool_calls[0].id"),
+        (CALL % '{"id": "c", "function": {"name": "f", "arguments": 1}}', ".tool_calls[0].function.arguments"),
+        ('{"role": "tool", "content": "x"}', ".tool_call_id"),
+        ('{"content": "x"}', ".role"),
+        ('"x"', ""),
     ],
-)  # fmt: skip
-def test_the_field_of_a_message_that_is_at_fault_is_named_as_openai_names_it(running, client, message, param):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=[*HELLO, message])
-    assert refused.value.param == param
-    assert refused.value.body["message"].startswith(f"{param}: ")
-    with running.http() as http:
-        assert http.post("/tokenize", json={"messages": [*HELLO, message]}).json()["error"]["param"] == param
+)
+def test_the_field_of_a_message_that_is_at_fault_is_named_as_openai_names_it(running, message, param):
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = running.error(path, {"messages": [*HELLO, json.loads(message)]})
+        assert error["param"] == f"messages[1]{param}" and error["message"].startswith(f"messages[1]{param}: ")
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    "body, param",
     [
-        ({"prompt": [[5], [6, -1]]}, "prompt[1][1]"),
-        ({"prompt": "x", "stop": ["x", 1]}, "stop[1]"),
-        ({"prompt": "x", "body": 1}, "body"),
-        ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ('{"prompt": [[5], [6, -1]]}', "prompt[1][1]"),
+        ('{"prompt": "x", "stop": ["x", 1]}', "stop[1]"),
+        ('{"prompt": "x", "body": 1}', "body"),
+        ('{"prompt": "x", "stream": true, "stream_options": {"usage": true}}', "stream_options.usage"),
     ],
 )
 def test_an_item_of_a_field_that_is_at_fault_is_named(running, body, param):
-    with running.http() as http:
-        assert http.post("/v1/completions", json=body).json()["error"]["param"] == param
+    assert running.error("/v1/completions", body)["param"] == param
 
 
 def test_another_model_a_wrong_path_and_a_wrong_method_are_errors_of_the_same_form(running, client):
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="gpt", prompt="x")
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
-    with running.http() as http:
-        for answer, status in ((http.get("/nowhere"), 404), (http.get("/v1/completions"), 405)):
-            assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
+    for answer, status in ((running.get("/nowhere"), 404), (running.get("/v1/completions"), 405)):
+        assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
 
 
 @pytest.mark.parametrize(
@@ -545,18 +480,11 @@ def test_another_model_a_wrong_path_and_a_wrong_method_are_errors_of_the_same_fo
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_request_is_refused(running, data):
-    with running.http() as http:
-        answer = http.post("/v1/completions", content=data, headers={"content-type": "application/json"})
+    answer = running.post("/v1/completions", content=data, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_json_under_another_content_type_is_refused_with_the_remedy(running):
-    with running.http() as http:
-        answer = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    answer = running.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert (answer.status_code, "application/json" in answer.json()["error"]["message"]) == (400, True)
-
-
-def test_a_refused_stream_has_a_status_and_no_events(client):
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt=[VOCAB_SIZE], stream=True)
