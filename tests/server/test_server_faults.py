@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -28,27 +26,47 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.intake.intake import checkpoint
 from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import bounded, in_engine_steps, offline
+from tests.support.command_line import words
 from tests.support.forked_processes import programs_are_forked
-from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
+from tests.support.serving import MODEL, comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0}
 SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
 
 
-def watch_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+ANSWERS = "/v1/completions"
+
+
+def watch_steps(running, monkeypatch, before):
     in_engine_steps(running.engine, monkeypatch, lambda _: before())
 
 
-def take_longer(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def take_longer(running, monkeypatch, seconds: float):
     watch_steps(running, monkeypatch, lambda: time.sleep(seconds))
 
 
-def answer_tokens(running: Serving, body: dict[str, Any]) -> list[int]:
-    with running.http() as http:
-        answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["token_ids"]
+def fails_with(error: Exception):
+    def fail():
+        raise error
+
+    return fail
+
+
+def answers_as_ever(running) -> bool:
+    answer = running.post(ANSWERS, SHORT | {"return_token_ids": True}).json()
+    return answer["choices"][0]["token_ids"] == offline_tokens(SHORT)
+
+
+def num_queued(running) -> int:
+    stats = running.stats()
+    return stats.num_running + stats.num_waiting
+
+
+def close(running, *connections):
+    for connection in connections:
+        connection.close()
+    comes_true(running.is_idle)
 
 
 def parse_events(answer: httpx.Response) -> list[str]:
@@ -63,7 +81,7 @@ def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch
     may_go_on, is_held = threading.Event(), threading.Event()
     may_go_on.set()
 
-    def wait() -> None:
+    def wait():
         time.sleep(0.01)  # no answer ends by itself before its step is held
         if not may_go_on.is_set():
             is_held.set()
@@ -93,15 +111,14 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypat
         second.close()
         comes_true(lambda: running.stats().num_waiting == 0)
         assert running.stats().num_running == 1
-        first.close()
-        comes_true(running.is_idle)
+        close(running, first)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_prompt_of_a_client_that_leaves_is_prepared_no_further(monkeypatch, stream):
     begun = threading.Event()
 
-    def endless(*_: Any, **__: Any) -> None:
+    def endless(*_, **__):
         begun.set()
         while True:
             checkpoint()
@@ -123,7 +140,7 @@ def test_a_client_that_stops_reading_delays_no_other_and_loses_nothing(monkeypat
     with serving(send_buffer=4096) as running:
         slow = raw_stream_with_small_buffer(running, ENDLESS | logprobs)
         for _ in range(5):
-            assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
+            assert answers_as_ever(running)
         comes_true(running.is_idle)  # nor did the engine wait for it
         slow.settimeout(30.0)
         received = b""
@@ -164,10 +181,9 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
         assert outcomes(running) == {"length": 1}
 
 
-def outcomes(running: Serving) -> dict[str, float]:
+def outcomes(running) -> dict[str, float]:
     """Return the finished requests by reason, from /metrics."""
-    with running.http() as http:
-        families = text_string_to_metric_families(http.get("/metrics").text)
+    families = text_string_to_metric_families(running.get("/metrics").text)
     return {
         sample.labels["finished_reason"]: sample.value
         for family in families
@@ -181,9 +197,9 @@ KEPT_ALIVE = {"keep_alive_interval": 0.03}
 
 def test_a_stream_that_waits_is_kept_alive_by_comments_that_the_official_client_skips(monkeypatch):
     body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 4}
-    with serving(KEPT_ALIVE) as running, running.client() as client, running.http() as http:
+    with serving(KEPT_ALIVE) as running, running.client() as client:
         take_longer(running, monkeypatch, 0.15)
-        events = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        events = running.post(ANSWERS, body | {"stream": True}).text.split("\n\n")
         assert events[0] == ": keep-alive"
         first = next(number for number, event in enumerate(events) if event.startswith("data: "))
         assert ": keep-alive" in events[first:]
@@ -195,7 +211,7 @@ def test_a_stream_that_waits_is_kept_alive_by_comments_that_the_official_client_
 def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
     may_fail = threading.Event()
 
-    def fail() -> None:
+    def fail():
         may_fail.wait(30.0)
         raise RuntimeError("in /secret/place.py")
 
@@ -210,7 +226,7 @@ def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
 
 def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
     may_prepare = threading.Event()
-    with serving(KEPT_ALIVE, max_num_seqs=4, max_queue=0) as running, running.http() as http:
+    with serving(KEPT_ALIVE, max_num_seqs=4, max_queue=0) as running:
         take_longer(running, monkeypatch, 0.005)
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
@@ -218,7 +234,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         running.engine._intake.submit(lambda: may_prepare.wait(30.0), 0)
         with ThreadPoolExecutor(2) as threads:
             bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
-            refused = [threads.submit(http.post, "/v1/completions", json=body) for body in bodies]
+            refused = [threads.submit(running.post, "/v1/completions", json=body) for body in bodies]
             comes_true(lambda: running.app.state.server.admission.num_open == 3)
             time.sleep(0.1)  # comments would be due
             may_prepare.set()
@@ -226,7 +242,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         others.close()
 
 
-def raw_stream_with_small_buffer(running: Serving, body: dict[str, Any]) -> socket.socket:
+def raw_stream_with_small_buffer(running, body) -> socket.socket:
     """`raw_stream` with a small receive buffer, so that the server soon blocks."""
     data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -237,7 +253,7 @@ def raw_stream_with_small_buffer(running: Serving, body: dict[str, Any]) -> sock
     return connection
 
 
-def offline_tokens(body: dict[str, Any]) -> list[int]:
+def offline_tokens(body) -> list[int]:
     params = SamplingParams(**{name: value for name, value in body.items() if name in ("max_tokens", "temperature")})
     return offline().generate([body["prompt"]], params, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -249,44 +265,40 @@ def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypat
     with serving(max_num_seqs=1, max_queue=1) as running:
         take_longer(running, monkeypatch, 0.02)
         connections = [raw_stream(running, ENDLESS) for _ in range(2)]
-        comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 2)
+        comes_true(lambda: num_queued(running) == 2)
         with running.client() as client:
             for stream in (False, True):
                 with pytest.raises(openai.RateLimitError) as refused:
                     client.completions.create(model=MODEL, prompt="x", stream=stream)
                 assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
                 assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
-        for connection in connections:
-            connection.close()
-        comes_true(running.is_idle)
-        assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
+        close(running, *connections)
+        assert answers_as_ever(running)
 
 
 def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind(monkeypatch):
-    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+    with serving(max_num_seqs=2, max_queue=2) as running:
         take_longer(running, monkeypatch, 0.02)
         connection = raw_stream(running, ENDLESS | {"ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 1)
         for stream in (False, True):
-            answer = http.post("/v1/completions", json=ENDLESS | {"prompt": [[5], [6], [7], [8]], "stream": stream})
-            assert answer.status_code == 429
-            assert running.stats().num_running + running.stats().num_waiting == 1
-        connection.close()
-        comes_true(running.is_idle)
+            assert running.error(ANSWERS, ENDLESS, {"prompt": [[5], [6], [7], [8]], "stream": stream}, status=429)
+            assert num_queued(running) == 1
+        close(running, connection)
 
 
 def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
-    with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
+    with serving(max_num_seqs=7, max_queue=0) as running, ThreadPoolExecutor(4) as threads:
         take_longer(running, monkeypatch, 0.002)
         tokenize = running.engine._input_processor.tokenize
 
-        def slowly(prompt: Any, **options: Any) -> list[int]:
+        def slowly(prompt, **options):
             time.sleep(0.03)  # steps run between two prompts
             return tokenize(prompt, **options)
 
         monkeypatch.setattr(running.engine._input_processor, "tokenize", slowly)
         body = ENDLESS | {"prompt": [[5], [6], [7]], "stream": True, "ignore_eos": True, "timeout": 0.8}
-        answers = list(threads.map(lambda _: http.post("/v1/completions", json=body), range(4)))
+        answers = list(threads.map(lambda _: running.post(ANSWERS, body), range(4)))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
         for answer in answers:
             if answer.status_code == 200:
@@ -297,25 +309,23 @@ def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_re
 
 
 def test_what_no_queue_will_ever_take_is_bad_input():
-    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+    with serving(max_num_seqs=2, max_queue=2) as running:
         for body in ({"n": 6}, {"n": 3, "prompt": [[5], [6]]}):
-            answer = http.post("/v1/completions", json=SHORT | body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
-            assert "at most 4" in answer.json()["error"]["message"]
-        assert http.post("/v1/completions", json=SHORT | {"n": 4, "temperature": 1}).status_code == 200
+            error = running.error(ANSWERS, SHORT, body)
+            assert error["param"] == "n" and "at most 4" in error["message"]
+        assert running.post(ANSWERS, SHORT | {"n": 4, "temperature": 1}).status_code == 200
 
 
 def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
     may_go_on = threading.Event()
-    with serving(max_num_seqs=1, max_queue=0) as running, running.http() as http:
+    with serving(max_num_seqs=1, max_queue=0) as running:
         admission = running.app.state.server.admission
         try:
             running.engine._intake.submit(may_go_on.wait, 30.0)
             connections = [raw_stream(running, {"prompt": "x"}) for _ in range(2)]
             comes_true(lambda: admission.num_open == 2)
-            for path in ("/v1/completions", "/tokenize"):
-                answer = http.post(path, json={"prompt": "x"})
-                assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+            for path in (ANSWERS, "/tokenize"):
+                assert running.error(path, {"prompt": "x"}, status=429)["code"] == "queue_full"
         finally:
             may_go_on.set()
         for connection in connections:
@@ -324,19 +334,17 @@ def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
 
 
 def test_a_bad_prompt_among_several_is_refused_before_any_stream_begins(monkeypatch):
-    with serving() as running, running.http() as http:
+    with serving() as running:
         tokenize = running.engine._input_processor.tokenize
 
-        def slowly(prompt: str, **options: Any) -> list[int]:
+        def slowly(prompt, **options):
             if len(prompt) > 1:
                 time.sleep(0.5)  # the first prompt's answer could begin
             return tokenize(prompt, **options)
 
         monkeypatch.setattr(running.engine._input_processor, "tokenize", slowly)
-        answer = http.post("/v1/completions", json={"prompt": ["x", "no " * 2000], "stream": True})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert error["message"].startswith("prompt 1: ")
+        error = running.error(ANSWERS, {"prompt": ["x", "no " * 2000], "stream": True})
+        assert error["code"] == "context_length_exceeded" and error["message"].startswith("prompt 1: ")
         assert running.stats().num_steps == 0
 
 
@@ -357,16 +365,12 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
 async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
     """Forty-five clients on a pool with room for about three; a third of them disconnect."""
     prompts = [[5 + number, 6, 7] * 20 for number in range(45)]
-    wanted = await asyncio.to_thread(
-        offline().generate,
-        prompts,
-        [SamplingParams(seed=number, max_tokens=40) for number in range(45)],
-        use_tqdm=False,
-    )
+    params = [SamplingParams(seed=number, max_tokens=40) for number in range(45)]
+    wanted = await asyncio.to_thread(offline().generate, prompts, params, use_tqdm=False)
     with serving(num_kv_blocks=34, max_num_seqs=16) as running:
         async with running.async_client() as client:
 
-            async def tokens(number: int) -> list[int] | None:
+            async def tokens(number):
                 stream = await client.completions.create(
                     model=MODEL, prompt=prompts[number], seed=number, max_tokens=40, stream=True,
                     extra_body={"return_token_ids": True},
@@ -396,7 +400,7 @@ async def test_five_hundred_streams_at_once_each_get_the_offline_engines_tokens(
     wanted = await asyncio.to_thread(offline().generate, prompts, params, use_tqdm=False)
     with serving(num_kv_blocks=600, max_num_seqs=500) as running:
 
-        async def tokens(number: int) -> list[int]:
+        async def tokens(number):
             body = {"prompt": prompts[number], "temperature": 0, "max_tokens": 8, "return_token_ids": True}
             data = json.dumps(body | {"stream": True}).encode()
             head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: "
@@ -420,39 +424,23 @@ async def test_five_hundred_streams_at_once_each_get_the_offline_engines_tokens(
 # ---------------------------------------------------------------------------------------------------------- the engine
 
 
-def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_the_server_goes_on(monkeypatch):
-    with serving() as running, running.http() as http:
-
-        def fail() -> None:
-            raise RuntimeError("in /secret/place.py")
-
+@pytest.mark.parametrize("reason", ["in /secret/place.py", "no token is left to draw, says a driver"])
+def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_the_server_goes_on(monkeypatch, reason):
+    """Its words do not make it the client's error, whose status depends on the output's kind."""
+    with serving() as running:
         with monkeypatch.context() as patch:
-            watch_steps(running, patch, fail)
-            answer = http.post("/v1/completions", json=SHORT)
-            streamed = http.post("/v1/completions", json=SHORT | {"stream": True})
-        for failed in (answer, streamed):
-            assert (failed.status_code, failed.json()["error"]["code"]) == (500, "request_failed")
-            assert "secret" not in failed.text
-        assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
-
-
-def test_the_words_of_an_error_do_not_make_it_the_clients(monkeypatch):
-    """The status depends on the output's error kind; its message may be a driver's or the client's own."""
-    with serving() as running, running.http() as http:
-
-        def fail() -> None:
-            raise RuntimeError("no token is left to draw, says a driver")
-
-        watch_steps(running, monkeypatch, fail)
-        answer = http.post("/v1/completions", json=SHORT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
+            watch_steps(running, patch, fails_with(RuntimeError(reason)))
+            for stream in (False, True):
+                error = running.error(ANSWERS, SHORT, {"stream": stream}, status=500)
+                assert error["code"] == "request_failed" and reason not in error["message"]
+        assert answers_as_ever(running)
 
 
 def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch):
     with serving() as running, running.http() as http:
         steps = iter(range(1000))
 
-        def fail_later() -> None:
+        def fail_later():
             if next(steps) > 5:
                 raise RuntimeError("in /secret/place.py")
 
@@ -465,26 +453,21 @@ def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch
 
 
 def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_exit_code_is_1(monkeypatch):
-    with serving() as running, running.http() as http:
+    with serving() as running:
         take_longer(running, monkeypatch, 0.02)
         connections = [raw_stream(running, ENDLESS) for _ in range(3)]
         waiting = raw_stream(running, ENDLESS | {"stream": False})
         comes_true(lambda: running.stats().num_running == 4)
         comes_true(lambda: running.stats().num_steps > 8)
 
-        def die() -> None:
-            raise DeviceError("device at /secret/place")
-
-        watch_steps(running, monkeypatch, die)
+        watch_steps(running, monkeypatch, fails_with(DeviceError("device at /secret/place")))
         comes_true(lambda: running.engine.is_dead)
-        assert http.get("/health").status_code == 503
-        late = http.post("/v1/completions", json=SHORT)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
-        assert http.get("/metrics").status_code == 200
+        assert running.get("/health").status_code == 503
+        assert running.error(ANSWERS, SHORT, status=503)["code"] == "engine_dead"
+        assert running.get("/metrics").status_code == 200
         for connection in connections:
             received = read_to_end(connection)
-            assert b'"code":"engine_dead"' in received.split(b"data: ")[-1]
-            assert b"secret" not in received
+            assert b'"code":"engine_dead"' in received.split(b"data: ")[-1] and b"secret" not in received
         received = read_to_end(waiting)
         assert received.startswith(b"HTTP/1.1 503") and b"secret" not in received
         running.thread.join(30.0)
@@ -494,16 +477,16 @@ def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_e
 def test_a_step_that_hangs_ends_its_answers_turns_health_to_503_and_the_server_exits_with_1(monkeypatch):
     holds, may_end = threading.Event(), threading.Event()
 
-    def hang() -> None:
+    def hang():
         holds.set()
         may_end.wait(60.0)
 
-    with serving(step_timeout=0.3) as running, running.http() as http:
+    with serving(step_timeout=0.3) as running:
         watch_steps(running, monkeypatch, hang)
         connection = raw_stream(running, ENDLESS)
         assert holds.wait(30.0)
         comes_true(lambda: running.engine.is_dead)
-        health = http.get("/health")
+        health = running.get("/health")
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
         assert b"engine_dead" in read_to_end(connection)
         running.thread.join(30.0)  # though the step hangs
@@ -526,47 +509,35 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def test_a_server_that_drains_ends_open_answers_and_takes_no_new_ones(monkeypatch):
-    with serving({"drain_timeout": 30.0}) as running, running.http() as http:
+    with serving({"drain_timeout": 30.0}) as running:
         take_longer(running, monkeypatch, 0.02)
         open_answer = raw_stream(running, ENDLESS | {"max_tokens": 40})
         comes_true(lambda: running.stats().num_running == 1)
         running.server.handle_exit(signal.SIGTERM, None)
-        assert http.get("/health").status_code == 503
-        refused = http.post("/v1/completions", json=SHORT)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert running.get("/health").status_code == 503
+        refused = running.post(ANSWERS, SHORT)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert "retry-after" in refused.headers
         assert b"data: [DONE]" in read_to_end(open_answer)
         running.thread.join(30.0)
         assert (running.thread.is_alive(), running.server.exit_code) == (False, 0)
 
 
-def start_command(folder: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
-    """`nanovllm serve` in a process of its own; returns it and its URL."""
-    engine = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129", "--max-model-len", "2048"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanovllm.cli", "serve", "--model", str(folder), "--port", "0", *engine, *options],
-        stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    for line in process.stderr:
-        if "running on" in line:
-            return process, line.split("running on ")[1].split(" ")[0]
-    raise AssertionError(f"it ended with {process.wait()}")
-
-
 @pytest.mark.full
 @programs_are_forked()
 def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits_with_0(tmp_path):
-    process, url = start_command(save_tiny(tmp_path / "tiny"), "--drain-timeout", "0.3")
+    line = f"-m nanovllm.cli serve --model {save_tiny(tmp_path / 'tiny')} --port 0 --drain-timeout 0.3 --enforce-eager"
+    command = [sys.executable, *words(f"{line} --block-size 16 --num-kv-blocks 129 --max-model-len 2048")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        with httpx.Client(base_url=url, timeout=60.0) as http:
-            assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
-            body = ENDLESS | {"max_tokens": 2000, "stream": True}
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                lines = (line for line in answer.iter_lines() if line)
-                next(lines)
-                process.send_signal(signal.SIGTERM)
-                *_, last = lines
+        url = next(url_in(line) for line in process.stderr if "running on" in line)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+        body = ENDLESS | {"max_tokens": 2000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as answer:
+            lines = filter(None, answer.iter_lines())
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last = lines
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert process.wait(30.0) == 0
     finally:
@@ -574,23 +545,26 @@ def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits
         process.stderr.close()
 
 
+def url_in(log: str) -> str:
+    return log.split("running on ")[1].split(" ")[0]
+
+
 def test_a_command_whose_engine_dies_ends_with_1(tmp_path, monkeypatch, caplog):
     steps, execute = iter(range(10)), ModelRunner.execute
 
-    def dying(self: ModelRunner, batch: Any) -> Any:
+    def dying(self, batch):
         if next(steps, None) is None:
             raise DeviceError("gone")
         return execute(self, batch)
 
     monkeypatch.setattr(ModelRunner, "execute", dying)
-    folder = save_tiny(tmp_path / "tiny")
-    options = ["--port", "0", "--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129", "--itl-goal", "none"]
-    statuses: list[int] = []
-    command = threading.Thread(target=lambda: statuses.append(main(["serve", "--model", str(folder), *options])))
+    line = f"serve --model {save_tiny(tmp_path / 'tiny')} --port 0 --enforce-eager --block-size 16"
+    line += " --num-kv-blocks 129 --itl-goal none"
+    statuses = []
+    command = threading.Thread(target=lambda: statuses.append(main(words(line))))
     command.start()
     comes_true(lambda: "running on" in caplog.text)
-    url = caplog.text.split("running on ")[1].split(" ")[0]
-    answer = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60.0)
+    answer = httpx.post(f"{url_in(caplog.text)}/v1/completions", json=ENDLESS, timeout=60.0)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
     command.join(60.0)
     assert statuses == [1]
