@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import json
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import openai
 import pytest
-from numpy.typing import NDArray
 
 from nanovllm.features.scoring import scores
 from nanovllm.serving.server.ollama import catalogue
 from nanovllm.serving.server.openai import embeddings as embedding_endpoints
 from tests.support.async_llms import offline
-from tests.support.serving import Serving, comes_true, serving
+from tests.support.serving import comes_true, serving
 from tests.support.tiny_models import random_prompts
 
 QUERY, DOCUMENTS = "the capital", ["The capital of France is Paris.", "Two and two are four.", "A block of tokens."]
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with pytest.MonkeyPatch.context() as patch, serving({"max_prompts": 8, "api_key": ["secret"]}) as running:
         patch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
         yield running
@@ -55,7 +54,7 @@ def test_the_clients_embeddings_are_those_of_the_engine(running, encoding_format
 def test_numbers_are_encoded_outside_of_the_event_loop(running, monkeypatch, path):
     threads = []
 
-    def encode(vector: NDArray[np.float32]) -> str:
+    def encode(vector):
         threads.append(threading.current_thread())
         return "[]"
 
@@ -72,12 +71,9 @@ def test_an_input_is_a_text_token_ids_or_a_list_of_either(running, given):
 
 
 def test_dimensions_cut_and_normalise(running):
-    client = running.client("secret")
-    (cut,) = client.embeddings.create(model="tiny", input="one text", dimensions=8).data
+    (cut,) = running.client("secret").embeddings.create(model="tiny", input="one text", dimensions=8).data
     (whole,) = embeddings("one text")
     np.testing.assert_allclose(cut.embedding, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-5)
-    with pytest.raises(openai.BadRequestError, match="dimensions is 9999; the model's embeddings have 384"):
-        client.embeddings.create(model="tiny", input="one text", dimensions=9999)
 
 
 def test_what_is_not_normalised_and_truncated(running):
@@ -116,40 +112,32 @@ def test_scores_are_those_of_the_engine(running, method, queries):
     assert [item["score"] for item in answer["data"]] == pytest.approx([own.score for own in expected], abs=1e-4)
 
 
-BAD = {
-    "no input": ("/v1/embeddings", {}, "input: Field required"),
-    "empty": ("/v1/embeddings", {"input": ""}, "input: it is empty"),
-    "mixed": ("/v1/embeddings", {"input": ["a", 1]}, "input: it must be a string"),
-    "too many": ("/v1/embeddings", {"input": ["a"] * 9}, "input: 9 are too many for one request; at most 8"),
-    "too long": ("/v1/embeddings", {"input": [1] * 600}, "the prompt has 600 tokens"),
-    "foreign token": ("/v1/embeddings", {"input": [99999]}, "the prompt holds token id 99999"),
-    "format": ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format: "),
-    "unknown field": ("/v1/embeddings", {"inputs": "a", "input": "a"}, "inputs: unknown field; did you mean input"),
-    "model": ("/v1/embeddings", {"input": "a", "model": "gpt"}, "the model 'gpt' does not exist"),
-    "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents: "),
-    "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents[0]"),
-    "top_n": ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n: "),
-    "unequal": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "there are 2 queries and 1 documents"),
-    "instruction": (
-        "/v1/score",
-        {"text_1": "a", "text_2": "b", "method": "cosine", "instruction": "c"},
-        "instruction and template belong to method='yes_no'",
-    ),
-    "priority": ("/v1/score", {"text_1": "a", "text_2": "b", "priority": -5}, "priority is -5"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_bodies_are_refused_by_name(running, name):
-    path, body, message = BAD[name]
-    answer = post(running, path, **body)
-    assert answer.status_code == (404 if name == "model" else 400)
+@pytest.mark.parametrize(
+    "path, body, message",
+    [
+        ("embeddings", "{}", "input: Field required"),
+        ("embeddings", '{"input": ""}', "input: it is empty"),
+        ("embeddings", '{"input": ["a", 1]}', "input: it must be a string"),
+        ("embeddings", {"input": ["a"] * 9}, "input: 9 are too many for one request; at most 8"),
+        ("embeddings", {"input": [1] * 600}, "the prompt has 600 tokens"),
+        ("embeddings", '{"input": [99999]}', "the prompt holds token id 99999"),
+        ("embeddings", '{"input": "a", "encoding_format": "int8"}', "encoding_format: "),
+        ("embeddings", '{"inputs": "a", "input": "a"}', "inputs: unknown field; did you mean input"),
+        ("embeddings", '{"input": "a", "model": "gpt"}', "the model 'gpt' does not exist"),
+        ("embeddings", '{"input": "one text", "dimensions": 9999}', "the model's embeddings have 384"),
+        ("rerank", '{"query": "a", "documents": []}', "documents: "),
+        ("rerank", '{"query": "a", "documents": [1]}', "documents[0]"),
+        ("rerank", '{"query": "a", "documents": ["b"], "top_n": 0}', "top_n: "),
+        ("score", '{"text_1": ["a", "b"], "text_2": ["c"]}', "there are 2 queries and 1 documents"),
+        ("score", '{"text_1": "a", "text_2": "b", "method": "cosine", "instruction": "c"}',
+         "instruction and template belong to method='yes_no'"),
+        ("score", '{"text_1": "a", "text_2": "b", "priority": -5}', "priority is -5"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_refused_by_name(running, path, body, message):
+    answer = post(running, f"/v1/{path}", **(json.loads(body) if isinstance(body, str) else body))
+    assert answer.status_code == (404 if "does not exist" in message else 400)
     assert message in answer.json()["error"]["message"]
-
-
-def test_a_key_is_asked_for(running):
-    with running.http() as http:
-        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 401
 
 
 def test_one_that_times_out_is_a_408(running):

@@ -6,8 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import openai
@@ -20,10 +18,11 @@ from nanovllm.serving.server.security import ApiKeys, BodyGate, client_name
 from nanovllm.serving.server.settings import ServerSettings, cache_salt
 from nanovllm.serving.server.state import served_name
 from tests.support.async_llms import slow_steps
-from tests.support.serving import MODEL, Serving, comes_true, serving
+from tests.support.serving import MODEL, comes_true, function_tool, serving, user
 from tests.support.tiny_models import tiny_tokenizer
 
 PROMPT = list(range(100, 148))
+HI = [user("Hi")]
 BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
 
 
@@ -32,22 +31,16 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_without_the_key_nothing_but_health_is_answered():
-    with serving({"api_key": ("right",)}) as running, running.http() as http:
-        assert http.get("/health").status_code == 200
-        for headers in (
-            {},
-            bearer("wrong"),
-            {"Authorization": "Basic right"},
-            bearer("righ"),
-            bearer("right2"),
-        ):
-            for path in ("/v1/models", "/metrics", "/version", f"/v1/models/{MODEL}"):
-                assert http.get(path, headers=headers).status_code == 401
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-                answer = http.post(path, json=BODY, headers=headers)
+    with serving({"api_key": ("right",)}) as running:
+        assert running.get("/health").status_code == 200
+        for headers in ({}, {"Authorization": "Basic right"}, *map(bearer, ("wrong", "righ", "right2"))):
+            for path in ("/v1/models", "/metrics", "/version", f"/v1/models/{MODEL}", "/api/tags"):
+                assert running.get(path, headers=headers).status_code == 401
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/embeddings"):
+                answer = running.post(path, BODY, headers=headers)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
-        assert http.post("/v1/completions", json=BODY, headers=bearer("right")).status_code == 200
+        assert running.post("/v1/completions", BODY, headers=bearer("right")).status_code == 200
         with running.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with running.client("right") as client:
@@ -68,7 +61,7 @@ def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
     """Keys are compared by digests of equal length, in constant time."""
     compared = []
 
-    def compare(one: bytes, other: bytes) -> bool:
+    def compare(one, other):
         compared.append((len(one), len(other)))
         return one == other
 
@@ -122,7 +115,7 @@ def test_a_body_beyond_the_limit_is_413():
 
 
 def test_with_a_salt_per_key_no_key_hits_the_prefixes_of_another():
-    def cached(http: httpx.Client, key: str, **body: str) -> int:
+    def cached(http, key, **body):
         answer = http.post("/v1/completions", json=BODY | body, headers=bearer(key)).json()
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -138,76 +131,71 @@ def test_with_a_salt_per_key_no_key_hits_the_prefixes_of_another():
 
 
 @pytest.fixture
-def clients() -> list[str]:
+def clients():
     """The client of each request that the engine prepares."""
     return []
 
 
-def note_clients(engine: AsyncLLM, clients: list[str]) -> None:
+def note_clients(engine: AsyncLLM, clients: list[str]):
     process = engine._input_processor.process_each
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def noted(*arguments, **options):
         clients.append(options["client"])
         return process(*arguments, **options)
 
     engine._input_processor.process_each = noted
 
 
-def test_each_key_is_a_client_by_its_name(clients, tmp_path):
+def send(running, **headers: str) -> int:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return running.post("/v1/completions", BODY, headers=names).status_code
+
+
+@pytest.mark.parametrize(
+    "keys, names",
+    [("first\nsecond #batch", {"first": "key-1", "second": "batch"}), ("right # none", {"right": "none"})],
+)
+def test_each_key_is_a_client_by_its_name(clients, tmp_path, keys, names):
     file = tmp_path / "keys"
-    file.write_text("first\nsecond #batch\n")
-    with serving({"api_key_file": str(file)}) as running, running.http() as http:
+    file.write_text(keys)
+    with serving({"api_key_file": str(file)}) as running:
         note_clients(running.engine, clients)
-        for key in ("first", "second"):
-            assert http.post("/v1/completions", json=BODY, headers=bearer(key)).status_code == 200
-        assert running.client("first").chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=1
-        )
-    assert clients == ["key-1", "batch", "key-1"]
+        for key in names:
+            assert send(running, **bearer(key)) == 200
+            assert running.client(key).chat.completions.create(model="tiny", messages=HI, max_tokens=1)
+    assert clients == [name for name in names.values() for _ in range(2)]
 
 
-@pytest.mark.parametrize(("header", "expected"), [("x-client-id", "alice"), (None, "")])
+@pytest.mark.parametrize("header, expected", [("x-client-id", "alice"), (None, "")])
 def test_a_header_names_the_client_only_where_the_server_says_so(clients, header, expected):
-    with serving({"client_header": header}) as running, running.http() as http:
+    with serving({"client_header": header}) as running:
         note_clients(running.engine, clients)
-        assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "alice"}).status_code == 200
-        assert http.post("/v1/completions", json=BODY).status_code == 200
-        long = http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "a" * 257})
+        assert (send(running, X_Client_Id="alice"), send(running)) == (200, 200)
+        long = running.post("/v1/completions", BODY, headers={"X-Client-Id": "a" * 257})
         assert long.status_code == (400 if header else 200)
         assert header is None or "256" in long.json()["error"]["message"]
     assert clients[:2] == [expected, ""]
 
 
 def test_a_header_overrides_the_key_and_a_bad_name_of_one_is_refused(clients):
-    with serving({"client_header": "x-client-id", "api_key": ("right",)}) as running, running.http() as http:
+    with serving({"client_header": "x-client-id", "api_key": ("right",)}) as running:
         note_clients(running.engine, clients)
-        for headers in ({"x-client-id": "alice"}, {}):
-            assert http.post("/v1/completions", json=BODY, headers=bearer("right") | headers).status_code == 200
+        assert (send(running, **bearer("right"), x_client_id="alice"), send(running, **bearer("right"))) == (200, 200)
     assert clients == ["alice", "key-1"]
     with pytest.raises(ValueError, match="client_header is 'x client'; it must be the name of a header"):
         ServerSettings(client_header="x client")
 
 
 def test_clients_by_a_header_add_no_lines_to_the_metrics():
-    def lines(http: Any) -> set[str]:
-        return {line.rpartition(" ")[0] for line in http.get("/metrics").text.splitlines()}
+    def lines():
+        return {line.rpartition(" ")[0] for line in running.get("/metrics").text.splitlines()}
 
-    with serving({"client_header": "x-client-id"}) as running, running.http() as http:
+    with serving({"client_header": "x-client-id"}) as running:
         for _ in range(2):
-            assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": "first"}).status_code == 200
-            before = lines(http)
-        for number in range(20):
-            assert http.post("/v1/completions", json=BODY, headers={"X-Client-Id": f"c{number}"}).status_code == 200
-        assert lines(http) == before
-
-
-def test_a_key_that_is_named_none_is_a_client_of_that_name(clients, tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("right # none\n")
-    with serving({"api_key_file": str(file)}) as running, running.http() as http:
-        note_clients(running.engine, clients)
-        assert http.post("/v1/completions", json=BODY, headers=bearer("right")).status_code == 200
-    assert clients == ["none"]
+            assert send(running, x_client_id="first") == 200
+            before = lines()
+        assert {send(running, x_client_id=f"c{number}") for number in range(20)} == {200}
+        assert lines() == before
 
 
 def test_a_salt_per_key_without_keys_is_refused():
@@ -218,16 +206,18 @@ def test_a_salt_per_key_without_keys_is_refused():
 def test_other_origins_are_let_in_only_when_named():
     origin = {"Origin": "https://example.org"}
     preflight = origin | {"Access-Control-Request-Method": "POST"}
-    with serving() as running, running.http() as http:
-        assert "access-control-allow-origin" not in http.get("/health", headers=origin).headers
-        assert http.options("/v1/completions", headers=preflight).status_code == 405
+    with serving() as running:
+        assert "access-control-allow-origin" not in running.get("/health", headers=origin).headers
+        assert running.options("/v1/completions", headers=preflight).status_code == 405
     settings = {"cors_origin": ("https://example.org",), "api_key": ("right",)}
-    with serving(settings) as running, running.http() as http:
+    with serving(settings) as running:
         allowed = "access-control-allow-origin"
-        assert http.get("/health", headers=origin).headers[allowed] == "https://example.org"
-        assert http.options("/v1/completions", headers=preflight).status_code == 200
-        assert http.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"  # also in a 401
-        assert allowed not in http.get("/health", headers={"Origin": "https://evil.org"}).headers
+        assert running.get("/health", headers=origin).headers[allowed] == "https://example.org"
+        assert running.options("/v1/completions", headers=preflight).status_code == 200
+        assert (
+            running.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"
+        )  # also in a 401
+        assert allowed not in running.get("/health", headers={"Origin": "https://evil.org"}).headers
 
 
 def test_prompts_are_logged_only_with_log_prompts(caplog):
@@ -235,16 +225,16 @@ def test_prompts_are_logged_only_with_log_prompts(caplog):
     body = {"prompt": "a secret thought", "max_tokens": 1}
     for log_prompts in (False, True):
         caplog.clear()
-        with serving({"log_prompts": log_prompts}) as running, running.http() as http:
-            assert http.post("/v1/completions", json=body).status_code == 200
-            assert http.post("/v1/completions", json=body | {"n": 0}).status_code == 400
+        with serving({"log_prompts": log_prompts}) as running:
+            assert running.post("/v1/completions", body).status_code == 200
+            assert running.post("/v1/completions", body | {"n": 0}).status_code == 400
         assert ("secret" in caplog.text) == log_prompts
 
 
 def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
-    with serving() as running, running.http() as http:
+    with serving() as running:
         monkeypatch.setattr("nanovllm.serving.server.openai.models._model", lambda state, name: 1 / 0)
-        answer = http.get("/v1/models")
+        answer = running.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text
         counted = 'http_responses_total{endpoint="/v1/models",model_name="tiny",status="500"} 1.0'
@@ -263,33 +253,30 @@ def test_it_listens_on_the_loopback_by_default():
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving() as running:
         yield running
 
 
-HI = [{"role": "user", "content": "Hi"}]
 MANY = 20_000
 
 
 @pytest.mark.parametrize(
-    ("model", "body"),
+    "model, body",
     [
-        (CompletionRequest, {"prompt": [-1] * MANY}),
-        (CompletionRequest, {"prompt": [[-1] * MANY] * 2}),
-        (CompletionRequest, {"prompt": [1], "stop": [1] * MANY}),
-        (CompletionRequest, {"prompt": [1], "bad_words": [1] * MANY}),
-        (CompletionRequest, {"prompt": [1], "allowed_token_ids": [-1] * MANY}),
-        (CompletionRequest, {"prompt": [1], "logit_bias": {str(number): "x" for number in range(MANY)}}),
-        (CompletionRequest, {"prompt": [1]} | {f"x{number}": 1 for number in range(MANY)}),
-        (ChatRequest, {"messages": [{}] * MANY}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
-        (ChatRequest, {"messages": HI, "tools": [{}] * MANY}),
+        *((CompletionRequest, {"prompt": [1]} | fields) for fields in (
+            {"prompt": [-1] * MANY}, {"prompt": [[-1] * MANY] * 2}, {"stop": [1] * MANY}, {"bad_words": [1] * MANY},
+            {"allowed_token_ids": [-1] * MANY}, {"logit_bias": {str(number): "x" for number in range(MANY)}},
+            {f"x{number}": 1 for number in range(MANY)},
+        )),
+        *((ChatRequest, {"messages": HI} | fields) for fields in (
+            {"messages": [{}] * MANY}, {"messages": [user([{}] * MANY)]}, {"tools": [{}] * MANY},
+            {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]},
+        )),
         (TokenizeRequest, {"messages": [{}] * MANY}),
         (DetokenizeRequest, {"tokens": [-1] * MANY}),
     ],
-)
+)  # fmt: skip
 def test_a_body_with_many_faults_is_refused_at_the_first_ones(model, body):
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
@@ -302,7 +289,7 @@ LONG = "x" * 20_000
 @pytest.mark.parametrize(
     "more",
     [
-        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"tools": [function_tool("f", description=LONG)]},
         {"messages": [{"role": "assistant", "reasoning_content": LONG}]},
         {"messages": [{"role": "user", "content": "x", "name": LONG}]},
         {"messages": [{"role": "assistant", "tool_calls": [
@@ -311,33 +298,24 @@ LONG = "x" * 20_000
     ],
 )  # fmt: skip
 def test_all_that_the_chat_template_is_given_counts_for_the_longest_prompt(running, more):
-    with running.http() as http:
-        for path in ("/v1/chat/completions", "/tokenize"):
-            answer = http.post(path, json={"messages": HI} | more)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
-            assert str(32 * 512) in error["message"]
-
-
-def test_json_that_is_nested_too_deeply_is_bad_input(running):
-    given = "[" * 200_000
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", content=given.encode(), headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = running.error(path, {"messages": HI}, more)
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+        assert str(32 * 512) in error["message"]
 
 
 def test_arguments_of_a_call_that_are_nested_too_deeply_stay_text():
     """As other malformed ones of earlier answers: they block no conversation."""
-    with serving({"log_prompts": True}, tokenizer=tiny_tokenizer()) as running, running.http() as http:
+    with serving({"log_prompts": True}, tokenizer=tiny_tokenizer()) as running:
         for arguments in (json.dumps(nested(100)), "[" * 100):
             call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
             messages = [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]
-            answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            answer = running.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
 
 
-def nested(depth: int) -> dict[str, Any]:
-    value: Any = 1
+def nested(depth: int):
+    value = 1
     for number in range(depth):
         value = {"a": value} if number % 2 else [value]
     return {"a": value}
@@ -346,7 +324,7 @@ def nested(depth: int) -> dict[str, Any]:
 PLACES = {
     "chat_template_kwargs": lambda value: {"chat_template_kwargs": value},
     "tools[0].function.parameters": lambda value: {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}], "tool_choice": "none",
+        "tools": [function_tool("f", parameters=value)], "tool_choice": "none",
     },
 }  # fmt: skip
 
@@ -355,33 +333,32 @@ PLACES = {
 def test_json_is_taken_up_to_a_depth_that_templates_and_the_log_can_bear(place):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template += "{% if a %}{% endif %}"
-    with serving({"log_prompts": True}, tokenizer=tokenizer) as running, running.http() as http:
+    with serving({"log_prompts": True}, tokenizer=tokenizer) as running:
         for depth, status in ((98, 200), (100, 400), (500, 400), (900, 400)):
             body = {"messages": HI, "max_tokens": 1} | PLACES[place](nested(depth))
-            answer = http.post("/v1/chat/completions", json=body)
+            answer = running.post("/v1/chat/completions", body)
             assert (answer.status_code, answer.json().get("error", {}).get("param", place)) == (status, place)
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param"),
+    "path, body, param",
     [
         ("/v1/completions", {"prompt": "\ud800"}, "prompt"),
         ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop"),
         ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}, "bad_words"),
         ("/tokenize", {"prompt": "a\udfff"}, "prompt"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [user("\ud800")]}, "messages"),
     ],
 )
 def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
-    with running.http() as http:
-        answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    answer = running.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     message = answer.json()["error"]["message"]
     assert "surrogate" in message and "U+D" in message and "errors='replace'" in message
     assert ("messages[0].content holds" in message) == (param == "messages")
 
 
-def scope_of(**headers: str) -> dict[str, Any]:
+def scope_of(**headers: str):
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http", "headers": named, "client": ("10.1.2.3", 4)}
 
@@ -416,7 +393,7 @@ def test_the_bodies_of_one_clients_open_requests_are_bounded_together():
     settings = {"api_key": ("one", "two"), "max_client_bytes": 60_000}
     body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True, "user": "u" * 40_000}
     with serving(settings) as running, running.http() as http, slow_steps(running.engine, 0.01):
-        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        one, two = map(bearer, ("one", "two"))
         with http.stream("POST", "/v1/completions", json=body, headers=one) as first:
             assert first.status_code == 200
             refused = http.post("/v1/completions", json=body, headers=one)
