@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import aclosing
-from typing import Any
+from functools import partial
 
 import openai
 import pytest
@@ -12,13 +13,13 @@ from pydantic import TypeAdapter
 
 from nanovllm import SamplingParams
 from nanovllm.errors import EngineDeadError
-from tests.support.scripted import END, ending_model, says, thinking_tokenizer
-from tests.support.serving import MODEL, serving
+from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
+from tests.support.serving import MODEL, serving, user
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 ANSWER = f"Two and two</think>Let me see.{CALL}"
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+EVENTS = TypeAdapter(ResponseStreamEvent)
 SEALED = ["reasoning.encrypted_content"]
 
 
@@ -34,11 +35,19 @@ def client(running):
         yield client
 
 
-def test_an_answer_has_items_of_thought_message_and_call(running, client, monkeypatch):
+@pytest.fixture(scope="module")
+def create(client):
+    return partial(client.responses.create, model=MODEL, input="Hello")
+
+
+@pytest.fixture(scope="module")
+def stream_of(client):
+    return partial(client.responses.stream, model=MODEL, input="Hello")
+
+
+def test_an_answer_has_items_of_thought_message_and_call(running, monkeypatch, create):
     says(running, monkeypatch, ANSWER)
-    answer = client.responses.create(
-        model=MODEL, input="Hello", tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}, include=SEALED
-    )
+    answer = create(tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}, include=SEALED)
     Response.model_validate(answer.model_dump(), strict=True)
     thought, message, call = answer.output
     assert (thought.type, thought.summary, thought.content[0].text) == ("reasoning", [], "Two and two")
@@ -52,57 +61,52 @@ def test_an_answer_has_items_of_thought_message_and_call(running, client, monkey
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
 
 
-def test_what_a_request_leaves_out_is_told_as_it_was_used(running, client, monkeypatch):
+def test_what_a_request_leaves_out_is_told_as_it_was_used(running, monkeypatch, create):
     says(running, monkeypatch, "One.")
     defaults = SamplingParams(temperature=0.25, top_p=0.5)
     monkeypatch.setattr(running.engine, "default_sampling_params", defaults)
-    answer = client.responses.create(model=MODEL, input="Hello")
+    answer = create()
     assert (answer.temperature, answer.top_p) == (0.25, 0.5)
-    assert client.responses.create(model=MODEL, input="Hello", top_p=0.75).top_p == 0.75
+    assert create(top_p=0.75).top_p == 0.75
 
 
 @pytest.mark.full
-def test_a_stream_has_the_events_of_the_whole_answer(running, client, monkeypatch):
+def test_a_stream_has_the_events_of_the_whole_answer(running, monkeypatch, create, stream_of):
     says(running, monkeypatch, ANSWER)
-    options: dict[str, Any] = {"model": MODEL, "input": "Hello", "tools": TOOLS, "include": SEALED}
-    events = list(client.responses.create(stream=True, **options))
+    options = {"tools": TOOLS, "include": SEALED}
+    events = list(create(stream=True, **options))
     for event in events:
         EVENTS.validate_python(event.model_dump(by_alias=True), strict=True)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     shortened = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
-    assert shortened == [
-        "created", "in_progress",
-        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
-        "content_part.done", "output_item.done",
-        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
-        "content_part.done", "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
-        "completed",
-    ]  # fmt: skip
+    text = "output_item.added content_part.added {0}.delta {0}.done content_part.done output_item.done"
+    call = "output_item.added function_call_arguments.delta function_call_arguments.done output_item.done"
+    items = [text.format("reasoning_text"), text.format("output_text"), call]
+    assert " ".join(shortened) == " ".join(["created in_progress", *items, "completed"])
     done = [event.item for event in events if event.type == "response.output_item.done"]
     last = events[-1].response
     assert done == last.output
-    whole = client.responses.create(**options)
+    whole = create(**options)
 
-    def without_ids(response: Response) -> Any:
+    def without_ids(response):
         items = [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in response.output]
         return items, response.usage.output_tokens, response.usage.output_tokens_details
 
     assert without_ids(last) == without_ids(whole)
-    with client.responses.stream(**options) as stream:
+    with stream_of(**options) as stream:
         for _ in stream:
             pass
         assert without_ids(stream.get_final_response()) == without_ids(whole)
 
 
 @pytest.mark.full
-def test_an_agent_makes_several_calls_without_a_malformed_event(running, client, monkeypatch):
+def test_an_agent_makes_several_calls_without_a_malformed_event(running, monkeypatch, stream_of):
     says(running, monkeypatch, 'So.</think><tool_call>{"name": "weather"}</tool_call>')
-    first: Any = {"role": "user", "content": "Hello"}
+    first = user("Hello")
     history = [first]
     for number in range(6):
-        with client.responses.stream(model=MODEL, input=history, tools=TOOLS, include=SEALED) as stream:
+        with stream_of(input=history, tools=TOOLS, include=SEALED) as stream:
             for event in stream:
                 assert event.type
             answer = stream.get_final_response()
@@ -115,30 +119,20 @@ def test_an_agent_makes_several_calls_without_a_malformed_event(running, client,
 
 def test_a_conversation_reaches_the_template(running, monkeypatch):
     says(running, monkeypatch, "Fine")
-    prompts: list[str] = []
-    chat = running.engine._input_processor.parts.chat
-    apply = chat.apply_to
-
-    def noted(*args: Any, **options: Any) -> list[int]:
-        ids = apply(*args, **options)
-        prompts.append(running.engine.tokenizer.decode(ids))
-        return ids
-
-    monkeypatch.setattr(chat, "apply_to", noted)
-    items = [
+    prompts = prompt_of(running, monkeypatch)
+    body = json.loads("""{"input": [
         {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "two"}]},
         {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "SG0="},
         {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": [
             {"type": "output_text", "text": "So", "annotations": [], "logprobs": []}]},
-        {"type": "function_call", "id": "f", "call_id": "c", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "weather",
+         "arguments": "{\\"city\\": \\"Paris\\"}"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Rain"}]},
-        {"type": "message", "role": "developer", "content": "Now."},
-    ]  # fmt: skip
-    body = {"input": items, "instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"},
-            "tools": [*TOOLS, {"type": "web_search"}, {"type": "custom", "name": "x"}], "tool_choice": "auto",
-            "store": False, "prompt_cache_key": "k", "text": {"verbosity": "medium"}}  # fmt: skip
-    with running.http() as http:
-        answer = http.post("/v1/responses", json=body)
+        {"type": "message", "role": "developer", "content": "Now."}],
+        "instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"}, "tool_choice": "auto",
+        "store": false, "prompt_cache_key": "k", "text": {"verbosity": "medium"}}""")
+    body["tools"] = [*TOOLS, {"type": "web_search"}, {"type": "custom", "name": "x"}]
+    answer = running.post("/v1/responses", body)
     assert answer.headers["x-skipped-tools"] == "custom, web_search"
     assert [tool["name"] for tool in answer.json()["tools"]] == ["weather"]
     assert prompts == [
@@ -148,46 +142,45 @@ def test_a_conversation_reaches_the_template(running, monkeypatch):
     ]
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(running, client, monkeypatch):
+def test_an_answer_that_is_cut_off_is_incomplete(running, monkeypatch, create):
     says(running, monkeypatch, "So.</think>One two three")
-    options: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 9}
-    whole = client.responses.create(**options)
-    *_, last = client.responses.create(stream=True, **options)
+    options = {"max_output_tokens": 9}
+    whole = create(**options)
+    *_, last = create(stream=True, **options)
     for answer in (whole, last.response):
         assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert answer.output[-1].status == "incomplete"
     assert last.type == "response.incomplete"
 
 
-def test_a_stream_that_fails_ends_as_a_failed_response(running, client, monkeypatch):
+def test_a_stream_that_fails_ends_as_a_failed_response(running, monkeypatch, create):
     says(running, monkeypatch, "So.</think>One two three four five six")
-    runner = running.engine._engine_thread._engine.model_runner
-    execute, calls = runner.execute, []
+    runner, steps = running.engine._engine_thread._engine.model_runner, iter(range(5))
+    execute = runner.execute
 
-    def fails(batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) >= 6:
+    def fails(batch):
+        if next(steps, None) is None:
             raise RuntimeError("broken")
         return execute(batch)
 
     monkeypatch.setattr(runner, "execute", fails)
-    *_, last = client.responses.create(model=MODEL, input="Hello", stream=True)
+    *_, last = create(stream=True)
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
     monkeypatch.setattr(runner, "execute", execute)
-    assert client.responses.create(model=MODEL, input="Hello").status == "completed"
+    assert create().status == "completed"
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_engine_that_dies_ends_a_stream_as_a_failed_response(running, client, monkeypatch, begun):
+def test_an_engine_that_dies_ends_a_stream_as_a_failed_response(running, monkeypatch, begun, create):
     says(running, monkeypatch, "So.</think>One two three four five six")
     submit_chat = running.engine.submit_chat
 
-    async def dying(*args: Any, **options: Any) -> Any:
+    async def dying(*args, **options):
         if not begun:
             raise EngineDeadError("the engine died")
         stream = await submit_chat(*args, **options)
 
-        async def outputs() -> Any:
+        async def outputs():
             async with aclosing(stream):
                 async for output in stream:
                     yield output
@@ -198,48 +191,44 @@ def test_an_engine_that_dies_ends_a_stream_as_a_failed_response(running, client,
     monkeypatch.setattr(running.engine, "submit_chat", dying)
     if not begun:
         with pytest.raises(openai.InternalServerError, match="engine"):
-            client.responses.create(model=MODEL, input="Hello", stream=True)
+            create(stream=True)
         return
-    events = list(client.responses.create(model=MODEL, input="Hello", stream=True))
+    events = list(create(stream=True))
     last = events[-1]
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "named"),
+    "body, param, named",
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
-        ({"store": True}, "store", "nothing is stored"),
-        ({"conversation": "c"}, "conversation", "nothing is stored"),
-        ({"input": []}, "input", "empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]},
+        ('{"previous_response_id": "resp_1"}', "previous_response_id", "send the whole conversation"),
+        ('{"store": true}', "store", "nothing is stored"),
+        ('{"conversation": "c"}', "conversation", "nothing is stored"),
+        ('{"input": []}', "input", "empty"),
+        ('{"input": [{"type": "item_reference", "id": "x"}]}', "input[0].type", "item_reference"),
+        ({"input": [user([{"type": "input_image"}])]}, "input[0].content[0].type", "input_text"),
+        ('{"input": [{"type": "function_call_output", "output": "x"}]}', "input[0].call_id", "required"),
+        ('{"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}',
          "input[0].arguments", ""),
-        ({"input": [{"type": "reasoning", "encrypted_content": "??"}]}, "input", "at least 1"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ('{"input": [{"type": "reasoning", "encrypted_content": "??"}]}', "input", "at least 1"),
+        ('{"tools": [{"type": "function"}]}', "tools[0].name", "required"),
+        ('{"tool_choice": "required"}', "tool_choice", "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}}, "tool_choice", "'time'"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
-        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "low"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "encrypted_content"),
-        ({"zzz": 1}, "zzz", "unknown field"),
+        ('{"text": {"format": {"type": "json_schema", "name": "x"}}}', "text.format.schema", "required"),
+        ('{"reasoning": {"effort": "enormous"}}', "reasoning.effort", "low"),
+        ('{"max_output_tokens": 0}', "max_output_tokens", "1"),
+        ('{"include": ["message.output_text.logprobs"]}', "include", "encrypted_content"),
+        ('{"zzz": 1}', "zzz", "unknown field"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(running, body, param, named):
-    with running.http() as http:
-        answer = http.post("/v1/responses", json={"input": "Hello"} | body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-    assert param is None or error["param"] == param, error
-    assert named in error["message"]
+    error = running.error("/v1/responses", {"input": "Hello"}, body)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param) and named in error["message"], error
 
 
-def test_errors_are_the_clients_own(client):
+def test_errors_are_the_clients_own(client, create):
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         client.responses.create(model="other", input="Hello")
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
-        client.responses.create(model=MODEL, input="x " * 900)
+        create(input="x " * 900)
