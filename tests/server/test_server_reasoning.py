@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,11 @@ from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.translated import translated
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
-from tests.support.serving import MODEL, serving
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
-ASK = [{"role": "user", "content": "Hello"}]
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ASK = [user("Hello")]
+TOOLS = [function_tool("weather", parameters={"type": "object"})]
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 
 # format, whether the template left the thought open, text, thought, content, names of the tools called
@@ -72,7 +71,7 @@ def split(name: str, is_open: bool, parts: list[str]) -> tuple[str, str, list[st
     return thought, content, names
 
 
-@pytest.mark.parametrize(("name", "is_open", "text", "thought", "content", "names"), ANSWERS)
+@pytest.mark.parametrize("name, is_open, text, thought, content, names", ANSWERS)
 def test_thought_content_and_calls_are_separated_wherever_an_answer_is_cut(
     name, is_open, text, thought, content, names
 ):
@@ -98,7 +97,7 @@ def test_thought_is_shown_as_it_comes():
 
 
 @pytest.mark.parametrize(
-    ("template", "name"),
+    "template, name",
     [
         ("{{ '<think>' }}", "think"),
         ("[THINK] [/THINK]", "mistral"),
@@ -174,92 +173,76 @@ def test_a_streamed_answer_has_its_thought_apart(running, monkeypatch):
     assert 0 < chunks[-1].usage.completion_tokens_details.reasoning_tokens < chunks[-1].usage.completion_tokens
 
 
-def test_a_prompt_whose_thought_is_closed_begins_with_content(running, monkeypatch):
-    says(running, monkeypatch, "Four")
-    for options in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        with running.http() as http:
-            answer = http.post("/v1/chat/completions", json={"messages": ASK} | options).json()
-        message = answer["choices"][0]["message"]
-        assert ("reasoning_content" in message, message["content"]) == (False, "Four")
-        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+CONTINUED = {
+    "messages": [*ASK, {"role": "assistant", "content": "<think>Two and"}],
+    "add_generation_prompt": False, "continue_final_message": True,
+}  # fmt: skip
 
 
-def test_a_model_that_opens_its_thought_itself(running, monkeypatch):
-    says(running, monkeypatch, "<think>So.</think>Four")
-    with running.http() as http:
-        body = {"messages": ASK, "chat_template_kwargs": {"waits": True}}
-        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("So.", "Four")
-
-
-def test_a_thought_that_is_cut_off_is_thought(running, monkeypatch):
-    says(running, monkeypatch, "Two and two and so on")
-    with running.http() as http:
-        (choice,) = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).json()["choices"]
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
-    assert choice["message"]["reasoning_content"].startswith("Two")
-
-
-def test_a_continued_thought_goes_on(running, monkeypatch):
-    says(running, monkeypatch, " two</think>Four")
-    messages = [*ASK, {"role": "assistant", "content": "<think>Two and"}]
-    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
-    with running.http() as http:
-        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("two", "Four")
+@pytest.mark.parametrize(
+    "text, body, thought, content",
+    [
+        ("Four", {"reasoning_effort": "none"}, None, "Four"),
+        ("Four", {"chat_template_kwargs": {"enable_thinking": False}}, None, "Four"),
+        ("<think>So.</think>Four", {"chat_template_kwargs": {"waits": True}}, "So.", "Four"),
+        (" two</think>Four", CONTINUED, "two", "Four"),
+        ("Twotwotwo", {"max_tokens": 1}, "T", ""),
+    ],
+    ids=["no effort", "closed", "the model opens it", "continued", "cut off"],
+)
+def test_thought_is_where_the_prompt_left_it(running, monkeypatch, text, body, thought, content):
+    says(running, monkeypatch, text)
+    answer = running.post("/v1/chat/completions", {"messages": ASK} | body).json()
+    (choice,) = answer["choices"]
+    found = choice["message"].get("reasoning_content")
+    assert (found and found[: len(thought)], choice["message"]["content"]) == (thought, content)
+    assert choice["finish_reason"] == ("stop" if content else "length")
+    assert thought or answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_earlier_thought_and_the_effort_reach_the_template(running):
     messages = [*ASK, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}, *ASK]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, "reasoning_effort": "low"}
-    with running.http() as http:
-        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    (choice,) = running.post("/v1/chat/completions", body).json()["choices"]
     prompt = running.engine.tokenizer.decode(choice["prompt_token_ids"])
     assert prompt.startswith("effort low ") and "<think>2+2</think>4<|end|>" in prompt
 
 
 def test_a_conversation_has_the_tokens_that_its_answer_begins_from(running):
-    answer = {"role": "assistant", "content": "<think>Two and"}
-    bodies: list[dict[str, Any]] = [
-        {"messages": ASK},
-        {"messages": ASK, "tools": TOOLS},
-        {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
-        {"messages": [*ASK, answer], "add_generation_prompt": False},
-        {"messages": [*ASK, answer], "add_generation_prompt": False, "continue_final_message": True},
-    ]
+    bodies = [
+        {}, {"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}},
+        CONTINUED | {"continue_final_message": False}, CONTINUED,
+    ]  # fmt: skip
     seen = []
-    with running.http() as http:
-        for body in bodies:
-            more = {"max_tokens": 1, "return_token_ids": True}
-            (choice,) = http.post("/v1/chat/completions", json=body | more).json()["choices"]
-            found = http.post("/tokenize", json=body | {"add_special_tokens": False}).json()
-            assert (found["tokens"], found["count"]) == (choice["prompt_token_ids"], len(found["tokens"]))
-            seen.append(found["tokens"])
+    for body in ({"messages": ASK} | each for each in bodies):
+        more = {"max_tokens": 1, "return_token_ids": True}
+        (choice,) = running.post("/v1/chat/completions", body | more).json()["choices"]
+        found = running.post("/tokenize", body | {"add_special_tokens": False}).json()
+        assert (found["tokens"], found["count"]) == (choice["prompt_token_ids"], len(found["tokens"]))
+        seen.append(found["tokens"])
     assert len(set(map(tuple, seen))) == len(bodies)
 
 
 def test_variables_that_the_template_does_not_have_are_refused(running):
-    with running.http() as http:
-        body = {"messages": ASK, "chat_template_kwargs": {"enable_thinkin": True}}
-        error = http.post("/tokenize", json=body).json()["error"]
-        assert error["param"] == "chat_template_kwargs.enable_thinkin" and "enable_thinking" in error["message"]
+    for path in ("/tokenize", "/v1/chat/completions"):
         for name, hint in (("enable_thinkin", "did you mean enable_thinking"), ("wait", "waits"), ("zzz", "no such")):
-            body = {"messages": ASK, "chat_template_kwargs": {name: True}}
-            answer = http.post("/v1/chat/completions", json=body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
-            assert hint in answer.json()["error"]["message"]
-        body = {"messages": ASK, "chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"}
-        assert http.post("/v1/chat/completions", json=body).json()["error"]["param"] == "reasoning_effort"
+            error = running.error(path, {"messages": ASK, "chat_template_kwargs": {name: True}})
+            assert error["param"] == f"chat_template_kwargs.{name}" and hint in error["message"]
+    body = {"messages": ASK, "chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"}
+    assert running.error("/v1/chat/completions", body)["param"] == "reasoning_effort"
 
 
 def test_an_effort_is_said_in_the_variables_of_the_template():
     variables = template_variables(THINKING_TEMPLATE)
     assert {"reasoning_effort", "enable_thinking", "waits"} <= variables
-    assert effort_options("high", variables, can_think=True) == {"reasoning_effort": "high", "enable_thinking": True}
-    assert effort_options("none", variables, can_think=True) == {"enable_thinking": False}
-    assert effort_options("none", {"reasoning_effort"}, can_think=True) == {"reasoning_effort": "none"}
-    assert effort_options("none", {"enable_thinking"}, can_think=True) == {"enable_thinking": False}
-    assert effort_options("low", {"thinking"}, can_think=True) == {"thinking": True}
+    for effort, known, options in (
+        ("high", variables, {"reasoning_effort": "high", "enable_thinking": True}),
+        ("none", variables, {"enable_thinking": False}),
+        ("none", {"reasoning_effort"}, {"reasoning_effort": "none"}),
+        ("none", {"enable_thinking"}, {"enable_thinking": False}),
+        ("low", {"thinking"}, {"thinking": True}),
+    ):
+        assert effort_options(effort, known, can_think=True) == options
     assert effort_options("none", {"messages"}, can_think=False) == {}
     for can_think in (True, False):  # a hint, which changes nothing here
         assert effort_options("low", {"messages"}, can_think=can_think) == {}
@@ -269,7 +252,7 @@ def test_an_effort_is_said_in_the_variables_of_the_template():
 
 def test_a_template_without_a_switch_is_told_by_the_field_that_asks_for_one():
     body = MessagesRequest(
-        model="m", max_tokens=9, messages=[{"role": "user", "content": "Hello"}], thinking={"type": "disabled"},
+        model="m", max_tokens=9, messages=[user("Hello")], thinking={"type": "disabled"},
         output_config={"effort": "high"},
     )  # fmt: skip
     with pytest.raises(ApiError) as found, translated(renamed(body), ChatRequest.names()):
@@ -303,7 +286,7 @@ def test_thought_is_counted_by_the_tokens_of_its_markers():
     special = ["<|channel|>", "<|message|>", "<|return|>", "<|channel>", "<channel|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
 
-    def count(name: str, text: str, is_open: bool = False) -> tuple[int, Any]:
+    def count(name, text, is_open=False):
         form, ids = REASONING_FORMATS[name], tokenizer(text)["input_ids"]
         return num_thought_tokens(form, tokenizer, ids, is_open=is_open), ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from nanovllm.serving.server.answers.tool_calls import FORMATS, ToolStream, dete
 from nanovllm.serving.server.anthropic.messages import EventWriter
 from nanovllm.serving.server.openai.responses_items import Items
 from tests.support.scripted import TOOL_TEMPLATE, says
-from tests.support.serving import MODEL, serving
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 TOOL_SCHEMAS = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "time": None}
@@ -24,8 +25,8 @@ PARIS = {"city": "Paris"}
 ONE = [("weather", PARIS)]
 TWO = [("weather", PARIS), ("time", {})]
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
-    {"type": "function", "function": {"name": "time", "description": "What time it is."}},
+    function_tool("weather", parameters={"type": "object", "properties": {}}),
+    function_tool("time", description="What time it is."),
 ]
 
 ANSWERS = [
@@ -110,14 +111,9 @@ def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
-def test_tool_calls_and_content_are_separated_in_a_whole_answer(form, text, content, calls):
-    assert read(form, [text]) == (content, calls)
-
-
-@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+@pytest.mark.parametrize("form, text, content, calls", ANSWERS)
 def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, content, calls):
-    cuts = [[text[:at], text[at:]] for at in range(len(text) + 1)]  # special tokens too: stop strings do so
+    cuts = [[text], *([text[:at], text[at:]] for at in range(len(text) + 1))]  # special tokens too: stop strings do so
     cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7)]
     for parts in cuts:
         assert read(form, parts) == (content, calls), parts
@@ -133,7 +129,7 @@ def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    "form, text",
     [
         ("hermes", 'One <tool_call>{"name": "time", "arguments": {}}</tool_call> two'),
         ("harmony", "<|channel|>commentary<|message|>One<|end|><|channel|>commentary to=functions.time<|message|>{}"
@@ -159,9 +155,9 @@ def test_a_delta_of_text_around_a_call_keeps_their_order_in_every_protocol(form,
     assert re.findall('"content_block":{"type":"([a-z_]+)"', events) == ["text", "tool_use", "text"]
 
 
-OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as Pydantic writes it
+OPTIONAL = '{"anyOf": [{"type": "string"}, {"type": "null"}]}'  # as Pydantic writes it
 ROOT = {"$defs": {"zip": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]}}}
-VALUES: list[tuple[Any, str, Any]] = [
+VALUES = [
     (OPTIONAL, "02139", "02139"),
     (OPTIONAL, "5551234", "5551234"),
     (OPTIONAL, "1e5", "1e5"),
@@ -171,30 +167,30 @@ VALUES: list[tuple[Any, str, Any]] = [
     (OPTIONAL, "null", None),
     (OPTIONAL, "None", None),
     (OPTIONAL, '"5551234"', "5551234"),  # as a constrained answer has it
-    ({"type": ["string", "null"]}, "5551234", "5551234"),
-    ({"type": ["string", "null"]}, "null", None),
-    ({"type": ["null", "string"], "enum": ["1", "2", None]}, "1", "1"),
-    ({"enum": ["1", "2", None]}, "2", "2"),
-    ({"enum": [1, "2"]}, "2", "2"),
-    ({"const": "1"}, "1", "1"),
-    ({"oneOf": [{"const": "1"}, {"type": "boolean"}]}, "1", "1"),
-    ({"oneOf": [{"const": "1"}, {"type": "boolean"}]}, "true", True),
-    ({"$ref": "#/$defs/zip"}, "12345", "12345"),
-    ({"anyOf": [{"$ref": "#/$defs/zip"}, {"type": "null"}]}, "12345", "12345"),
-    ({"allOf": [{"$ref": "#/$defs/zip"}]}, "12345", "12345"),
-    ({"type": ["string", "boolean"]}, "1", "1"),
-    ({"type": ["string", "integer"]}, "1", 1),
-    ({"type": ["string", "integer"]}, "1.5", "1.5"),
-    ({"type": ["string", "number"]}, "1.5", 1.5),
-    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
-    ({"type": "integer"}, "1", 1),
-    ({}, "1", 1),
-    ({"$ref": "#/$defs/loop"}, "1", 1),
+    ('{"type": ["string", "null"]}', "5551234", "5551234"),
+    ('{"type": ["string", "null"]}', "null", None),
+    ('{"type": ["null", "string"], "enum": ["1", "2", null]}', "1", "1"),
+    ('{"enum": ["1", "2", null]}', "2", "2"),
+    ('{"enum": [1, "2"]}', "2", "2"),
+    ('{"const": "1"}', "1", "1"),
+    ('{"oneOf": [{"const": "1"}, {"type": "boolean"}]}', "1", "1"),
+    ('{"oneOf": [{"const": "1"}, {"type": "boolean"}]}', "true", True),
+    ('{"$ref": "#/$defs/zip"}', "12345", "12345"),
+    ('{"anyOf": [{"$ref": "#/$defs/zip"}, {"type": "null"}]}', "12345", "12345"),
+    ('{"allOf": [{"$ref": "#/$defs/zip"}]}', "12345", "12345"),
+    ('{"type": ["string", "boolean"]}', "1", "1"),
+    ('{"type": ["string", "integer"]}', "1", 1),
+    ('{"type": ["string", "integer"]}', "1.5", "1.5"),
+    ('{"type": ["string", "number"]}', "1.5", 1.5),
+    ('{"anyOf": [{"type": "string"}, {"type": "array"}]}', "[1]", [1]),
+    ('{"type": "integer"}', "1", 1),
+    ("{}", "1", 1),
+    ('{"$ref": "#/$defs/loop"}', "1", 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    "form, text",
     [
         ("qwen_xml", "<function=f>\n<parameter=x>\n%s\n</parameter>\n</function>"),
         ("seed", "<seed:tool_call>\n<function=f>\n<parameter=x>%s</parameter>\n</function>\n</seed:tool_call>"),
@@ -203,11 +199,11 @@ VALUES: list[tuple[Any, str, Any]] = [
 )
 def test_what_looks_like_json_stays_a_string_where_the_schema_allows_no_other(form, text):
     for schema, written, value in VALUES:
-        root = {"type": "object", "properties": {"x": schema}, **ROOT}
+        root = {"type": "object", "properties": {"x": json.loads(schema)}, **ROOT}
         (call,) = ToolStream(FORMATS[form], {"f": root}).add(text % written, is_last=True)
         arguments = json.loads(call["function"]["arguments"])
         assert repr(arguments) == repr({"x": value}), (schema, written)
-        if schema != {"$ref": "#/$defs/loop"}:
+        if "loop" not in schema:
             jsonschema.validate(arguments, root)
 
 
@@ -239,7 +235,7 @@ def test_text_that_cannot_become_a_marker_is_shown_at_once():
 
 
 @pytest.mark.parametrize(
-    ("template", "form"),
+    "template, form",
     [
         ('<tool_call> {"name": , "arguments":', "hermes"),
         ("... [TOOL_CALLS] ...", "mistral"),
@@ -281,11 +277,10 @@ def running():
 
 
 def test_the_template_gets_the_tools_unless_tool_choice_is_none(running):
-    messages = [{"role": "user", "content": "Hello"}]
     with running.client() as client:
         for choice, begin in (("auto", "weather time "), ("none", "<|user|>")):
             answer = client.chat.completions.create(
-                model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=2,
+                model=MODEL, messages=[user("Hello")], tools=TOOLS, tool_choice=choice, max_tokens=2,
                 extra_body={"return_token_ids": True},
             )  # fmt: skip
             prompt = running.engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
@@ -307,84 +302,74 @@ MIXED = (
     CALL + ' Then <tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}} </tool_call>'
     '\n<tool_call>{"name": "time", "argu}</tool_call> ends.'
 )
-MIXED_CONTENT = 'Well.  Then \n<tool_call>{"name": "time", "argu}</tool_call> ends.'
-MIXED_CITIES = ["Paris", "</tool_call>"]
 
 
 @pytest.fixture
-def stop_id(running, monkeypatch, request) -> int:
-    """Each answer is CALL, or the parameter, and a stop token."""
-    return says(running, monkeypatch, getattr(request, "param", CALL))
+def ask(running, monkeypatch, request):
+    """Ask for an answer that is CALL, or the parameter, and a stop token."""
+    with running.client() as client:
+        stops = {"stop_token_ids": [says(running, monkeypatch, getattr(request, "param", CALL))]}
+        options = {"model": MODEL, "messages": [user("Hello")], "tools": TOOLS, "extra_body": stops}
+
+        def ask(create=client.chat.completions.create, **more):
+            return create(**options, **more)
+
+        ask.stream = partial(ask, client.chat.completions.stream)
+        yield ask
 
 
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
     found = [{"arguments": "\ud800"}]
     monkeypatch.setattr("nanovllm.serving.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
-    with running.http() as http:
-        body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}
-        answer = http.post("/v1/chat/completions", json=body)
+    body = {"messages": [user("Hello")], "tools": TOOLS, "max_tokens": 2}
+    answer = running.post("/v1/chat/completions", body)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["choices"][0]["message"]["tool_calls"][0]["arguments"] == "\ud800"
 
 
-def ask(client: Any, stop_id: int, **options: Any) -> Any:
-    return client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
-        extra_body={"stop_token_ids": [stop_id]}, **options,
-    )  # fmt: skip
+def test_a_call_in_the_answer_is_returned_as_one(ask):
+    (choice,) = ask().choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", PARIS)
+    text = ask(tool_choice="none").choices[0]
+    assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", CALL, None)
 
 
-def test_a_call_in_the_answer_is_returned_as_one(running, stop_id):
-    with running.client() as client:
-        (choice,) = ask(client, stop_id).choices
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
-        (call,) = choice.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", PARIS)
-        text = ask(client, stop_id, tool_choice="none").choices[0]
-        assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", CALL, None)
-
-
-def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(running, stop_id):
-    with running.client() as client:
-        deltas = [chunk.choices[0] for chunk in ask(client, stop_id, stream=True)]
+def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(ask):
+    deltas = [chunk.choices[0] for chunk in ask(stream=True)]
     assert "".join(choice.delta.content or "" for choice in deltas) == "Well."
-    calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
-    assert (calls[0].index, calls[0].function.name, calls[0].id[:5]) == (0, "weather", "call_")
-    assert {(call.index, call.id, call.function.name) for call in calls[1:]} == {(0, None, None)}
-    assert json.loads("".join(call.function.arguments for call in calls)) == PARIS
+    first, *others = (call for choice in deltas for call in choice.delta.tool_calls or ())
+    assert (first.index, first.function.name, first.id[:5]) == (0, "weather", "call_")
+    assert {(call.index, call.id, call.function.name) for call in others} == {(0, None, None)}
+    assert json.loads("".join(call.function.arguments for call in (first, *others))) == PARIS
     assert deltas[-1].finish_reason == "tool_calls"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stop_id", [MIXED], indirect=True, ids=["mixed"])
-def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(running, stop_id):
-    with running.client() as client:
-        (choice,) = ask(client, stop_id).choices
-        with client.chat.completions.stream(
-            model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
-            extra_body={"stop_token_ids": [stop_id]},
-        ) as stream:  # fmt: skip
-            (joined,) = stream.get_final_completion().choices
-    for answer in (choice, joined):
-        assert (answer.finish_reason, answer.message.content) == ("tool_calls", MIXED_CONTENT)
-        cities = [json.loads(call.function.arguments)["city"] for call in answer.message.tool_calls]
-        assert cities == MIXED_CITIES
+@pytest.mark.parametrize("ask", [MIXED], indirect=True, ids=["mixed"])
+def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(ask):
+    with ask.stream() as stream:
+        joined = stream.get_final_completion()
+    for answer in (ask(), joined):
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == 'Well.  Then \n<tool_call>{"name": "time", "argu}</tool_call> ends.'
+        cities = [json.loads(call.function.arguments)["city"] for call in choice.message.tool_calls]
+        assert cities == ["Paris", "</tool_call>"]
 
 
 def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
     template = "{% for m in messages %}" + calls + "{{ m.content }};{% endfor %}"
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-    messages = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "Rain"},
-    ]
+    call = function_tool("weather", arguments='{"city": "Paris"}') | {"id": "c1"}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "Rain"}
+    messages = [user("Hello"), {"role": "assistant", "tool_calls": [call]}, result]
     tokenizer = running.engine.tokenizer
-    with running.http() as http, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "chat_template", template)
-        tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        tokens = running.post("/tokenize", {"messages": messages}).json()["tokens"]
         call["function"]["arguments"] = "{"
-        malformed = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        malformed = running.post("/tokenize", {"messages": messages}).json()["tokens"]
     assert tokenizer.decode(tokens) == "Hello;Paris;Rain;"
     assert tokenizer.decode(malformed) == 'Hello;{"name": "weather", "arguments": {};Rain;'
