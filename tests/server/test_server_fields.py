@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
-from typing import Any
 
 import anthropic
 import openai
@@ -13,35 +12,33 @@ import pytest
 from nanovllm.serving.server.openai import neutral
 from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.serving import MODEL, function_tool, serving, user
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-MESSAGES: list[dict[str, Any]] = [
+TOOL = function_tool("f", parameters={"type": "object", "properties": {}})
+MESSAGES = [
     {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    user([{"type": "text", "text": "Hello"}]),
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "content": "3", "tool_call_id": "c1"},
 ]
 CACHED = {"cache_control": {"type": "ephemeral"}}
 # The same conversation as agents and gateways send it.
-DECORATED: list[dict[str, Any]] = [
-    {"role": "system", "content": [{"type": "text", "text": "Be brief.", **CACHED}], **CACHED},
-    {"role": "user", "content": [{"type": "text", "text": "Hello", **CACHED}], **CACHED},
-    {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "annotations": [{"a": "b"}], **CACHED},
-    {"role": "tool", "content": "3", "tool_call_id": "c1", **CACHED},
-]  # fmt: skip
-HARMLESS: dict[str, Any] = {
-    "metadata": {"trace": "7"}, "store": True, "service_tier": "flex", "safety_identifier": "u1", "user": "u1",
-    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"},
-    "top_logprobs": 0, "verbosity": "medium", "modalities": ["text"], "prediction": {"type": "content", "content": "x"},
-}  # fmt: skip
+DECORATED = [
+    *({**message, "content": [message["content"][0] | CACHED]} | CACHED for message in MESSAGES[:2]),
+    MESSAGES[2] | CACHED | {"tool_calls": [CALL | {"index": 0}], "annotations": [{"a": "b"}]},
+    MESSAGES[3] | CACHED,
+]
+HARMLESS = json.loads("""{"metadata": {"trace": "7"}, "store": true, "service_tier": "flex", "user": "u1",
+    "safety_identifier": "u1", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "top_logprobs": 0,
+    "prompt_cache_options": {"mode": "auto"}, "verbosity": "medium", "modalities": ["text"],
+    "prediction": {"type": "content", "content": "x"}}""")
 # LiteLLM recognises an error for a too long prompt by this text; aider asks LiteLLM.
 LITELLM = "this model's maximum context length is"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving() as running:
         yield running
 
@@ -64,10 +61,9 @@ def test_what_cannot_change_an_answer_is_taken_and_changes_none(running):
 
 
 def test_what_could_change_an_answer_is_refused_by_name_still(running):
-    with running.http() as http:
-        for field, value in {"moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
-            error = http.post("/v1/chat/completions", json={"messages": MESSAGES, field: value}).json()["error"]
-            assert error["param"] == field
+    for field, value in {"moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
+        error = running.error("/v1/chat/completions", {"messages": MESSAGES, field: value})
+        assert error["param"] == field
 
 
 @pytest.mark.parametrize("padding", [0, 40_000])  # a large body is read in another thread
@@ -75,14 +71,14 @@ def test_unknown_fields_are_left_out_and_logged_once_where_the_server_is_told_to
     settings = {"unknown_fields": "warn", "max_prompt_chars": 100_000}
     body = {"messages": [*MESSAGES, {"role": "user", "content": "x", "mood": 1}], "max_tokens": 2, "tempratur": 9,
             "other": 1, "seed": 3}  # fmt: skip
-    with serving(settings) as running, running.http() as http:
-        known = {"messages": [*MESSAGES, {"role": "user", "content": "x"}], "max_tokens": 2, "seed": 3}
+    with serving(settings) as running:
+        known = {"messages": [*MESSAGES, user("x")], "max_tokens": 2, "seed": 3}
         for given in (body, body):
-            answer = http.post("/v1/chat/completions", json=given | {"metadata": {"pad": " " * padding}})
+            answer = running.post("/v1/chat/completions", given | {"metadata": {"pad": " " * padding}})
             assert answer.status_code == 200, answer.text
-        expected = http.post("/v1/chat/completions", json=known).json()["choices"]
+        expected = running.post("/v1/chat/completions", known).json()["choices"]
         assert answer.json()["choices"] == expected
-        refused = http.post("/v1/chat/completions", json=known | {"logit_bias": {"x": 1}})
+        refused = running.post("/v1/chat/completions", known | {"logit_bias": {"x": 1}})
         assert refused.status_code == 400  # a known field with a bad value
     logged = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
     names = ("ChatRequest.tempratur", "ChatRequest.other", "UserMessage.mood")
@@ -100,24 +96,23 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ru
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model=MODEL, prompt=prompt)
             assert refused.value.code == "context_length_exceeded" and LITELLM in str(refused.value).lower()
-        long = [{"role": "user", "content": "word " * 1000}]
+        long = [user("word " * 1000)]
         with pytest.raises(openai.BadRequestError, match="is 512 tokens") as refused:
             client.chat.completions.create(model=MODEL, messages=long)
         assert refused.value.code == "context_length_exceeded" and LITELLM in str(refused.value).lower()
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+    with running.anthropic() as client:
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as refused:
             client.messages.create(model=MODEL, messages=long, max_tokens=4)
         assert LITELLM in str(refused.value).lower()
 
 
 # Further fields of other servers at values without effect; neutral.py's tables have the rest.
-NEUTRAL = {
-    "seed": -1, "best_of": 1, "length_penalty": 1, "request_id": "r1", "min_p": 0, "top_k": -1, "repeat_penalty": 1.0,
-    "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "keep_alive": "5m",
-    "guided_decoding_backend": "xgrammar", "stop": [], "logit_bias": {}, "bad_words": [],
-}  # fmt: skip
-OF_CHAT = {"echo": False, "documents": [], "add_special_tokens": False, "include_reasoning": True, "max_tokens": -1,
-           "max_completion_tokens": 8, "functions": [], "chat_template": None, "parse_tool_calls": True}  # fmt: skip
+NEUTRAL = json.loads("""{"seed": -1, "best_of": 1, "length_penalty": 1, "request_id": "r1", "min_p": 0, "top_k": -1,
+    "repeat_penalty": 1.0, "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "keep_alive": "5m",
+    "dry_sequence_breakers": ["\\n"], "guided_decoding_backend": "xgrammar", "stop": [], "logit_bias": {},
+    "bad_words": []}""")
+OF_CHAT = json.loads("""{"echo": false, "documents": [], "add_special_tokens": false, "include_reasoning": true,
+    "max_tokens": -1, "max_completion_tokens": 8, "functions": [], "chat_template": null, "parse_tool_calls": true}""")
 PATHS = {"/v1/completions": {"prompt": [5, 6], "max_tokens": 8}, "/v1/chat/completions": {"messages": MESSAGES[:2]}}
 
 
@@ -127,20 +122,18 @@ def test_neutral_values_of_other_servers_change_nothing(running, path):
     tables = {"/v1/completions": neutral.COMPLETION, "/v1/chat/completions": neutral.CHAT}
     given = {name: values[0] for name, (values, _) in tables[path].items() if isinstance(values, tuple) and values}
     given |= NEUTRAL | (OF_CHAT if "chat" in path else {"echo": False, "add_special_tokens": True, "suffix": ""})
-    with running.http() as http:
-        expected = http.post(path, json=plain | ({"max_completion_tokens": 8} if "chat" in path else {}))
-        answer = http.post(path, json=given | plain)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"] == expected.json()["choices"]
+    expected = running.post(path, plain | ({"max_completion_tokens": 8} if "chat" in path else {}))
+    answer = running.post(path, given | plain)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == expected.json()["choices"]
 
 
 @pytest.mark.parametrize("table", [neutral.COMPLETION, neutral.CHAT], ids=["completions", "chat"])
 def test_other_values_of_these_fields_are_refused_by_name(running, table):
     path = "/v1/chat/completions" if table is neutral.CHAT else "/v1/completions"
-    with running.http() as http:
-        for name, (_, reason) in table.items():
-            error = http.post(path, json=PATHS[path] | {name: {"a": 1}}).json()["error"]
-            assert error["param"] == name and reason in error["message"], name
+    for name, (_, reason) in table.items():
+        error = running.error(path, PATHS[path], {name: {"a": 1}})
+        assert error["param"] == name and reason in error["message"], name
 
 
 def test_null_is_a_neutral_value_of_each_field_that_is_refused():
@@ -157,28 +150,27 @@ def test_the_page_names_every_field_of_the_tables():
 
 def test_a_chat_reports_its_prompt_as_vllm_does(running):
     body = {"messages": MESSAGES[:2], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 2}).json()
-        ids = answer["choices"][0]["prompt_token_ids"]
-        scored = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
-        expected = http.post("/v1/completions", json=scored).json()["choices"][0]["logprobs"]
-        first, *others = answer["prompt_logprobs"]
-        assert first is None and len(others) == len(ids) - 1
-        for token_id, entry, text, logprob in zip(
-            ids[1:], others, expected["tokens"][1:], expected["token_logprobs"][1:], strict=True
-        ):
-            assert entry[str(token_id)]["decoded_token"] == text
-            assert entry[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
-            assert {1, 2} <= {theirs["rank"] for theirs in entry.values()}
-        for wrong, said in (
-            ({"prompt_logprobs": 21}, "at most 20"),
-            ({"prompt_logprobs": 1, "stream": True}, "a stream"),
-        ):
-            error = http.post("/v1/chat/completions", json=body | wrong).json()["error"]
-            assert error["param"] == "prompt_logprobs" and said in error["message"]
+    answer = running.post("/v1/chat/completions", body | {"prompt_logprobs": 2}).json()
+    ids = answer["choices"][0]["prompt_token_ids"]
+    scored = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0}
+    expected = running.post("/v1/completions", scored).json()["choices"][0]["logprobs"]
+    first, *others = answer["prompt_logprobs"]
+    assert first is None and len(others) == len(ids) - 1
+    for token_id, entry, text, logprob in zip(
+        ids[1:], others, expected["tokens"][1:], expected["token_logprobs"][1:], strict=True
+    ):
+        assert entry[str(token_id)]["decoded_token"] == text
+        assert entry[str(token_id)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert {1, 2} <= {theirs["rank"] for theirs in entry.values()}
+    for wrong, said in (
+        ({"prompt_logprobs": 21}, "at most 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "a stream"),
+    ):
+        error = running.error("/v1/chat/completions", body, wrong)
+        assert error["param"] == "prompt_logprobs" and said in error["message"]
 
 
-@pytest.mark.parametrize(("path", "field", "kind", "word"), [
+@pytest.mark.parametrize("path, field, kind, word", [
     ("/v1/chat/completions", "messages", "image_url", "an image"),
     ("/v1/chat/completions", "messages", "input_audio", "audio"),
     ("/v1/responses", "input", "input_image", "an image"),
@@ -188,8 +180,6 @@ def test_a_chat_reports_its_prompt_as_vllm_does(running):
 ])  # fmt: skip
 def test_images_and_their_like_are_named(running, path, field, kind, word):
     content = [{"type": "input_text" if field == "input" else "text", "text": "What is this?"}, {"type": kind}]
-    with running.http() as http:
-        answer = http.post(path, json={"model": MODEL, "max_tokens": 2, field: [{"role": "user", "content": content}]})
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 400 and f"{field}[0].content[1].type" in message
-        assert f"{kind!r} is {word}, and the engine reads text alone" in message
+    message = running.error(path, {"model": MODEL, "max_tokens": 2, field: [user(content)]})["message"]
+    assert f"{field}[0].content[1].type" in message
+    assert f"{kind!r} is {word}, and the engine reads text alone" in message

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import typing
-from collections.abc import Iterator
-from typing import Any
 
 import anthropic.types.beta
 import openai.types.chat.completion_create_params
@@ -19,56 +18,57 @@ from nanovllm.serving.server.anthropic.protocol import AssistantMessage, Message
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
 from tests.support.pages import TEXTS, inline_code, tables
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.serving import MODEL, serving, user
 from tests.support.structured import model
 
-ASK = [{"role": "user", "content": "Hello"}]
-BLOCKS = [{"type": "text", "text": "Hello"}]
+ASK = [user("Hello")]
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-VALUES: list[Any] = [True, "x", [1], {"type": "x"}]
-# Bodies with each place of a table, as a function of the fields that it has.
+VALUES = [True, "x", [1], {"type": "x"}]
+# Bodies with each place of a table, in JSON; NEW stands for the fields that it has.
 OPENAI = {
-    "": lambda new: {"messages": ASK} | new,
-    "stream_options": lambda new: {"messages": ASK, "stream": True, "stream_options": new},
-    "messages[]": lambda new: {"messages": [ASK[0] | new, {"role": "assistant", "content": "y"} | new, *ASK]},
-    "messages[].content[]": lambda new: {"messages": [{"role": "user", "content": [BLOCKS[0] | new]}]},
-    "messages[].tool_calls[]": lambda new: {
-        "messages": [*ASK, {"role": "assistant", "tool_calls": [CALL | new]},
-                     {"role": "tool", "tool_call_id": "c1", "content": "z"}]},
-    "response_format.json_schema": lambda new: {
-        "messages": ASK,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}} | new}},
-    "tools[]": lambda new: {"messages": ASK, "tools": [{"type": "function", "function": FUNCTION} | new]},
+    "": '"messages": ASK, NEW',
+    "stream_options": '"messages": ASK, "stream": true, "stream_options": {NEW}',
+    "messages[]": '"messages": [{"role": "user", "content": "x", NEW}, {"role": "assistant", "content": "y", NEW}]',
+    "messages[].content[]": '"messages": [{"role": "user", "content": [{"type": "text", "text": "x", NEW}]}]',
+    "messages[].tool_calls[]":
+        '"messages": [{"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", '
+        '"arguments": "{}"}, NEW}]}, {"role": "tool", "tool_call_id": "c1", "content": "z"}]',
+    "response_format.json_schema":
+        '"messages": ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": '
+        '{"enum": [1]}, NEW}}',
+    "tools[]":
+        '"messages": ASK, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", '
+        '"properties": {}}}, NEW}]',
 }  # fmt: skip
 RESPONSES = {
-    "": lambda new: {"input": "x"} | new,
-    "text": lambda new: {"input": "x", "text": new},
-    "reasoning": lambda new: {"input": "x", "reasoning": new},
-    "stream_options": lambda new: {"input": "x", "stream": True, "stream_options": new},
-    "input[]": lambda new: {"input": [ASK[0] | new]},
-    "input[].content[]": lambda new: {
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"} | new]}]},
-    "tools[]": lambda new: {"input": "x", "tools": [{"type": "function", "name": "f"} | new]},
-}  # fmt: skip
+    "": '"input": "x", NEW',
+    "text": '"input": "x", "text": {NEW}',
+    "reasoning": '"input": "x", "reasoning": {NEW}',
+    "stream_options": '"input": "x", "stream": true, "stream_options": {NEW}',
+    "input[]": '"input": [{"role": "user", "content": "x", NEW}]',
+    "input[].content[]": '"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", NEW}]}]',
+    "tools[]": '"input": "x", "tools": [{"type": "function", "name": "f", NEW}]',
+}
 ANTHROPIC = {
-    "": lambda new: {"messages": ASK} | new,
-    "thinking": lambda new: {"messages": ASK, "thinking": {"type": "adaptive"} | new},
-    "messages[].content[]": lambda new: {
-        "system": [BLOCKS[0] | new],
-        "messages": [{"role": "user", "content": [BLOCKS[0] | new]}, {"role": "assistant", "content": [USED | new]},
-                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "z"} | new]}]},
-    "tools[]": lambda new: {"messages": ASK, "tools": [{"name": "f", "input_schema": {"type": "object"}} | new]},
+    "": '"messages": ASK, NEW',
+    "thinking": '"messages": ASK, "thinking": {"type": "adaptive", NEW}',
+    "messages[].content[]":
+        '"system": [{"type": "text", "text": "x", NEW}], "messages": [{"role": "user", "content": [{"type": "text", '
+        '"text": "x", NEW}]}, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": '
+        '{}, NEW}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "z", NEW}]}]',
+    "tools[]": '"messages": ASK, "tools": [{"name": "f", "input_schema": {"type": "object"}, NEW}]',
 }  # fmt: skip
-OLLAMA = {"": lambda new: {"messages": ASK, "stream": False} | new,
-          "options": lambda new: {"messages": ASK, "stream": False, "options": {"num_predict": 2} | new}}  # fmt: skip
-APIS: dict[str, tuple[str, hints.Hints, dict[str, Any], dict[str, Any]]] = {
+OLLAMA = {
+    "": '"messages": ASK, "stream": false, NEW',
+    "options": '"messages": ASK, "stream": false, "options": {"num_predict": 2, NEW}',
+}
+APIS = {
     "openai": ("/v1/chat/completions", hints.OPENAI, OPENAI, {"max_tokens": 2}),
     "responses": ("/v1/responses", hints.RESPONSES, RESPONSES, {"max_output_tokens": 2}),
     "anthropic": ("/v1/messages", hints.ANTHROPIC, ANTHROPIC, {"max_tokens": 2}),
     "ollama": ("/api/chat", hints.OLLAMA, OLLAMA, {}),
-    "pooling": ("/v1/embeddings", hints.POOLING, {"": lambda new: {"input": "x"} | new}, {}),
+    "pooling": ("/v1/embeddings", hints.POOLING, {"": '"input": "x", NEW'}, {}),
 }
 TABLES = [
     ("`/v1/chat/completions`", hints.OPENAI), ("`/v1/responses`", hints.RESPONSES), ("`/v1/embeddings`", hints.POOLING),
@@ -77,7 +77,7 @@ TABLES = [
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving(model=model()) as running:
         yield running
 
@@ -86,20 +86,20 @@ def running() -> Iterator[Serving]:
 def test_a_field_without_effect_passes_at_any_value(running, api):
     path, table, places, size = APIS[api]
     assert set(table) == set(places)
-    with running.http() as http:
-        for place, fields in table.items():
-            for value in VALUES:
-                body = {"model": MODEL, **size} | places[place](dict.fromkeys(fields, value))
-                answer = http.post(path, json=body)
-                assert answer.status_code == 200, (place, value, answer.text)
+    for place, fields in table.items():
+        for value in VALUES:
+            new = json.dumps(dict.fromkeys(fields, value))[1:-1]
+            body = places[place].replace("ASK", json.dumps(ASK)).replace("NEW", new)
+            answer = running.post(path, {"model": MODEL, **size} | json.loads(f"{{{body}}}"))
+            assert answer.status_code == 200, (place, value, answer.text)
 
 
 def test_the_log_says_once_that_a_field_has_no_effect(caplog):
     body = {"model": MODEL, "max_tokens": 2, "messages": ASK, "speed": "fast", "metadata": {"user_id": "u"}}
     caplog.set_level(logging.INFO, logger="nanovllm")
-    with serving() as running, running.http() as http:
+    with serving() as running:
         for _ in range(2):
-            assert http.post("/v1/messages", json=body).status_code == 200
+            assert running.post("/v1/messages", body).status_code == 200
     logged = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
     assert len(logged) == 2
     assert "'MessagesRequest.speed' has no effect, here and in later requests: there is one engine" in logged[1]
@@ -136,24 +136,20 @@ def test_calls_and_thought_of_another_server_are_left_out_of_a_conversation(runn
     items = [{"type": kind, "id": "x"} for kind in typing.get_args(OtherItem.model_fields["type"].annotation)]
     sealed = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAAAAB"}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "y"}]}
-    with running.http() as http:
-        plain = {"model": MODEL, "messages": [*ASK, {"role": "assistant", "content": "y"}, *ASK]}
-        size = http.post("/v1/messages/count_tokens", json=plain).json()
-        given = http.post("/v1/messages/count_tokens", json=plain | {"messages": [*ASK, answer, *ASK]})
-        assert given.json() == size
-        input_items = [*ASK, *items, sealed, refused, *ASK]
-        answered = http.post("/v1/responses", json={"model": MODEL, "max_output_tokens": 2, "input": input_items})
-        assert answered.json()["usage"]["input_tokens"] == size["input_tokens"]
+    plain = {"model": MODEL, "messages": [*ASK, {"role": "assistant", "content": "y"}, *ASK]}
+    size = running.post("/v1/messages/count_tokens", plain).json()
+    given = running.post("/v1/messages/count_tokens", plain | {"messages": [*ASK, answer, *ASK]})
+    assert given.json() == size
+    input_items = [*ASK, *items, sealed, refused, *ASK]
+    answered = running.post("/v1/responses", {"model": MODEL, "max_output_tokens": 2, "input": input_items})
+    assert answered.json()["usage"]["input_tokens"] == size["input_tokens"]
 
 
 def test_a_tool_reference_is_the_name_of_its_tool(running):
-    def count(content: Any) -> int:
-        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": content}]}
+    def count(content):
+        result = user([{"type": "tool_result", "tool_use_id": "t", "content": content}])
         messages = [*ASK, {"role": "assistant", "content": [USED]}, result]
-        with running.http() as http:
-            return http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": messages}).json()[
-                "input_tokens"
-            ]
+        return running.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages}).json()["input_tokens"]
 
     assert count([{"type": "tool_reference", "tool_name": "weather"}]) == count("weather")
 
@@ -175,9 +171,9 @@ REFUSED = {
 @pytest.mark.parametrize("unknown_fields", ["refuse", "warn"])
 def test_a_server_that_warns_lets_refused_fields_pass(unknown_fields, caplog):
     sizes = {"/v1/responses": {"max_output_tokens": 2}, "/api/chat": {}}
-    with serving({"unknown_fields": unknown_fields}) as running, running.http() as http:
+    with serving({"unknown_fields": unknown_fields}) as running:
         for what, (path, body) in REFUSED.items():
-            answer = http.post(path, json={"model": MODEL} | sizes.get(path, {"max_tokens": 2}) | body)
+            answer = running.post(path, {"model": MODEL} | sizes.get(path, {"max_tokens": 2}) | body)
             assert answer.status_code == (400 if unknown_fields == "refuse" else 200), (what, answer.text)
     logged = [record for record in caplog.records if "is ignored" in record.getMessage()]
     assert len(logged) == (0 if unknown_fields == "refuse" else len(REFUSED))
@@ -186,7 +182,7 @@ def test_a_server_that_warns_lets_refused_fields_pass(unknown_fields, caplog):
 def test_an_assistants_message_is_taken_as_other_servers_write_it():
     base = {"messages": [*ASK, {"role": "assistant", "content": "y", "reasoning": "t"}, *ASK]}
 
-    def said(body: dict[str, Any]) -> list[dict[str, Any]]:
+    def said(body):
         messages = plain_messages(ChatRequest.model_validate(body).conversation())
         return [{name: message.get(name) for name in ("role", "content", "reasoning")} for message in messages]
 
@@ -206,33 +202,30 @@ def test_an_assistants_message_is_taken_as_other_servers_write_it():
 
 def test_minus_one_truncates_to_the_longest_prompt(running):
     longest = running.engine.config.max_model_len - 1
-    with running.http() as http:
-        given = {"model": MODEL, "prompt": [5] * (longest + 50), "max_tokens": 1, "truncate_prompt_tokens": -1}
-        answer = http.post("/v1/completions", json=given)
-        assert answer.json()["usage"]["prompt_tokens"] == longest
-        given = {"model": MODEL, "input": [5] * (longest + 50), "truncate_prompt_tokens": -1, "encoding_format": None}
-        answer = http.post("/v1/embeddings", json=given)
-        assert answer.json()["usage"]["prompt_tokens"] == longest
-        refused = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "truncate_prompt_tokens": 0})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+    given = {"model": MODEL, "prompt": [5] * (longest + 50), "max_tokens": 1, "truncate_prompt_tokens": -1}
+    answer = running.post("/v1/completions", given)
+    assert answer.json()["usage"]["prompt_tokens"] == longest
+    given = {"model": MODEL, "input": [5] * (longest + 50), "truncate_prompt_tokens": -1, "encoding_format": None}
+    answer = running.post("/v1/embeddings", given)
+    assert answer.json()["usage"]["prompt_tokens"] == longest
+    refused = running.post("/v1/completions", {"model": MODEL, "prompt": "x", "truncate_prompt_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_documents_are_cut_to_their_first_tokens(running):
     long = "The sea is blue and wide. " * 4
-    with running.http() as http:
-        ids = http.post("/tokenize", json={"prompt": long, "add_special_tokens": False}).json()["tokens"]
-        begun = http.post("/detokenize", json={"tokens": ids[:5]}).json()["prompt"]
-        body = {"model": MODEL, "query": "sea", "method": "cosine"}
-        cut = http.post("/v2/rerank", json=body | {"documents": [long], "max_tokens_per_doc": 5}).json()
-        expected = http.post("/v2/rerank", json=body | {"documents": [begun]}).json()
-        assert cut["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
-        assert cut["results"][0]["document"]["text"] == long
+    ids = running.post("/tokenize", {"prompt": long, "add_special_tokens": False}).json()["tokens"]
+    begun = running.post("/detokenize", {"tokens": ids[:5]}).json()["prompt"]
+    body = {"model": MODEL, "query": "sea", "method": "cosine"}
+    cut = running.post("/v2/rerank", body | {"documents": [long], "max_tokens_per_doc": 5}).json()
+    expected = running.post("/v2/rerank", body | {"documents": [begun]}).json()
+    assert cut["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
+    assert cut["results"][0]["document"]["text"] == long
 
 
 def test_a_reranker_without_words_for_its_answers_compares_embeddings(running):
     body = {"model": MODEL, "query": "sea", "documents": ["The sea", "The sun"]}
-    with running.http() as http:
-        plain = http.post("/v1/rerank", json=body).json()["results"]
-        assert plain == http.post("/v1/rerank", json=body | {"method": "cosine"}).json()["results"]
-        refused = http.post("/v1/rerank", json=body | {"method": "yes_no"})
-        assert refused.status_code == 400 and "spells 'yes'" in refused.json()["error"]["message"]
+    plain = running.post("/v1/rerank", body).json()["results"]
+    assert plain == running.post("/v1/rerank", body | {"method": "cosine"}).json()["results"]
+    refused = running.post("/v1/rerank", body | {"method": "yes_no"})
+    assert refused.status_code == 400 and "spells 'yes'" in refused.json()["error"]["message"]
