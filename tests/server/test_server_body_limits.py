@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,24 +12,18 @@ from nanovllm.serving.server import body_limits
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
-from tests.support.serving import Serving, serving
+from tests.support.serving import function_tool, serving, user
 from tests.support.tiny_models import tiny_model
 
-EMPTY = {"role": "user", "content": ""}
-TOOL = {"type": "function", "function": {"name": "f"}}
+EMPTY = user("")
+TOOL = function_tool("f")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving({"max_prompts": 8, "max_messages": 2000}) as running:
         yield running
-
-
-def post_error(running: Serving, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-    with running.http() as http:
-        answer = http.post(path, json=body)
-    return answer.status_code, answer.json()["error"]
 
 
 @pytest.mark.parametrize("spaces", [0, 3, 70_000])  # of strings with quotes, backslashes and commas
@@ -69,14 +61,12 @@ def test_a_body_counts_the_same_in_pieces_of_any_size(monkeypatch, piece_bytes):
 def test_fractions_pass_through_python_where_threads_can_switch(running, monkeypatch):
     seen = []
     monkeypatch.setattr(body_limits, "_fraction", lambda digits: seen.append(digits) or float(digits))
-    status, _ = post_error(running, COMPLETIONS, {"prompt": [0.5] * 20_000})
-    assert (status, len(seen)) == (400, 20_000)
+    assert running.error(COMPLETIONS, {"prompt": [0.5] * 20_000}) and len(seen) == 20_000
 
 
 @pytest.mark.parametrize("bad", [-1, "x", True])
 def test_the_wrong_one_of_many_token_ids_is_named(running, bad):
-    status, error = post_error(running, COMPLETIONS, {"prompt": [[5] * 70_000 + [bad]]})
-    assert (status, error["param"]) == (400, "prompt[0][70000]")
+    assert running.error(COMPLETIONS, {"prompt": [[5] * 70_000 + [bad]]})["param"] == "prompt[0][70000]"
 
 
 def test_a_large_body_that_is_not_utf_8_is_refused(running):
@@ -98,12 +88,12 @@ def test_a_large_body_that_is_not_utf_8_is_refused(running):
     ids=["messages", "tools", "allowed_token_ids", "logit_bias"],
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monkeypatch, path, body):
-    def loads(*_: Any, **__: Any) -> Any:
+    def loads(*_, **__):
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr("nanovllm.serving.server.body_limits.json", SimpleNamespace(loads=loads))
-    status, error = post_error(running, path, body)
-    assert (status, error["code"]) == (400, "too_many_values")
+    error = running.error(path, body)
+    assert error["code"] == "too_many_values"
     assert "max_body_items" in error["message"] or "max_prompts" in error["message"]
 
 
@@ -119,17 +109,15 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monke
     ],
 )
 def test_a_field_that_is_too_long_is_refused_by_name(running, path, body, field, limit):
-    status, error = post_error(running, path, body)
-    assert (status, error["param"]) == (400, field)
-    assert error["message"].startswith(f"{field}: ") and limit in error["message"]
+    error = running.error(path, body)
+    assert error["param"] == field and error["message"].startswith(f"{field}: ") and limit in error["message"]
 
 
 def test_the_largest_batch_of_token_ids_is_answered(running):
     prompts = [[token % 200 for token in range(OPTIONS["max_model_len"] - 1)]] * 8
     vocab_size = tiny_model().config.vocab_size
     body = {"prompt": prompts, "max_tokens": 1, "allowed_token_ids": list(range(vocab_size))}
-    with running.http() as http:
-        answer = http.post(COMPLETIONS, json=body)
+    answer = running.post(COMPLETIONS, body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == 8 * (OPTIONS["max_model_len"] - 1)
 
@@ -139,7 +127,7 @@ def test_large_bodies_are_parsed_in_a_thread_to_the_same_answers(running, monkey
     threads = set()
     check = body_limits.BodyLimits.check_fields
 
-    def watched(self: Any, given: Any) -> None:
+    def watched(self, given):
         threads.add(threading.current_thread().name.partition("_")[0])
         check(self, given)
 
@@ -157,13 +145,12 @@ def test_large_bodies_are_parsed_in_a_thread_to_the_same_answers(running, monkey
         '{"prompt": "\\ud800"}',
         '{"n": 1' + "0" * 5000 + "}",
     ]
-    expected = [200, 400, 400, 400, 400, 400, 400, 400, 400, 400]
     answers = []
     with running.http(headers={"content-type": "application/json"}) as http:
         for body in bodies:
             answer = http.post(COMPLETIONS, content=body + padding)
             answers.append((answer.status_code, answer.json().get("error")))
-    assert [status for status, _ in answers] == expected
+    assert [status for status, _ in answers] == [200] + [400] * 9
     assert [error and error["param"] for _, error in answers][1:5] == ["n", "prompt", "tempreature", "suffix"]
     assert "did you mean temperature?" in answers[3][1]["message"]
     assert answers[6][1]["code"] == "invalid_json"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import Any
 
 import jsonschema
 import llguidance
@@ -17,6 +16,7 @@ from nanovllm.serving.server.answers.rules import Rules
 from nanovllm.serving.server.answers.string_formats import FORMATS
 from nanovllm.serving.server.answers.text_values import text_value
 from tests.support.answer_grammars import Setting, setting_of
+from tests.support.serving import function_tool
 
 TAGGED = [(name, as_tokens) for name in ("qwen_xml", "seed", "glm") for as_tokens in (True, False)]
 WRITTEN = {
@@ -26,41 +26,42 @@ WRITTEN = {
 }
 
 
-def taking(schema: Any, *, strict: bool = True) -> dict[str, Any]:
+def taking(schema, *, strict: bool = True):
     """A tool that takes one argument x."""
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
-    return {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+    return function_tool("f", parameters=parameters, strict=strict)
 
 
-STRINGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    ({"format": "date"}, ["2024-02-29"], ["some day", "2024-02-30", "2024-02-29 "]),
-    ({"pattern": "^[A-Z]{3}$", "maxLength": 3}, ["ABC"], ["hello world", "AB", "ABCD"]),
-    ({"pattern": "^a|b$", "maxLength": 3}, ["a", "axx", "xxb", "b"], ["xax", "bx", "axxx", ""]),
-    ({"pattern": r"\d/\$", "minLength": 4}, ["x1/$", "\n1/$."], ["1/$", "1/x."]),
-    ({"minLength": 1}, ["1", "<a>", "größe\n"], [""]),
-    ({"maxLength": 2}, ["", "äö", "<\n"], ["abc"]),
-    ({"enum": ["C", "F", None]}, ["C", "F"], ["null", "K", ""]),
-    ({"enum": ["C", 1, "C/F"]}, ["C", "C/F"], ["1", "C/"]),
-    ({"enum": ["", "ab", "b"], "pattern": "^b|^$"}, ["", "b"], ["ab", "c"]),
-    ({"const": "C"}, ["C"], ["F"]),
+STRINGS = [
+    ('{"format": "date"}', ["2024-02-29"], ["some day", "2024-02-30", "2024-02-29 "]),
+    ('{"pattern": "^[A-Z]{3}$", "maxLength": 3}', ["ABC"], ["hello world", "AB", "ABCD"]),
+    ('{"pattern": "^a|b$", "maxLength": 3}', ["a", "axx", "xxb", "b"], ["xax", "bx", "axxx", ""]),
+    ('{"pattern": "\\\\d/\\\\$", "minLength": 4}', ["x1/$", "\n1/$."], ["1/$", "1/x."]),
+    ('{"minLength": 1}', ["1", "<a>", "größe\n"], [""]),
+    ('{"maxLength": 2}', ["", "äö", "<\n"], ["abc"]),
+    ('{"enum": ["C", "F", null]}', ["C", "F"], ["null", "K", ""]),
+    ('{"enum": ["C", 1, "C/F"]}', ["C", "C/F"], ["1", "C/"]),
+    ('{"enum": ["", "ab", "b"], "pattern": "^b|^$"}', ["", "b"], ["ab", "c"]),
+    ('{"const": "C"}', ["C"], ["F"]),
 ]
 
 
+@pytest.mark.parametrize("name, as_tokens", TAGGED)
 @pytest.mark.costly
-@pytest.mark.parametrize(("name", "as_tokens"), TAGGED)
 def test_strings_between_tags_keep_to_their_schemas(name, as_tokens):
     setting = setting_of(name, as_tokens=as_tokens)
     for schema, good, bad in STRINGS:
         for strict in (True, False):
-            constraints = AnswerConstraints(tools=[taking({"type": "string", **schema}, strict=strict)], must_call=True)
+            tool = taking({"type": "string", **json.loads(schema)}, strict=strict)
+            constraints = AnswerConstraints(tools=[tool], must_call=True)
             for text in good:
                 assert setting.accepts(constraints, WRITTEN[name] % text), (schema, text)
             for text in bad:
                 assert not setting.accepts(constraints, WRITTEN[name] % text), (schema, text)
 
 
+@pytest.mark.parametrize("name, as_tokens", TAGGED)
 @pytest.mark.costly
-@pytest.mark.parametrize(("name", "as_tokens"), TAGGED)
 def test_whatever_is_generated_between_tags_is_valid(name, as_tokens):
     setting, chance = setting_of(name, as_tokens=as_tokens), random.Random(3)
     for own in ({"pattern": "b", "maxLength": 8}, {"minLength": 2, "maxLength": 6}, {"pattern": "^[a-c<]{2,9}$|^/"}):
@@ -84,7 +85,7 @@ def test_a_string_between_tags_does_not_hold_its_closing_tag(name):
 
 
 @pytest.mark.parametrize(
-    ("schema", "what"),
+    "schema, what",
     [
         ({"not": {"const": "x"}}, 'has keywords that are not supported: ["not"]'),
         ({"pattern": "(?=a)b"}, "cannot be compiled: regex parse error"),
@@ -126,6 +127,9 @@ a:/b//c a:// 1a:b a:b%20c a:b%2 http://h:x/ a:?q a:#f#g //a/b http://[v1.a]/ htt
 """
 
 
+FOUND = "a b ab ba xax xbx A xB 7 ٣ $ x$ ( | x| a/b é/b ^ ]"
+
+
 def accepted(setting: Setting, grammar: str, texts: list[str]) -> list[bool]:
     built = llguidance.LLMatcher(setting.guide, grammar)
     assert not built.is_error(), built.get_error()
@@ -152,28 +156,7 @@ def test_formats_are_those_of_strings_in_json(name):
 )  # fmt: skip
 def test_patterns_are_found_as_in_json(pattern):
     setting = setting_of("none")
-    texts = [
-        "",
-        "a",
-        "b",
-        "ab",
-        "ba",
-        "xax",
-        "xbx",
-        "A",
-        "xB",
-        "7",
-        "٣",
-        "$",
-        "x$",
-        "(",
-        "|",
-        "x|",
-        "a/b",
-        "é/b",
-        "^",
-        "]",
-    ]
+    texts = ["", *FOUND.split()]
     rules = Rules(setting.tokenizer)
     value = text_value(rules, {"type": "string", "pattern": pattern}, "</tool_call>", "x", is_strict=True)
     own = accepted(setting, rules.text(value), [f"{text}</tool_call>" for text in texts])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
 
 import pytest
 
@@ -12,7 +11,7 @@ from nanovllm.features.infill.infill import MARKERS
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.serving.server.openai.infill import INFILL_MIN_P, InfillRequest
 from nanovllm.serving.server.openai.middle_limits import MiddleLimits
-from tests.support.serving import MODEL, Serving, comes_true, serving
+from tests.support.serving import MODEL, comes_true, serving
 from tests.support.tiny_models import code_tokenizer, tiny_model
 
 MARKS = MARKERS["Qwen Coder"]
@@ -21,12 +20,12 @@ GREEDY = {"temperature": 0, "top_k": 40}
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return code_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def running(tokenizer) -> Iterator[Serving]:
+def running(tokenizer):
     with serving(model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer) as running:
         yield running
 
@@ -34,7 +33,7 @@ def running(tokenizer) -> Iterator[Serving]:
 def test_a_suffix_asks_for_the_middle_of_each_prompt(running, tokenizer):
     written = [f"{MARKS.prefix}{prefix}{MARKS.suffix}{SUFFIX}{MARKS.middle}" for prefix in (PREFIX, "x = ")]
     with running.client() as client:
-        options: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+        options = {"model": MODEL, "temperature": 0, "max_tokens": 6}
         expected = client.completions.create(
             prompt=written, extra_body={"stop_token_ids": tokenizer.convert_tokens_to_ids([*MARKS.ends])}, **options
         )
@@ -48,36 +47,39 @@ def test_a_suffix_asks_for_the_middle_of_each_prompt(running, tokenizer):
         assert texts == [choice.text for choice in found.choices]
 
 
+BODY = {"input_prefix": PREFIX, "input_suffix": SUFFIX, **GREEDY}
+
+
+def streamed(running, fields) -> list[dict]:
+    """The events of a streamed middle."""
+    lines = running.post("/infill", BODY | fields | {"stream": True}).text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
 def test_a_middle_as_llama_cpps_server_answers_it(running):
-    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 6, **GREEDY}
-    editor = {"samplers": ["top_k", "top_p", "infill"], "t_max_prompt_ms": 1, "t_max_predict_ms": 60_000, "n_indent": 0,
-              "cache_prompt": True, "response_fields": [], "input_extra": [], "prompt": "", "id_slot": 0, "stop": [],
-              "n_cmpl": 1}  # fmt: skip
-    with running.http() as http:
-        suffixed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, **GREEDY}
-        expected = http.post("/v1/completions", json=suffixed).json()
-        answer = http.post("/infill", json=body | editor).json()
-        assert answer["content"] == expected["choices"][0]["text"]
-        assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 6)
-        assert answer["tokens_evaluated"] == expected["usage"]["prompt_tokens"]
-        assert answer["timings"]["predicted_n"] == 6 and answer["timings"]["predicted_ms"] > 0
-        streamed = http.post("/infill", json=body | {"stream": True}).text
-        events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line]
-        assert "".join(event["content"] for event in events) == answer["content"]
-        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    editor = """{"samplers": ["top_k", "top_p", "infill"], "t_max_prompt_ms": 1, "t_max_predict_ms": 60000,
+        "n_indent": 0, "cache_prompt": true, "response_fields": [], "input_extra": [], "prompt": "",
+        "id_slot": 0, "stop": [], "n_cmpl": 1, "n_predict": 6}"""
+    suffixed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, **GREEDY}
+    expected = running.post("/v1/completions", suffixed).json()
+    answer = running.post("/infill", BODY | json.loads(editor)).json()
+    assert answer["content"] == expected["choices"][0]["text"]
+    assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 6)
+    assert answer["tokens_evaluated"] == expected["usage"]["prompt_tokens"]
+    assert answer["timings"]["predicted_n"] == 6 and answer["timings"]["predicted_ms"] > 0
+    events = streamed(running, {"n_predict": 6})
+    assert "".join(event["content"] for event in events) == answer["content"]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
 
 
 def test_an_answer_has_the_response_fields_alone_by_their_paths(running):
     fields = ["content", "timings/predicted_n", "timings/prompt_per_token_ms", "timings/none", "none"]
-    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 3, "response_fields": fields, **GREEDY}
-    with running.http() as http:
-        answer = http.post("/infill", json=body).json()
+    body = {"n_predict": 3, "response_fields": fields}
+    for answer in (running.post("/infill", BODY | body).json(), streamed(running, body)[-1]):
         assert set(answer) == set(fields[:3]) and answer["timings/predicted_n"] == 3
-        last = http.post("/infill", json=body | {"stream": True}).text.splitlines()[-2]
-        assert set(json.loads(last.removeprefix("data: "))) == set(fields[:3])
 
 
-@pytest.mark.parametrize(("text", "seconds", "indent", "elapsed", "middle"), [
+@pytest.mark.parametrize("text, seconds, indent, elapsed, middle", [
     ("a\n  b\nc", None, 2, 9, "a\n  b\n"),
     ("a\n\tb\n\td", None, 1, 9, None),
     ("a\n\n  b", None, 2, 9, "a\n"),  # a blank line
@@ -103,38 +105,28 @@ def test_a_middle_ends_at_a_line_with_less_indentation_and_at_the_first_line_aft
 
 def test_a_limit_ends_the_request_whole_and_streamed(running, monkeypatch):
     """The tiny model writes no lines: the limit here is the second piece of text."""
-    body = {
-        "input_prefix": PREFIX,
-        "input_suffix": SUFFIX,
-        "n_predict": 200,
-        "n_indent": 4,
-        "ignore_eos": True,
-        **GREEDY,
-    }
-    counts: dict[int, int] = {}
+    body = {"n_predict": 200, "n_indent": 4, "ignore_eos": True}
+    counts = Counter()
 
-    def end_in(limits: MiddleLimits, text: str, elapsed: float) -> int | None:
-        counts[id(limits)] = counts.get(id(limits), 0) + 1
+    def end_in(limits, text, elapsed):
+        counts[id(limits)] += 1
         return 1 if counts[id(limits)] == 3 else None
 
-    with running.http() as http:
-        full = http.post("/infill", json=body | {"n_predict": 40, "n_indent": 0}).json()["content"]
-        monkeypatch.setattr(MiddleLimits, "end_in", end_in)
-        answer = http.post("/infill", json=body).json()
-        assert full.startswith(answer["content"]) and (answer["stop"], answer["stop_type"]) == (True, "limit")
-        assert 3 <= answer["tokens_predicted"] < 200
-        assert answer["timings"]["predicted_n"] == answer["tokens_predicted"]
-        streamed = http.post("/infill", json=body | {"stream": True}).text
-        events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line]
-        assert full.startswith("".join(event["content"] for event in events)) and events[-1]["stop_type"] == "limit"
+    full = running.post("/infill", BODY | body | {"n_predict": 40, "n_indent": 0}).json()["content"]
+    monkeypatch.setattr(MiddleLimits, "end_in", end_in)
+    answer = running.post("/infill", BODY | body).json()
+    assert full.startswith(answer["content"]) and (answer["stop"], answer["stop_type"]) == (True, "limit")
+    assert 3 <= answer["tokens_predicted"] == answer["timings"]["predicted_n"] < 200
+    events = streamed(running, body)
+    assert full.startswith("".join(event["content"] for event in events)) and events[-1]["stop_type"] == "limit"
     comes_true(running.is_idle)
 
 
 def test_filters_that_samplers_leave_out_are_off():
-    given: dict[str, Any] = {"input_prefix": "", "input_suffix": "", "top_k": 40, "top_p": 0.9}
+    given = {"input_prefix": "", "input_suffix": "", "top_k": 40, "top_p": 0.9}
     defaults = SamplingParams(min_p=0.1)
 
-    def filters(**fields: Any) -> dict[str, Any]:
+    def filters(**fields):
         return InfillRequest.model_validate(given | fields).filters(defaults)
 
     assert filters() == {}
@@ -144,54 +136,51 @@ def test_filters_that_samplers_leave_out_are_off():
 
 
 def test_other_files_and_the_begin_of_a_line_are_part_of_the_prompt(running):
-    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 1}
-    with running.http() as http:
-        plain = http.post("/infill", json=body).json()
-        files = [{"filename": "f.py", "text": "x = 1", "time": [1764, 51]}]  # Vim's time
-        more = body | {"input_extra": files, "prompt": "return"}
-        longer = http.post("/infill", json=more).json()
-        assert longer["tokens_evaluated"] > plain["tokens_evaluated"] + 5
+    files = [{"filename": "f.py", "text": "x = 1", "time": [1764, 51]}]  # Vim's time
+    plain, longer = (
+        running.post("/infill", BODY | {"n_predict": 1} | more).json()["tokens_evaluated"]
+        for more in ({}, {"input_extra": files, "prompt": "return"})
+    )
+    assert longer > plain + 5
 
 
 def test_an_editor_may_warm_the_cache(running):
     body = {"input_prefix": "y = " * 60, "input_suffix": SUFFIX}
-    with running.http() as http:
-        warmed = http.post("/infill", json=body | {"n_predict": 0}).json()
-        assert (warmed["content"], warmed["tokens_predicted"]) == ("", 0)
-        assert http.post("/infill", json=body | {"n_predict": 1}).json()["tokens_cached"] > 100
+    warmed = running.post("/infill", body | {"n_predict": 0}).json()
+    assert (warmed["content"], warmed["tokens_predicted"]) == ("", 0)
+    assert running.post("/infill", body | {"n_predict": 1}).json()["tokens_cached"] > 100
 
 
-@pytest.mark.parametrize(("body", "param", "said"), [
-    ({"input_prefix": PREFIX}, "input_suffix", "required"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n": 2}, "n", "one middle"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "mirostat": 2}, "mirostat", "top_p"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_cmpl": 2}, "n_cmpl", "one middle"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["dry"]}, "samplers[0]", "'infill'"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "samplers": ["top_p", "top_k"]}, "samplers", "in the order"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "t_max_predict_ms": -2}, "t_max_predict_ms", "-1"),
-    ({"input_prefix": "x" * 17_000, "input_suffix": SUFFIX}, "input_prefix", "max_prompt_chars"),
-    ({"input_prefix": PREFIX, "input_suffix": SUFFIX, "input_extra": [{"txt": 1}]}, "input_extra[0].text", "required"),
+@pytest.mark.parametrize("body, param, said", [
+    ('{"n": 2}', "n", "one middle"),
+    ('{"mirostat": 2}', "mirostat", "top_p"),
+    ('{"n_cmpl": 2}', "n_cmpl", "one middle"),
+    ('{"samplers": ["dry"]}', "samplers[0]", "'infill'"),
+    ('{"samplers": ["top_p", "top_k"]}', "samplers", "in the order"),
+    ('{"t_max_predict_ms": -2}', "t_max_predict_ms", "-1"),
+    ({"input_prefix": "x" * 17_000}, "input_prefix", "max_prompt_chars"),
+    ('{"input_extra": [{"txt": 1}]}', "input_extra[0].text", "required"),
 ])  # fmt: skip
 def test_a_bad_request_is_refused_by_name(running, body, param, said):
-    with running.http() as http:
-        answer = http.post("/infill", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param and said in answer.json()["error"]["message"]
+    error = running.error("/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX}, body)
+    assert error["param"] == param and said in error["message"]
+
+
+def test_a_middle_needs_its_end(running):
+    error = running.error("/infill", {"input_prefix": PREFIX})
+    assert error["param"] == "input_suffix" and "required" in error["message"]
 
 
 def test_echo_and_suffix_exclude_one_another(running):
-    with running.http() as http:
-        error = http.post("/v1/completions", json={"prompt": "x", "suffix": "y", "echo": True}).json()["error"]
-        assert error["param"] == "suffix" and "Leave one out" in error["message"]
+    error = running.error("/v1/completions", '{"prompt": "x", "suffix": "y", "echo": true}')
+    assert error["param"] == "suffix" and "Leave one out" in error["message"]
 
 
 def test_a_tokenizer_without_markers_is_named():
-    with serving() as running, running.http() as http:
+    with serving() as running:
         for path, body, param in (
-            ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
-            ("/infill", {"input_prefix": "x", "input_suffix": "y"}, "input_suffix"),
+            ("/v1/completions", '{"prompt": "x", "suffix": "y"}', "suffix"),
+            ("/infill", '{"input_prefix": "x", "input_suffix": "y"}', "input_suffix"),
         ):
-            answer = http.post(path, json=body)
-            assert answer.status_code == 400, path
-            error = answer.json()["error"]
+            error = running.error(path, body)
             assert (error["param"], error["code"]) == (param, "no_infill") and "the tokenizer of" in error["message"]

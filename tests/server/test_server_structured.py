@@ -6,9 +6,9 @@ import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-import anthropic
 import jsonschema
 import pytest
 from pydantic import BaseModel, Field
@@ -22,21 +22,14 @@ from nanovllm.serving.server.openai import turn
 from nanovllm.serving.server.openai.forms import constraints_of
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
-from tests.support.serving import MODEL, serving
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-ASK: list[Any] = [{"role": "user", "content": "Hello"}]
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+ASK = [user("Hello")]
+ARGUMENTS = json.loads("""{"type": "object", "required": ["city", "days"], "additionalProperties": false,
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}}}""")
 SCHEMAS = {"weather": ARGUMENTS, "time": {"type": "object", "properties": {}, "additionalProperties": False}}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
-    for name, schema in SCHEMAS.items()
-]
+TOOLS = [function_tool(name, parameters=schema, strict=True) for name, schema in SCHEMAS.items()]
 
 
 class Weather(BaseModel):
@@ -58,6 +51,11 @@ def client(running):
         yield client
 
 
+@pytest.fixture(scope="module")
+def chat(client):
+    return partial(client.chat.completions.create, model=MODEL, messages=ASK)
+
+
 def test_openais_parse_gives_the_model_of_a_chat_and_of_a_response(client):
     for _ in range(2):
         chat = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Weather)
@@ -69,13 +67,13 @@ def test_openais_parse_gives_the_model_of_a_chat_and_of_a_response(client):
 
 
 def test_anthropics_parse_gives_the_model(running):
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+    with running.anthropic() as client:
         parsed = client.messages.parse(model=MODEL, max_tokens=200, messages=ASK, output_format=Weather)
         assert isinstance(parsed.parsed_output, Weather)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "matches"),
+    "field, value, matches",
     [
         ("guided_choice", ["yes", "no"], lambda text: text in ("yes", "no")),
         ("guided_regex", r"[a-f]{3}-\d{2}/", lambda text: re.fullmatch(r"[a-f]{3}-\d{2}/", text)),
@@ -88,15 +86,14 @@ def test_anthropics_parse_gives_the_model(running):
     ],
 )  # fmt: skip
 def test_every_form_is_kept_by_both_endpoints(running, field, value, matches):
-    with running.http() as http:
-        for path, more in (("chat/completions", {"messages": ASK}), ("completions", {"prompt": "Hello"})):
-            body = {"max_tokens": 400, "n": 2, "seed": 3, field: value} | more
-            for choice in http.post(f"/v1/{path}", json=body).json()["choices"]:
-                text = choice["text"] if "text" in choice else choice["message"]["content"]
-                assert (choice["finish_reason"], bool(matches(text))) == ("stop", True), text
+    for path, more in (("chat/completions", {"messages": ASK}), ("completions", {"prompt": "Hello"})):
+        body = {"max_tokens": 400, "n": 2, "seed": 3, field: value} | more
+        for choice in running.post(f"/v1/{path}", body).json()["choices"]:
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert (choice["finish_reason"], bool(matches(text))) == ("stop", True), text
 
 
-def arguments_of(call: Any) -> Any:
+def arguments_of(call):
     arguments = json.loads(call.function.arguments)
     jsonschema.validate(arguments, SCHEMAS[call.function.name])
     return call.function.name
@@ -108,9 +105,9 @@ def test_required_and_named_calls_are_made_in_every_format(form):
     with serving({"tool_format": form}, model=ending_model()) as running, running.client() as client:
         for choice, wanted in (
             ("required", {"weather", "time"}),
-            ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+            (function_tool("weather"), {"weather"}),
         ):
-            options: dict[str, Any] = {
+            options = {
                 "model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False,
                 "max_tokens": 200,
             }  # fmt: skip
@@ -125,7 +122,7 @@ def test_required_and_named_calls_are_made_in_every_format(form):
 
 def test_every_protocol_makes_a_required_call(running, client):
     tool = {"name": "weather", "input_schema": ARGUMENTS}
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as other:
+    with running.anthropic() as other:
         message = other.messages.create(
             model=MODEL,
             max_tokens=200,
@@ -148,17 +145,17 @@ def test_a_budget_ends_the_thought_and_the_document_follows():
     tokenizer = thinking_tokenizer(THINKING_TEMPLATE)
     tokenizer.add_tokens(["<think>", "</think>"])
     model = tiny_model(vocab_size=514, eos_token_id=tokenizer.convert_tokens_to_ids("<|end|>"))
-    with serving(model=model, tokenizer=tokenizer) as running, running.http() as http:
+    with serving(model=model, tokenizer=tokenizer) as running:
         body = {"messages": ASK, "max_tokens": 100, "thinking_token_budget": 5, "guided_choice": ["yes", "no"]}
         for seed in range(4):
-            answer = http.post("/v1/chat/completions", json=body | {"seed": seed}).json()
+            answer = running.post("/v1/chat/completions", body | {"seed": seed}).json()
             assert answer["choices"][0]["message"]["content"] in ("yes", "no")
             assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6  # the marker is one
         del body["guided_choice"]
-        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 20}).json()
+        answer = running.post("/v1/chat/completions", body | {"max_tokens": 20}).json()
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6
-        with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
-            thinking: Any = {"type": "enabled", "budget_tokens": 3}
+        with running.anthropic() as client:
+            thinking = {"type": "enabled", "budget_tokens": 3}
             message = client.messages.create(model=MODEL, max_tokens=30, messages=ASK, thinking=thinking)
         assert message.content[0].type == "thinking" and message.usage.output_tokens > 4
 
@@ -167,38 +164,35 @@ ODD = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    "body, param",
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ODD}}},
          "response_format.json_schema.schema"),
         ({"guided_json": ODD}, "guided_json"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "(("}, "guided_regex"),
-        ({"guided_grammar": "begin: x"}, "guided_grammar"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": ODD, "strict": True}}],
+        ('{"guided_json": "{"}', "guided_json"),
+        ('{"guided_regex": "(("}', "guided_regex"),
+        ('{"guided_grammar": "begin: x"}', "guided_grammar"),
+        ('{"structured_outputs": {"grammar": "x"}}', "structured_outputs.grammar"),
+        ('{"structured_outputs": {}}', "structured_outputs"),
+        ('{"structured_outputs": {"structural_tag": "x"}}', "structured_outputs.structural_tag"),
+        ('{"guided_choice": []}', "guided_choice"),
+        ('{"guided_choice": ["a"], "guided_regex": "a"}', "guided_regex"),
+        ({"tools": [function_tool("f", parameters=ODD, strict=True)],
           "tool_choice": "required"}, "tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": function_tool("x")}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ('{"thinking_token_budget": 0}', "thinking_token_budget"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_constrained_is_refused_by_name(running, body, param):
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": ASK} | body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param), error
+    assert running.error("/v1/chat/completions", {"messages": ASK}, body)["param"] == param
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_beside_a_document_tools_may_still_be_called(choice):
     document = {"type": "json_schema", "json_schema": {"name": "w", "schema": ARGUMENTS}}
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
+    tools = [function_tool("weather", parameters=ARGUMENTS)]
     given = {"messages": ASK, "tools": tools, "tool_choice": choice, "response_format": document}
     body = ChatRequest.model_validate(given)
     constraints = constraints_of(body, body.callable_tools)
@@ -212,17 +206,17 @@ def test_beside_a_document_tools_may_still_be_called(choice):
         assert matcher.is_complete(), text
 
 
-def test_a_document_that_is_cut_off_ends_by_its_length(client):
-    answer = client.chat.completions.create(
-        model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=2
-    )
+def test_a_document_that_is_cut_off_ends_by_its_length(chat):
+    answer = chat(response_format={"type": "json_object"}, max_tokens=2)
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_others(running, client, monkeypatch):
+def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_others(
+    running, client, monkeypatch, chat
+):
     is_checked, may_go_on, threads = threading.Event(), threading.Event(), []
 
-    def held(*arguments: Any, **options: Any) -> Any:
+    def held(*arguments, **options):
         threads.append(threading.current_thread().name)
         with form_turn():  # as a trial of a tool's schema
             is_checked.set()
@@ -230,14 +224,12 @@ def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_o
         return build_form(*arguments, **options)
 
     monkeypatch.setattr(turn, "build_form", held)
-    with ThreadPoolExecutor(1) as elsewhere, running.http() as http:
-        answer = elsewhere.submit(
-            client.chat.completions.create, model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required"
-        )
+    with ThreadPoolExecutor(1) as elsewhere:
+        answer = elsewhere.submit(chat, tools=TOOLS, tool_choice="required")
         try:
             assert is_checked.wait(60.0)
-            assert http.get("/health").status_code == 200
-            assert client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4).choices
+            assert running.get("/health").status_code == 200
+            assert chat(max_tokens=4).choices
             assert not answer.done()
         finally:
             may_go_on.set()
