@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.live_pages import answered, ask, live_pages, question, state
-from tests.support.serving import Serving, serving
+from tests.support.live_pages import answered, ask, contains, live_pages, matches, press, question, shows, state
+from tests.support.serving import serving, user
 
 # Each would run script, load something or break out of its place, in one renderer of Markdown or another.
 HOSTILE = """<script>document.title = "ran"</script>
@@ -45,22 +43,29 @@ ALLOWED = {"P", "A", "CODE", "PRE", "DIV", "SPAN", "BUTTON", "UL", "LI", "TABLE"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving(max_model_len=1024) as running:
         yield running
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Browser):
     with live_pages(browser) as open_page:
         yield open_page
+
+
+@pytest.fixture
+def page(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    return page
 
 
 def answer_with(page: Page, text: str, size: int = 7) -> list[dict[str, Any]]:
     """Answer the page's questions with `text` in pieces of `size` characters; returns the list of their bodies."""
     bodies = []
 
-    def fulfil(route: Any) -> None:
+    def fulfil(route):
         bodies.append(route.request.post_data_json)
         deltas = [{"content": text[at : at + size]} for at in range(0, len(text), size)]
         choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
@@ -72,12 +77,11 @@ def answer_with(page: Page, text: str, size: int = 7) -> list[dict[str, Any]]:
     return bodies
 
 
-def said(page: Page) -> Any:
+def said(page: Page):
     return page.locator(".message.assistant .said").last
 
 
-def test_markdown_is_shown_as_headings_lists_tables_and_code(running, open_page):
-    page = open_page(running.url)
+def test_markdown_is_shown_as_headings_lists_tables_and_code(page):
     answer_with(
         page,
         "# Title\n\nA **bold** `x < 1` and\n\n1. one\n2. two\n   - in\n\n| a | b |\n|--|--:|\n| 1 | 2 |\n\n"
@@ -86,27 +90,26 @@ def test_markdown_is_shown_as_headings_lists_tables_and_code(running, open_page)
     ask(page)
     answered(page, 1)
     said_by = said(page)
-    expect(said_by.locator("h3")).to_have_text("Title")
-    expect(said_by.locator("strong")).to_have_text("bold")
-    expect(said_by.locator("p code")).to_have_text("x < 1")
+    shows(said_by, "h3", "Title")
+    shows(said_by, "strong", "bold")
+    shows(said_by, "p code", "x < 1")
     assert said_by.locator("ol > li").count() == 2
-    expect(said_by.locator("ol ul li")).to_have_text("in")
+    shows(said_by, "ol ul li", "in")
     expect(said_by.locator("td").nth(1)).to_have_text("2")
-    expect(said_by.locator("blockquote")).to_have_text("quote & more")
+    shows(said_by, "blockquote", "quote & more")
     assert said_by.locator("hr").count() == 1
-    expect(said_by.locator("pre code")).to_have_text("if a < b:\n    pass")
-    expect(said_by.locator(".code_head span")).to_have_text("python")
+    shows(said_by, "pre code", "if a < b:\n    pass")
+    shows(said_by, ".code_head span", "python")
     expect(said_by.get_by_role("link")).to_have_attribute("href", "https://example.org/")
     expect(said_by.get_by_role("link")).to_have_attribute("rel", "noopener noreferrer")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     said_by.get_by_role("button", name="Copy code").click()
-    expect(page.locator("#announce")).to_have_text("Copied")
+    shows(page, "#announce", "Copied")
     assert page.evaluate("() => navigator.clipboard.readText()") == "if a < b:\n    pass"
 
 
 @pytest.mark.parametrize("size", [1, 4000])
-def test_nothing_of_what_the_model_says_runs_or_loads(running, open_page, size):
-    page = open_page(running.url)
+def test_nothing_of_what_the_model_says_runs_or_loads(page, size):
     answer_with(page, HOSTILE, size)
     ask(page, "<b>bold?</b><script>document.title = 'ran'</script>")
     answered(page, 1)
@@ -120,7 +123,7 @@ def test_nothing_of_what_the_model_says_runs_or_loads(running, open_page, size):
         links = page.evaluate("() => [...document.querySelectorAll('.said a')].map((one) => one.href)")
         assert set(links) == {"https://evil.example/pixel.png", "https://example.org/?a=1&b=2"}
         expect(said(page)).to_contain_text("<iframe srcdoc=")
-        expect(page.locator(".message.user .said")).to_contain_text("<b>bold?</b>")
+        contains(page, ".message.user .said", "<b>bold?</b>")
         assert page.title() == "nanovllm"
         page.reload()
         expect(page.locator(".message .facts")).to_have_count(1)
@@ -136,8 +139,7 @@ def test_the_browser_refuses_to_parse_text_as_html(running, open_page):
 @pytest.mark.parametrize(
     "text", [">" * 30_000 + "x", "- " * 5_000 + "x", "-   " * 46 + "x", "[" * 3_000, "`" * 9_999, "*a " * 3_000]
 )
-def test_text_that_would_exhaust_a_parser_is_shown_all_the_same(running, open_page, text):
-    page = open_page(running.url)
+def test_text_that_would_exhaust_a_parser_is_shown_all_the_same(page, text):
     answer_with(page, text, 10_000)
     ask(page)
     answered(page, 1)
@@ -146,8 +148,7 @@ def test_text_that_would_exhaust_a_parser_is_shown_all_the_same(running, open_pa
     answered(page, 2)
 
 
-def test_reasoning_is_apart_from_the_answer(running, open_page):
-    page = open_page(running.url)
+def test_reasoning_is_apart_from_the_answer(page):
     chunk = {"reasoning_content": "Let me <b>think</b>.", "content": "Paris"}
     event = {"id": "x", "choices": [{"index": 0, "delta": chunk, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
@@ -155,17 +156,16 @@ def test_reasoning_is_apart_from_the_answer(running, open_page):
     ask(page)
     expect(said(page)).to_have_text("Paris")
     page.get_by_text("Reasoning", exact=True).click()
-    expect(page.locator(".thought .plain")).to_have_text("Let me <b>think</b>.")
+    shows(page, ".thought .plain", "Let me <b>think</b>.")
 
 
-def test_a_question_is_edited_and_an_answer_is_tried_again(running, open_page):
-    page = open_page(running.url)
+def test_a_question_is_edited_and_an_answer_is_tried_again(page):
     bodies = answer_with(page, "Yes.")
     for number, text in enumerate(("one", "two", "three"), 1):
         ask(page, text)
         answered(page, number)
     with page.expect_response("**/v1/chat/completions"):
-        page.get_by_role("button", name="Retry").click()
+        press(page, "Retry")
     answered(page, 3)
     assert bodies[3]["messages"] == bodies[2]["messages"]
     page.locator(".message.user").nth(1).get_by_role("button", name="Edit").click()
@@ -182,8 +182,7 @@ def test_a_question_is_edited_and_an_answer_is_tried_again(running, open_page):
     expect(question(page)).to_have_value("2")
 
 
-def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(running, open_page):
-    page = open_page(running.url)
+def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(page):
     bodies = answer_with(page, "Yes.")
     page.get_by_text("System prompt and sampling").click()
     page.get_by_label("System prompt", exact=True).fill("Be short.")
@@ -192,7 +191,7 @@ def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(running, open_
     page.get_by_label("Temperature").fill("")
     ask(page, "Hi", max_tokens=9)
     answered(page, 1)
-    assert bodies[0]["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    assert bodies[0]["messages"] == [{"role": "system", "content": "Be short."}, user("Hi")]
     sampling = {
         name: value
         for name, value in bodies[0].items()
@@ -204,8 +203,7 @@ def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(running, open_
     expect(page.get_by_label("System prompt", exact=True)).to_have_value("Be short.")
 
 
-def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(running, open_page):
-    page = open_page(running.url)
+def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(page):
     page.get_by_text("System prompt and sampling").click()
     fields = (("Top-p", "0.9"), ("Top-k", "20"), ("Min-p", "0.01"), ("Repetition penalty", "1.1"), ("Seed", "5"))
     for name, value in fields:
@@ -213,60 +211,56 @@ def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(r
     ask(page, max_tokens=20)
     answered(page, 1)
     first = said(page).inner_text()
-    page.get_by_role("button", name="Retry").click()
+    press(page, "Retry")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     answered(page, 1)
     assert said(page).inner_text() == first != ""
 
 
-def test_conversations_stay_in_the_browser_until_they_are_deleted(running, open_page):
-    page = open_page(running.url)
+def test_conversations_stay_in_the_browser_until_they_are_deleted(page):
     answer_with(page, "Yes.")
     for text in ("first one", "second <b>one</b>"):
         ask(page, text)
         answered(page, 1)
-        page.get_by_role("button", name="New conversation").click()
+        press(page, "New conversation")
         expect(page.locator(".message")).to_have_count(0)
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     rows = page.locator("#list .title")
     expect(rows).to_have_text(["second <b>one</b>", "first one"])
     with page.expect_download() as download:
-        page.get_by_role("button", name="Export all").click()
+        press(page, "Export all")
     exported = json.loads(download.value.path().read_text())
     assert [one["messages"] for one in exported] == [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
-        for text in ("second <b>one</b>", "first one")
+        [user(text), {"role": "assistant", "content": "Yes."}] for text in ("second <b>one</b>", "first one")
     ]
     rows.nth(1).click()
-    expect(page.locator(".message.user .said")).to_have_text("first one")
+    shows(page, ".message.user .said", "first one")
     page.reload()
-    expect(page.locator(".message.user .said")).to_have_text("first one")  # the tab stays with its own
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="Delete: first one").click()
+    shows(page, ".message.user .said", "first one")  # the tab stays with its own
+    press(page, "Conversations")
+    press(page, "Delete: first one")
     expect(rows).to_have_count(2)
-    page.get_by_role("button", name="Sure? Delete: first one").click()
+    press(page, "Sure? Delete: first one")
     expect(rows).to_have_text(["second <b>one</b>"])
     expect(page.locator(".message")).to_have_count(0)  # it was open
-    page.get_by_role("button", name="Delete all").click()
-    page.get_by_role("button", name="Sure?").click()
-    expect(page.locator("#list")).to_have_text("None yet.")
+    press(page, "Delete all")
+    press(page, "Sure?")
+    shows(page, "#list", "None yet.")
     assert "one" not in page.evaluate("() => Object.keys(localStorage).filter((key) => key.includes('chat')).join()")
 
 
-def test_what_others_wrote_into_the_storage_is_passed_over(running, open_page):
-    page = open_page(running.url)
+def test_what_others_wrote_into_the_storage_is_passed_over(page):
     page.evaluate(
         """() => { localStorage.setItem("nanovllm-chat-a", "{"); localStorage.setItem("nanovllm-chat-b", '{"id": 1}');
                    localStorage.setItem("nanovllm-fields", "[1"); sessionStorage.setItem("nanovllm-open", "a"); }"""
     )
     page.reload()
     state(page, "live")
-    page.get_by_role("button", name="Conversations").click()
-    expect(page.locator("#list")).to_have_text("None yet.")
+    press(page, "Conversations")
+    shows(page, "#list", "None yet.")
 
 
-def test_a_full_storage_is_told_and_the_answer_is_shown(running, open_page):
-    page = open_page(running.url)
+def test_a_full_storage_is_told_and_the_answer_is_shown(page):
     page.evaluate(
         """() => { let size = 1 << 22; while (size >= 1) {
             try { localStorage.setItem("fill" + size + Math.random(), "x".repeat(size)); } catch { size >>= 1; } } }"""
@@ -274,26 +268,24 @@ def test_a_full_storage_is_told_and_the_answer_is_shown(running, open_page):
     answer_with(page, "Yes.")
     ask(page)
     expect(said(page)).to_have_text("Yes.")
-    expect(page.locator("#storage")).to_contain_text("no room")
+    contains(page, "#storage", "no room")
 
 
-def test_the_next_request_as_curl_is_what_the_page_would_send(running, open_page):
-    page = open_page(running.url)
+def test_the_next_request_as_curl_is_what_the_page_would_send(running, page):
     text = 'It\'s $HOME `date` "x" \\ and\na line'
     question(page).fill(text)
     page.get_by_label("Max tokens").fill("5")
     page.get_by_text("System prompt and sampling").click()
-    page.get_by_role("button", name="As curl").click()
+    press(page, "As curl")
     words = [word for word in shlex.split(page.locator("#text").inner_text()) if word.strip()]
     assert words[:2] == ["curl", f"{running.url}/v1/chat/completions"]
     assert words[2:5:2] == ["-H", "-d"]
     body = json.loads(words[5])
-    assert body["messages"] == [{"role": "user", "content": text}]
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", content=words[5], headers=dict([words[3].split(": ")]))
+    assert body["messages"] == [user(text)]
+    answer = running.post("/v1/chat/completions", content=words[5], headers=dict([words[3].split(": ")]))
     assert answer.json()["usage"]["completion_tokens"] <= 5
     page.evaluate("() => sessionStorage.setItem('nanovllm-api-key', 'secret')")
-    page.get_by_role("button", name="Close").click()
-    page.get_by_role("button", name="As curl").click()
-    expect(page.locator("#text")).to_have_text(re.compile(r"Bearer \$NANOVLLM_API_KEY"))
+    press(page, "Close")
+    press(page, "As curl")
+    matches(page, "#text", r"Bearer \$NANOVLLM_API_KEY")
     assert "secret" not in page.locator("#text").inner_text()

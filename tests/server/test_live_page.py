@@ -5,20 +5,33 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.async_llms import in_engine_steps, slow_steps
-from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
-from tests.support.serving import Serving, comes_true, raw_stream, serving
+from tests.support.live_pages import (
+    NARROW,
+    QUESTION,
+    UNNAMED,
+    WIDE,
+    answered,
+    ask,
+    contains,
+    live_pages,
+    matches,
+    press,
+    question,
+    shows,
+    state,
+)
+from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "\n")  # no token that ends a random answer
     with serving(tokenizer=tokenizer, max_model_len=1024) as running:
@@ -26,9 +39,16 @@ def running() -> Iterator[Serving]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Browser):
     with live_pages(browser) as open_page:
         yield open_page
+
+
+@pytest.fixture
+def page(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    return page
 
 
 def step(page: Page) -> int:
@@ -40,33 +60,28 @@ def tile(page: Page, name: str) -> str:
     return page.locator(".tile", has_text=name).inner_text()
 
 
-def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_page, monkeypatch):
+def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, page, monkeypatch):
     is_seen = threading.Event()
     in_engine_steps(running.engine, monkeypatch, lambda _: is_seen.wait(0.05))  # slow steps until the page was checked
-    page = open_page(running.url)
-    state(page, "live")
-    expect(page.locator("#model")).to_contain_text("tiny")
+    contains(page, "#model", "tiny")
     before = step(page)
     ask(page, max_tokens=400)
     said = page.locator(".message.assistant .said")
     expect(said).not_to_be_empty()
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
-    expect(page.locator("#requests .state")).to_have_text(re.compile("prefill|decode"))
-    expect(page.locator("#requests .own")).to_contain_text("yours")
-    expect(page.locator("#requests .number")).to_have_text(re.compile(r"\d+ / 4\d\d"))  # to the prompt and max tokens
+    matches(page, "#requests .state", "prefill|decode")
+    contains(page, "#requests .own", "yours")
+    matches(page, "#requests .number", r"\d+ / 4\d\d")  # to the prompt and max tokens
     short = len(said.inner_text())
-    expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
+    shows(page, "#requests_note", "1 running, 0 waiting")
     comes_true(lambda: step(page) > before + 50)
     comes_true(lambda: len(said.inner_text()) > short)  # streamed
     is_seen.set()
     expect(page.locator(".tile", has_text="Output")).to_contain_text(re.compile(r"[1-9]\d* ?tok/s"))
-    expect(page.locator(".message .facts")).to_have_text(
-        re.compile(
-            r"first token after .* · [\d.,]+ tok/s · 400 tokens · prompt \d+, of them \d+ cached · ended by max tokens"
-        )
-    )
+    facts = r"first token after .* · [\d.,]+ tok/s · 400 tokens · prompt \d+, of them \d+ cached · ended by max tokens"
+    matches(page, ".message .facts", facts)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    expect(page.locator("#requests")).to_have_text("none")
+    shows(page, "#requests", "none")
     assert re.search(r"[\d.]+\s*m?s\s+p50", tile(page, "TTFT"))
     assert re.search(r"p95", tile(page, "ITL"))
     records = page.evaluate("() => stepHistory.live.steps.reduce((sum, step) => sum + step.decode, 0)")
@@ -78,7 +93,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     assert int(cached[1]) > 400
     assert int(cached[2]) >= 16  # a block of the question; a random answer is not tokenised as it was drawn
     expect(page.locator(".tile", has_text="Cache hits")).to_contain_text(re.compile(r"[1-9]\d* ?%"))
-    page.get_by_role("button", name="New conversation").click()
+    press(page, "New conversation")
     expect(page.locator(".message")).to_have_count(0)
     assert page.evaluate("() => chat.messages.length") == 0
 
@@ -98,42 +113,38 @@ def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_
         answered(page, 1)
 
 
-def test_stopping_an_answer_frees_the_engine(running, open_page):
-    page = open_page(running.url)
-    state(page, "live")
+def test_stopping_an_answer_frees_the_engine(running, page):
     with slow_steps(running.engine):
         ask(page, max_tokens=900)
         expect(page.locator(".message.assistant .said")).not_to_be_empty()
-        page.get_by_role("button", name="Stop").click()
-        expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
+        press(page, "Stop")
+        matches(page, ".message .facts", "stopped$")
     comes_true(running.is_idle)
     ask(page, "Again", max_tokens=2)
     answered(page, 2)
 
 
-def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, open_page):
-    page = open_page(running.url)
-    state(page, "live")
+def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, page):
     body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
     with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
         comes_true(lambda: step(page) > 60)
-        page.get_by_role("button", name="Pause").click()
+        press(page, "Pause")
         state(page, "paused")
         paused = step(page)
-        expect(page.locator("#readout")).to_contain_text("steps since the pause")
+        contains(page, "#readout", "steps since the pause")
         assert step(page) == paused
         slider = page.get_by_label("Step shown")
         ids = page.evaluate("() => stepHistory.view.steps.map((step) => step.step)")
         for key, place in (("ArrowLeft", -2), ("ArrowLeft", -3), ("ArrowRight", -2), ("Home", 0), ("ArrowRight", 1)):
             slider.press(key)
             comes_true(lambda place=place: step(page) == ids[place])
-        page.get_by_role("button", name="One step forth").click()
+        press(page, "One step forth")
         comes_true(lambda: step(page) == ids[2])
         assert "decode" in slider.get_attribute("aria-valuetext")
         # The figures of a past step are those of its record.
         shown = page.evaluate("() => stepHistory.step")
         assert f"{shown['used_blocks']} of 128" in tile(page, "Blocks in use")
-        page.get_by_role("button", name="Live").click()
+        press(page, "Live")
         state(page, "live")
         comes_true(lambda: step(page) > ids[-1])
     comes_true(running.is_idle)
@@ -182,14 +193,12 @@ def test_prefixes_beyond_the_kv_cache_are_drawn_below_its_blocks(open_page, tmp_
         assert page.evaluate(UNNAMED) == []
 
 
-def test_the_map_the_rows_and_the_bars_have_tooltips(running, open_page):
-    page = open_page(running.url)
-    state(page, "live")
+def test_the_map_the_rows_and_the_bars_have_tooltips(running, page):
     body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
     with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
         comes_true(lambda: step(page) > 40)
-        expect(page.locator("#pool_legend")).to_have_text(re.compile(r"in use [1-9]"))
-        page.get_by_role("button", name="Pause").click()
+        matches(page, "#pool_legend", r"in use [1-9]")
+        press(page, "Pause")
         tip = page.locator("#tip")
         page.locator("#pool").hover(position={"x": 5, "y": 5})
         expect(tip).to_have_text(re.compile(r"block 1: (free|cached|in use|shared)"))
@@ -220,7 +229,7 @@ def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page)
             for name in names:
                 comes_true(lambda canvas=canvas, name=name: count_pixels(page, canvas, name) > 20)
         if scheme == "light":
-            page.get_by_role("button", name="Change to dark colours").click()
+            press(page, "Change to dark colours")
             comes_true(lambda: page.evaluate("() => document.documentElement.dataset.theme") == "dark")
     page.reload()  # the choice is kept
     assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
@@ -275,8 +284,7 @@ def test_no_figure_of_a_tile_is_cut_on_a_small_laptop(running, open_page):
     assert cut == [] and page.locator(".tile .more").count() > 3
 
 
-def test_a_question_leaves_options_to_the_model(running, open_page):
-    page = open_page(running.url)
+def test_a_question_leaves_options_to_the_model(page):
     with page.expect_request("**/v1/chat/completions") as asked:
         question(page).fill(QUESTION)
         question(page).press("Enter")
@@ -285,8 +293,7 @@ def test_a_question_leaves_options_to_the_model(running, open_page):
     page.locator("#stop").click()
 
 
-def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
-    page = open_page(running.url)
+def test_everything_is_reached_and_worked_from_the_keyboard(page):
     ask(page, max_tokens=30)
     answered(page, 1)
     page.reload()
@@ -302,8 +309,7 @@ def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
     assert page.evaluate(UNNAMED) == []
 
 
-def test_every_form_field_has_a_label(running, open_page):
-    page = open_page(running.url)
+def test_every_form_field_has_a_label(page):
     without = "() => [...document.querySelectorAll('input, textarea, select')].filter((one) => !one.labels.length)"
     assert page.evaluate(without + ".map((one) => one.id)") == []
 
@@ -313,12 +319,12 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open
         page = open_page(running.url, allowed="401")
         state(page, "API key needed")
         key = page.locator("#key")
-        expect(page.locator("#key_text")).to_contain_text("asks for an API key")
+        contains(page, "#key_text", "asks for an API key")
         key.fill("wrong")
         key.press("Enter")
-        expect(page.locator("#key_text")).to_contain_text("does not accept this key")
+        contains(page, "#key_text", "does not accept this key")
         key.fill("right")
-        page.get_by_role("button", name="Use it").click()
+        press(page, "Use it")
         state(page, "live")
         expect(page.locator("#key_dialog")).to_be_hidden()
         ask(page, max_tokens=3)
@@ -326,8 +332,8 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open
         assert "right" not in page.url
         assert "right" not in page.evaluate("() => JSON.stringify(localStorage) + document.cookie")
         page.get_by_role("link", name="Metrics").click()  # which sends the key too
-        expect(page.locator("#text")).to_contain_text("nanovllm:")
-        page.get_by_role("button", name="Close").click()
+        contains(page, "#text", "nanovllm:")
+        press(page, "Close")
         page.reload()
         state(page, "live")
         other = page.context.new_page()  # another tab lacks it
@@ -343,13 +349,13 @@ def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(op
         with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
             comes_true(lambda: running.stats().num_running == 1)
             ask(page)
-            expect(page.locator(".message .failure")).to_have_text(re.compile("queue is full.*Try again in 1 s"))
+            matches(page, ".message .failure", "queue is full.*Try again in 1 s")
             expect(question(page)).to_have_value(QUESTION)
         comes_true(running.is_idle)
         question(page).press("Enter")
         answered(page, 1)
         ask(page, "long " * 3000)
-        expect(page.locator(".message .failure")).to_contain_text("max_model_len")
+        contains(page, ".message .failure", "max_model_len")
 
 
 def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
@@ -361,12 +367,12 @@ def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
             expect(page.locator(".message.assistant .said")).not_to_be_empty()
             running.engine._engine_thread._engine.step = lambda: 1 / 0
         state(page, "engine dead")
-        expect(page.locator("#notice")).to_contain_text("engine has died")
+        contains(page, "#notice", "engine has died")
         expect(page.locator(".message .failure")).not_to_be_empty()
         running.thread.join(30.0)
-        expect(page.locator("#notice")).to_contain_text("and the server with it")
+        contains(page, "#notice", "and the server with it")
         state(page, "engine dead")
-        page.get_by_role("button", name="Pause").click()  # its last steps can still be read
+        press(page, "Pause")  # its last steps can still be read
         page.get_by_label("Step shown").press("ArrowLeft")
         assert step(page) > 0
 
