@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from typing import Any
 
 import httpx
@@ -13,39 +12,29 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.serving.server.hosts import HostGate, log_exposure
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.serving import serving
+from tests.support.command_line import words
+from tests.support.serving import serving, user
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
 PATHS = ("/", "/health", "/metrics", "/v1/models", "/nowhere", "/ui/events", "/openapi.json")
 
 
-def test_a_port_in_use_is_an_error_before_a_model_is_loaded(monkeypatch, capsys):
-    loaded = []
-    monkeypatch.setattr("nanovllm.serving.server.app.AsyncLLM", lambda *_, **__: loaded.append(1) or 1 / 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) != 0
-    error = capsys.readouterr().err
-    assert f"127.0.0.1:{port}" in error and "--port" in error
-    assert not loaded
-
-
 def test_a_host_that_is_no_address_of_this_machine_is_named(capsys):
-    assert main(["serve", "--host", "192.0.2.1", "--port", "0"]) != 0
+    assert main(words("serve --host 192.0.2.1 --port 0")) != 0
     error = capsys.readouterr().err
     assert "192.0.2.1:0" in error and "--host" in error
 
 
 def test_a_server_on_the_loopback_answers_to_no_other_name():
-    with serving({"api_key": ("right",)}) as running, running.http() as http:
+    with serving({"api_key": ("right",)}) as running:
         for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example:80"):
             for path in PATHS:
-                answer = http.get(path, headers={"Host": host})
+                answer = running.get(path, headers={"Host": host})
                 assert (answer.status_code, answer.json()["error"]["code"]) == (421, "unknown_host"), (host, path)
-            answer = http.post("/v1/completions", json=BODY, headers={"Host": host, "Authorization": "Bearer right"})
+            answer = running.post("/v1/completions", BODY, headers={"Host": host, "Authorization": "Bearer right"})
             assert answer.status_code == 421 and "--allowed-hosts" in answer.json()["error"]["message"]
         for host in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:8000", "localhost."):
-            assert http.get("/health", headers={"Host": host}).status_code == 200, host
+            assert running.get("/health", headers={"Host": host}).status_code == 200, host
 
 
 def test_each_of_several_host_headers_is_checked():
@@ -60,16 +49,16 @@ def test_each_of_several_host_headers_is_checked():
 
 
 def test_further_names_are_answered_to_when_allowed():
-    with serving({"allowed_hosts": ("model.example",)}) as running, running.http() as http:
-        assert http.get("/health", headers={"Host": "Model.example:8000"}).status_code == 200
-        assert http.get("/health", headers={"Host": "evil.example"}).status_code == 421
-        assert http.get("/health").status_code == 200
-    with serving({"allowed_hosts": ("*",)}) as running, running.http() as http:
-        assert http.get("/health", headers={"Host": "evil.example"}).status_code == 200
+    with serving({"allowed_hosts": ("model.example",)}) as running:
+        assert running.get("/health", headers={"Host": "Model.example:8000"}).status_code == 200
+        assert running.get("/health", headers={"Host": "evil.example"}).status_code == 421
+        assert running.get("/health").status_code == 200
+    with serving({"allowed_hosts": ("*",)}) as running:
+        assert running.get("/health", headers={"Host": "evil.example"}).status_code == 200
 
 
 def test_elsewhere_any_name_is_answered_to_unless_some_are_named():
-    def status(**settings: object) -> int:
+    def status(**settings):
         with serving({"host": "0.0.0.0"} | settings) as running:
             return httpx.get(f"{running.url}/health", headers={"Host": "model.example"}).status_code
 
@@ -78,7 +67,7 @@ def test_elsewhere_any_name_is_answered_to_unless_some_are_named():
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_keys", "levels"),
+    "settings, has_keys, levels",
     [
         ({}, False, []),
         ({"host": "localhost"}, False, []),
@@ -103,8 +92,8 @@ def test_a_page_may_send_what_the_clients_of_javascript_send():
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": names,
     }
-    with serving({"cors_origin": ("https://example.org",)}) as running, running.http() as http:
-        answer = http.options("/v1/chat/completions", headers=preflight)
+    with serving({"cors_origin": ("https://example.org",)}) as running:
+        answer = running.options("/v1/chat/completions", headers=preflight)
         assert answer.status_code == 200, answer.text
         allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}
         assert set(names.split(",")) <= allowed
@@ -113,16 +102,14 @@ def test_a_page_may_send_what_the_clients_of_javascript_send():
 @pytest.mark.costly
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_no_client_overtakes_the_others_unless_the_server_allows_it(path):
-    body = BODY if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    with serving() as running, running.http() as http:
-        for priority, status in ((-1, 400), (-(2**31) + 1, 400), (0, 200), (5, 200)):
-            answer = http.post(path, json=body | {"priority": priority})
-            assert answer.status_code == status
-            if status == 400:
-                error = answer.json()["error"]
-                assert error["param"] == "priority" and "--min-priority" in error["message"]
-                assert str(priority) in error["message"]
-    with serving({"min_priority": -3}) as running, running.http() as http:
-        assert [http.post(path, json=body | {"priority": p}).status_code for p in (-3, -4)] == [200, 400]
-        schema = http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
+    body = BODY if path == "/v1/completions" else {"messages": [user("x")], "max_tokens": 1}
+    with serving() as running:
+        for priority in (-1, -(2**31) + 1):
+            error = running.error(path, body, {"priority": priority})
+            assert error["param"] == "priority" and "--min-priority" in error["message"]
+            assert str(priority) in error["message"]
+        assert [running.post(path, body | {"priority": priority}).status_code for priority in (0, 5)] == [200, 200]
+    with serving({"min_priority": -3}) as running:
+        assert [running.post(path, body | {"priority": p}).status_code for p in (-3, -4)] == [200, 400]
+        schema = running.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
         assert schema["properties"]["priority"]["minimum"] == -3

@@ -5,53 +5,48 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.serving import serving
+from tests.support.serving import serving, user
 
-CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+CHAT = {"messages": [user("x")], "max_tokens": 2}
 OLLAMA = {"model": "x", "messages": CHAT["messages"], "options": {"num_predict": 2}}
 
 
 def test_a_model_has_several_names_and_answers_with_the_first():
-    with serving({"served_model_name": ("first", "second")}) as running, running.http() as http:
+    with serving({"served_model_name": ("first", "second")}) as running:
         for name in ("first", "second"):
-            answer = http.post("/v1/chat/completions", json=CHAT | {"model": name})
+            answer = running.post("/v1/chat/completions", CHAT | {"model": name})
             assert answer.status_code == 200 and answer.json()["model"] == "first"
-            assert http.get(f"/v1/models/{name}").json()["id"] == name
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["first", "second"]
-        assert [model["name"] for model in http.get("/api/tags").json()["models"]] == ["first", "second"]
-        refused = http.post("/v1/chat/completions", json=CHAT | {"model": "third"})
+            assert running.get(f"/v1/models/{name}").json()["id"] == name
+        assert [model["id"] for model in running.get("/v1/models").json()["data"]] == ["first", "second"]
+        assert [model["name"] for model in running.get("/api/tags").json()["models"]] == ["first", "second"]
+        refused = running.post("/v1/chat/completions", CHAT | {"model": "third"})
         assert refused.status_code == 404 and "'first' or 'second' is served" in refused.text
-        limits = http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+        limits = running.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
         assert limits["enum"] == ["first", "second", None]
 
 
 def test_every_name_is_answered_where_the_server_is_told_to():
-    with serving({"any_model_name": True}) as running, running.http() as http:
+    with serving({"any_model_name": True}) as running:
         body = CHAT | {"model": "claude-small"}
         for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
-            answer = http.post(path, json=body if path != "/api/chat" else OLLAMA)
+            answer = running.post(path, body if path != "/api/chat" else OLLAMA)
             assert answer.status_code == 200, answer.text
-        assert http.get("/v1/models/claude-small").json()["id"] == "claude-small"
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
+        assert running.get("/v1/models/claude-small").json()["id"] == "claude-small"
+        assert [model["id"] for model in running.get("/v1/models").json()["data"]] == ["tiny"]
         assert "enum" not in str(
-            http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+            running.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
         )
 
 
 def test_a_request_may_wait_longer_than_the_servers_goals_and_not_less():
-    with serving(itl_goal=60.0, ttft_goal=90.0) as running, running.http() as http:
-        for goals, status in (
-            ({"itl_goal": 70, "ttft_goal": 90.0}, 200),
-            ({"itl_goal": 0.05}, 400),
-            ({"ttft_goal": 1}, 400),
-        ):
-            for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x", "max_tokens": 2})):
-                answer = http.post(f"/v1/{path}", json=body | goals)
-                assert answer.status_code == status, answer.text
-                assert status == 200 or "a request may only wait longer" in answer.json()["error"]["message"]
+    with serving(itl_goal=60.0, ttft_goal=90.0) as running:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "max_tokens": 2})):
+            assert running.post(path, body | {"itl_goal": 70, "ttft_goal": 90.0}).status_code == 200
+            for goals in ({"itl_goal": 0.05}, {"ttft_goal": 1}):
+                assert "a request may only wait longer" in running.error(path, body, goals)["message"]
 
 
-@pytest.mark.parametrize(("given", "names"), [("x", ("x",)), (["x", "y"], ("x", "y")), (None, ()), ((), ())])
+@pytest.mark.parametrize("given, names", [("x", ("x",)), (["x", "y"], ("x", "y")), (None, ()), ((), ())])
 def test_names_are_one_text_or_several(given, names):
     assert ServerSettings(served_model_name=given).served_model_name == names
 
@@ -65,20 +60,20 @@ def test_other_names_are_refused(given):
 def test_reranking_and_scores_have_the_paths_of_other_servers():
     rerank = {"query": "x", "documents": ["y", "z"], "method": "cosine"}
     score = {"text_1": "x", "text_2": "y", "method": "cosine"}
-    with serving() as running, running.http() as http:
+    with serving() as running:
         for body, paths, field in (
             (rerank, ("/v1/rerank", "/rerank", "/v2/rerank"), "results"),
             (score, ("/v1/score", "/score"), "data"),
         ):
-            answers = [http.post(path, json=body) for path in paths]
+            answers = [running.post(path, body) for path in paths]
             assert all(answer.status_code == 200 for answer in answers)
             assert all(answer.json()[field] == answers[0].json()[field] for answer in answers)
 
 
 def test_a_response_that_fits_may_ask_for_truncation():
-    with serving() as running, running.http() as http:
+    with serving() as running:
         for value in ("auto", "disabled", None):
-            answer = http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, "truncation": value})
+            answer = running.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "truncation": value})
             assert answer.status_code == 200 and answer.json()["truncation"] == (value or "disabled")
-        long = http.post("/v1/responses", json={"input": "word " * 1000, "truncation": "auto"})
+        long = running.post("/v1/responses", {"input": "word " * 1000, "truncation": "auto"})
         assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"

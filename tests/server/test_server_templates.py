@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import pytest
 
 from tests.support.scripted import ending_model, prompt_of
-from tests.support.serving import Serving, serving
+from tests.support.serving import function_tool, serving, user
 from tests.support.template_families import FAMILIES
 from tests.support.tiny_models import tiny_tokenizer
 
+CHATS = "/v1/chat/completions"
 QUESTION, ANSWER, RULE, NEXT = "the question", "an answer", "a late rule", "go on"
 
 
@@ -21,10 +22,10 @@ def running():
         yield running
 
 
-def chat_body(kind: str, *, arguments: Any = '{"path": "a.txt"}') -> dict[str, Any]:
+def chat_body(kind: str, *, arguments='{"path": "a.txt"}'):
     """A conversation of one kind for /v1/chat/completions."""
-    ask, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-    tool = {"type": "function", "function": {"name": "read"}}
+    ask, answer = user(QUESTION), {"role": "assistant", "content": ANSWER}
+    tool = function_tool("read")
     calls = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call_id, name in (("call_1a2b3c", "read"), ("call_4d5e6f", "list"))
@@ -34,19 +35,19 @@ def chat_body(kind: str, *, arguments: Any = '{"path": "a.txt"}') -> dict[str, A
         case "text":
             return {"messages": [{"role": "system", "content": "a rule"}, ask]}
         case "parts":
-            return {"messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]}
+            return {"messages": [user([{"type": "text", "text": QUESTION}])]}
         case "tools":
             return {"messages": [ask], "tools": [tool]}
         case "history":
             called = {"role": "assistant", "content": None, "reasoning": "a thought", "tool_calls": calls}
-            return {"messages": [ask, called, *results, {"role": "user", "content": NEXT}], "tools": [tool]}
+            return {"messages": [ask, called, *results, user(NEXT)], "tools": [tool]}
         case _:
-            return {"messages": [ask, answer, {"role": "system", "content": RULE}, {"role": "user", "content": NEXT}]}
+            return {"messages": [ask, answer, {"role": "system", "content": RULE}, user(NEXT)]}
 
 
-def responses_body(kind: str) -> dict[str, Any]:
+def responses_body(kind: str):
     """The same for /v1/responses."""
-    items: list[dict[str, Any]] = []
+    items = []
     given = chat_body(kind)
     for message in given["messages"]:
         content = message["content"]
@@ -62,16 +63,16 @@ def responses_body(kind: str) -> dict[str, Any]:
     return {"input": items} | ({"tools": tools} if tools else {})
 
 
-def messages_body(kind: str) -> dict[str, Any]:
+def messages_body(kind: str):
     """The same for /v1/messages."""
     given, made = chat_body(kind), []
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+    body = {"model": "tiny", "max_tokens": 1}
     for message in given["messages"]:
         if message["role"] == "system" and not made:
             body["system"] = message["content"]
         elif message["role"] == "tool":
             block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
-            made.append({"role": "user", "content": [block]})
+            made.append(user([block]))
         elif "tool_calls" in message:
             made.append({"role": "assistant", "content": [
                 {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {"path": "a.txt"}}
@@ -83,7 +84,7 @@ def messages_body(kind: str) -> dict[str, Any]:
     return body | {"messages": made} | ({"tools": tools} if tools else {})
 
 
-def ollama_body(kind: str) -> dict[str, Any]:
+def ollama_body(kind: str):
     """The same for /api/chat, whose content is text alone."""
     given = chat_body(kind, arguments={"path": "a.txt"})
     for message in given["messages"]:
@@ -94,7 +95,7 @@ def ollama_body(kind: str) -> dict[str, Any]:
 
 
 APIS = {
-    "/v1/chat/completions": lambda kind: chat_body(kind) | {"max_tokens": 1},
+    CHATS: chat_body,
     "/v1/responses": lambda kind: responses_body(kind) | {"max_output_tokens": 1},
     "/v1/messages": messages_body,
     "/api/chat": ollama_body,
@@ -108,12 +109,11 @@ TEXTS = {
 }
 
 
-def prompt(running: Serving, monkeypatch: pytest.MonkeyPatch, family: str, path: str, body: dict[str, Any]) -> str:
+def prompt(running, monkeypatch, family: str, body, path: str = CHATS) -> str:
     """The prompt that a body becomes with a family's template."""
     monkeypatch.setattr(running.engine.tokenizer, "chat_template", FAMILIES.get(family, family))
     prompts = prompt_of(running, monkeypatch)
-    with running.http() as http:
-        answer = http.post(path, json=body)
+    answer = running.post(path, body | ({"max_tokens": 1} if path == CHATS else {}))
     assert answer.status_code == 200, answer.text
     return prompts[0]
 
@@ -122,7 +122,7 @@ def prompt(running: Serving, monkeypatch: pytest.MonkeyPatch, family: str, path:
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_text_of_a_conversation_is_in_the_prompt(running, monkeypatch, family, path, kind):
-    shown = prompt(running, monkeypatch, family, path, APIS[path](kind))
+    shown = prompt(running, monkeypatch, family, APIS[path](kind), path)
     place = 0
     for text in TEXTS[kind]:
         place = shown.find(text, place)
@@ -139,9 +139,9 @@ def test_every_text_of_a_conversation_is_in_the_prompt(running, monkeypatch, fam
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_malformed_call_stays_in_the_conversation_as_text(running, monkeypatch, family, given):
     """A client cannot take it back: a refusal would end the conversation for good."""
-    body = chat_body("history", arguments=given) | {"max_tokens": 1}
+    body = chat_body("history", arguments=given)
     del body["messages"][1]["tool_calls"][1], body["messages"][3]
-    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", body)
+    shown = prompt(running, monkeypatch, family, body)
     assert given in shown and shown.index(given) < shown.index("result c") < shown.index(NEXT)
 
 
@@ -169,7 +169,7 @@ def test_no_turn_of_an_unusual_conversation_is_lost(running, monkeypatch, family
         messages.append({"role": role, "content": content} | (fields[0] if fields else {}))
         calls = messages[-1].get("tool_calls", ())
         texts += [text, *("cut" if call is MALFORMED else "a.txt" for call in calls)]
-    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    shown = prompt(running, monkeypatch, family, {"messages": messages})
     assert [text for text in texts if shown.count(text) < texts.count(text)] == [], shown
     assert not parts or shown.count("first") == len(turns)
 
@@ -182,17 +182,15 @@ def test_no_turn_of_an_unusual_conversation_is_lost(running, monkeypatch, family
 ])  # fmt: skip
 def test_any_schema_of_a_parameter_reaches_the_template(running, monkeypatch, family, schema):
     function = {"name": "read", "parameters": {"type": "object", "properties": {"path": schema}}}
-    body = chat_body("text") | {"tools": [{"type": "function", "function": function}], "max_tokens": 1}
-    shown = prompt(running, monkeypatch, family, "/v1/chat/completions", body)
+    body = chat_body("text") | {"tools": [{"type": "function", "function": function}]}
+    shown = prompt(running, monkeypatch, family, body)
     assert all(text in shown for text in ("read", "path", "a rule", QUESTION)), shown
 
 
 def test_a_template_that_loses_text_in_every_form_is_named_once_in_the_log(running, monkeypatch, caplog):
     template = "{{ messages[-1].content }} of a guard"
     for _ in range(2):
-        shown = prompt(
-            running, monkeypatch, template, "/v1/chat/completions", chat_body("late system") | {"max_tokens": 1}
-        )
+        shown = prompt(running, monkeypatch, template, chat_body("late system"))
         assert NEXT in shown and QUESTION not in shown
     assert (
         caplog.text.count(
@@ -208,12 +206,10 @@ def test_a_template_that_refuses_names_the_message_and_its_own_words(running, mo
         "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('no such word') }}{% endif %}{% endfor %}"
     )
     monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
-    items = [{"role": "user", "content": text} for text in ("good", "bad", "good")]
-    with running.http() as http:
-        answer = http.post(path, json={"input" if "responses" in path else "messages": items})
-    error = answer.json()["error"]
+    items = [user(text) for text in ("good", "bad", "good")]
     field = "input" if "responses" in path else "messages"
-    assert answer.status_code == 400 and error["param"].startswith(field)
+    error = running.error(path, {field: items})
+    assert error["param"].startswith(field)
     assert all(word in error["message"] for word in (f"{field}[1]", "'user'", "no such word")), error
 
 
@@ -222,34 +218,25 @@ def test_a_template_that_refuses_names_the_message_and_its_own_words(running, mo
 ])  # fmt: skip
 def test_a_template_that_fails_by_itself_is_a_400_too(running, monkeypatch, failure):
     monkeypatch.setattr(running.engine.tokenizer, "chat_template", failure)
-    with running.http() as http:
-        for path, make in APIS.items():
-            answer = http.post(path, json=make("text"))
-            assert answer.status_code == 400, (path, answer.text)
+    for path, make in APIS.items():
+        answer = running.post(path, make("text"))
+        assert answer.status_code == 400, (path, answer.text)
 
 
 def test_what_an_answer_has_beside_its_text_is_taken_back(running, monkeypatch):
-    answer = {
-        "role": "assistant",
-        "content": None,
-        "refusal": "I will not.",
-        "reasoning_content": "a thought",
-        "reasoning": "a thought",
-        "tool_calls": [],
-        "annotations": [],
-        "audio": None,
-        "function_call": None,
-    }
+    answer = json.loads("""{"role": "assistant", "content": null, "refusal": "I will not.", "tool_calls": [],
+        "reasoning_content": "a thought", "reasoning": "a thought", "annotations": [], "audio": null,
+        "function_call": null}""")
     parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Nor that."}]}
-    ask = {"role": "user", "content": QUESTION}
+    ask = user(QUESTION)
     empty = {"role": "tool", "tool_call_id": "call_1", "content": None}
     for path, body in {
-        "/v1/chat/completions": {"messages": [ask, answer, ask, parts, empty, ask], "max_tokens": 1},
+        CHATS: {"messages": [ask, answer, ask, parts, empty, ask]},
         "/v1/responses": {"input": [ask, {"type": "message", "role": "assistant", "content": [
             {"type": "refusal", "refusal": "I will not."}, {"type": "refusal", "refusal": "Nor that."}]}, ask],
             "max_output_tokens": 1},
     }.items():  # fmt: skip
-        shown = prompt(running, monkeypatch, "hermes", path, body)
+        shown = prompt(running, monkeypatch, "hermes", body, path)
         assert "I will not." in shown and "Nor that." in shown
 
 
@@ -257,16 +244,16 @@ def test_what_an_answer_has_beside_its_text_is_taken_back(running, monkeypatch):
 @pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
 def test_thought_reaches_the_template_by_the_name_that_it_reads(running, monkeypatch, name, read):
     template = "{% for m in messages %}{{ m.content }}{{ m." + read + " }};{% endfor %}"
-    ask = {"role": "user", "content": QUESTION}
-    body = {"messages": [ask, {"role": "assistant", "content": ANSWER, name: "a thought"}, ask], "max_tokens": 1}
-    assert f"{ANSWER}a thought;" in prompt(running, monkeypatch, template, "/v1/chat/completions", body)
+    ask = user(QUESTION)
+    body = {"messages": [ask, {"role": "assistant", "content": ANSWER, name: "a thought"}, ask]}
+    assert f"{ANSWER}a thought;" in prompt(running, monkeypatch, template, body)
 
 
 def test_ids_of_calls_stay_the_same_from_turn_to_turn(running, monkeypatch):
     """Else no prefix of a conversation would be found in the cache."""
-    body = chat_body("history") | {"max_tokens": 1}
-    first = prompt(running, monkeypatch, "mistral", "/v1/chat/completions", body)
+    body = chat_body("history")
+    first = prompt(running, monkeypatch, "mistral", body)
     body["messages"].append({"role": "assistant", "content": ANSWER})
-    body["messages"].append({"role": "user", "content": NEXT})
-    second = prompt(running, monkeypatch, "mistral", "/v1/chat/completions", body)
+    body["messages"].append(user(NEXT))
+    second = prompt(running, monkeypatch, "mistral", body)
     assert second.startswith(first.removesuffix("<|assistant|>"))
