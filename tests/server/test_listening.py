@@ -10,16 +10,16 @@ from nanovllm.serving.server.listening import allow_restart, bind
 
 
 def port_of(listeners: list[socket.socket]) -> int:
-    number: int = listeners[0].getsockname()[1]
+    number = listeners[0].getsockname()[1]
     return number
 
 
-def close(listeners: list[socket.socket]) -> None:
+def close(listeners: list[socket.socket]):
     for listener in listeners:
         listener.close()
 
 
-def leave_lingering_connection(listener: socket.socket) -> None:
+def leave_lingering_connection(listener: socket.socket):
     """Serve a client whose connection the server closes first, so that its end stays in TIME_WAIT."""
     with socket.create_connection(listener.getsockname()) as client:
         accepted, _ = listener.accept()

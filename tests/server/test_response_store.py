@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 import pytest
 
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.openai.response_store import ResponseStore, StoredConversation, size_of
-from tests.support.serving import serving
+from tests.support.serving import serving, user
 
 ASK = {"temperature": 0, "max_output_tokens": 6}
 
 
 def conversation(num_bytes: int = 10, owner: str = "") -> StoredConversation:
-    return StoredConversation(owner, ({"role": "user", "content": "x"},), num_bytes)
+    return StoredConversation(owner, (user("x"),), num_bytes)
 
 
-def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
+def post(http: httpx.Client, **body):
     answer = http.post("/v1/responses", json=ASK | body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def text_of(response: dict[str, Any]) -> str:
+def text_of(response) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 
@@ -34,16 +32,16 @@ def test_a_conversation_goes_on_as_if_it_were_sent_whole():
         assert first["store"] is True
         second = post(http, input="And then?", previous_response_id=first["id"])
         assert second["previous_response_id"] == first["id"]
-        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": text_of(first)}]
-        whole = post(http, input=[*said, {"role": "user", "content": "And then?"}])
+        said = [user("Hello"), {"role": "assistant", "content": text_of(first)}]
+        whole = post(http, input=[*said, user("And then?")])
         assert text_of(second) == text_of(whole) and second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
         streamed = http.post(
             "/v1/responses", json=ASK | {"input": "x", "previous_response_id": second["id"], "stream": True}
         )
         assert "response.incomplete" in streamed.text or "response.completed" in streamed.text
-        said += [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": text_of(second)}]
+        said += [user("And then?"), {"role": "assistant", "content": text_of(second)}]
         third = post(http, input="x", previous_response_id=second["id"])
-        assert text_of(third) == text_of(post(http, input=[*said, {"role": "user", "content": "x"}]))
+        assert text_of(third) == text_of(post(http, input=[*said, user("x")]))
 
 
 def test_what_is_not_kept_is_named():
@@ -91,4 +89,4 @@ def test_nothing_is_kept_by_default():
 
 
 def test_sizes_count_texts_and_messages():
-    assert size_of([{"role": "user", "content": "x" * 1000}]) > 1500
+    assert size_of([user("x" * 1000)]) > 1500

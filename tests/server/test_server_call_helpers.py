@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import anthropic
 import openai
 import pytest
 from anthropic import beta_tool
 
 from tests.support.scripted import TOOL_TEMPLATE, ending_model, prompt_of, says
-from tests.support.serving import MODEL, serving
+from tests.support.serving import MODEL, serving, user
 from tests.support.tiny_models import tiny_tokenizer
 
 CALL = '<tool_call>{"name": "read", "arguments": {"path": "a.txt"}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "additionalProperties": False}
-FUNCTION: Any = {"name": "read", "parameters": SCHEMA | {"required": ["path"]}, "strict": True}
-ASK: Any = [{"role": "user", "content": "Hello"}]
+FUNCTION = {"name": "read", "parameters": SCHEMA | {"required": ["path"]}, "strict": True}
+ASK = [user("Hello")]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +40,8 @@ def read(path: str) -> str:
 def test_a_tool_runner_calls_the_tool_and_returns_its_result(running, monkeypatch, stream):
     says(running, monkeypatch, f"So. {CALL}")
     prompts = prompt_of(running, monkeypatch)
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
-        options: Any = {"model": MODEL, "max_tokens": 100, "messages": ASK, "tools": [read], "max_iterations": 3}
+    with running.anthropic() as client:
+        options = {"model": MODEL, "max_tokens": 100, "messages": ASK, "tools": [read], "max_iterations": 3}
         for answer in client.beta.messages.tool_runner(stream=stream, **options):
             message = answer.get_final_message() if stream else answer
             assert [block.type for block in message.content] == ["text", "tool_use"]
@@ -54,7 +52,7 @@ def test_a_tool_runner_calls_the_tool_and_returns_its_result(running, monkeypatc
 def test_openais_helpers_join_the_arguments_of_a_stream(running, monkeypatch):
     says(running, monkeypatch, f"So. {CALL}")
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        tools: Any = [{"type": "function", "function": FUNCTION}]
+        tools = [{"type": "function", "function": FUNCTION}]
         with client.chat.completions.stream(model=MODEL, messages=ASK, tools=tools, max_tokens=100) as chat:
             parts = [event.arguments_delta for event in chat if event.type.endswith("arguments.delta")]
             (call,) = chat.get_final_completion().choices[0].message.tool_calls

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.scripted import TOOL_TEMPLATE, ending_model, says
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import tiny_tokenizer
 
 ARGUMENTS = {"path": "/x", "content": 'one "two" three'}
@@ -19,10 +17,10 @@ CALLS = (
 )
 WRITE = {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}}
 TOOLS = [
-    {"type": "function", "function": {"name": "write", "parameters": WRITE}},
-    {"type": "function", "function": {"name": "now"}},
+    function_tool("write", parameters=WRITE),
+    function_tool("now"),
 ]
-MESSAGES = [{"role": "user", "content": "Hello"}]
+MESSAGES = [user("Hello")]
 EXPECTED = [("write", ARGUMENTS), ("now", {})]
 
 
@@ -34,7 +32,7 @@ def running():
         yield running
 
 
-def events(running: Serving, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events(running, path: str, body):
     """The events of a streamed answer."""
     with running.http() as http, http.stream("POST", path, json={"model": MODEL, "stream": True} | body) as answer:
         assert answer.status_code == 200, answer.read()
@@ -46,7 +44,7 @@ def events(running: Serving, path: str, body: dict[str, Any]) -> Iterator[dict[s
 
 def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(running, monkeypatch):
     says(running, monkeypatch, CALLS)
-    calls: dict[int, dict[str, Any]] = {}
+    calls = {}
     num_parts = 0
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
     for event in events(running, "/v1/chat/completions", body):
@@ -54,8 +52,7 @@ def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(runnin
             call = calls.setdefault(part["index"], {"name": part["function"].get("name"), "arguments": ""})
             call["arguments"] += part["function"]["arguments"]
             num_parts += 1
-    with running.http() as http:
-        whole = http.post("/v1/chat/completions", json={"model": MODEL} | body).json()["choices"][0]
+    whole = running.post("/v1/chat/completions", {"model": MODEL} | body).json()["choices"][0]
     assert num_parts > 10
     functions = [call["function"] for call in whole["message"]["tool_calls"]]
     assert [{"name": own["name"], "arguments": own["arguments"]} for own in functions] == list(calls.values())
@@ -65,7 +62,7 @@ def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(runnin
 
 def test_messages_stream_inputs_as_partial_json(running, monkeypatch):
     says(running, monkeypatch, CALLS)
-    blocks: list[tuple[Any, list[str]]] = []
+    blocks = []
     tools = [{"name": "write", "input_schema": WRITE}, {"name": "now", "input_schema": {"type": "object"}}]
     body = {"messages": MESSAGES, "tools": tools, "max_tokens": 200}
     for event in events(running, "/v1/messages", body):
@@ -80,8 +77,8 @@ def test_messages_stream_inputs_as_partial_json(running, monkeypatch):
 
 def test_responses_stream_deltas_of_arguments_and_then_the_whole_item(running, monkeypatch):
     says(running, monkeypatch, CALLS)
-    deltas: dict[str, str] = {}
-    done: list[dict[str, Any]] = []
+    deltas = {}
+    done = []
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     for event in events(running, "/v1/responses", {"input": "Hello", "tools": tools, "max_output_tokens": 200}):
         if event["type"] == "response.function_call_arguments.delta":
@@ -104,8 +101,7 @@ def test_ollama_streams_whole_calls(running, monkeypatch):
 def test_a_call_that_is_cut_off_is_text_whole_and_stays_incomplete_in_a_stream(running, monkeypatch):
     says(running, monkeypatch, CALLS)
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 60}
-    with running.http() as http:
-        whole = http.post("/v1/chat/completions", json={"model": MODEL} | body).json()["choices"][0]
+    whole = running.post("/v1/chat/completions", {"model": MODEL} | body).json()["choices"][0]
     assert whole["finish_reason"] == "length" and "tool_calls" not in whole["message"]
     assert whole["message"]["content"].startswith('So. <tool_call>{"name": "write", "arguments": {"path')
     arguments, content, reasons = "", "", []

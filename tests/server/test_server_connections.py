@@ -26,14 +26,14 @@ HASTY = {"header_timeout": 0.3, "body_timeout": 0.3}
 
 
 @pytest.fixture(params=["httptools", "h11"])
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def parser(request, monkeypatch):
     chosen = functools.partial(connections.protocol_class, name=request.param)
     monkeypatch.setattr("nanovllm.serving.server.app.protocol_class", chosen)
     return request.param
 
 
 @contextlib.contextmanager
-def connected(running: Serving) -> Iterator[socket.socket]:
+def connected(running):
     with socket.create_connection(running.address) as connection:
         connection.settimeout(30.0)
         yield connection
@@ -47,7 +47,7 @@ def answer(connection: socket.socket) -> bytes:
     return received
 
 
-def refusal(connection: socket.socket, status: int) -> dict[str, Any]:
+def refusal(connection: socket.socket, status: int):
     """Return the error of a refusal that closed the connection."""
     head, _, body = answer(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head
@@ -131,11 +131,11 @@ TRAILERS = (
 def test_nothing_in_a_trailer_is_used(parser):
     body = b'{"prompt": [5, 6], "max_tokens": 1}'
     message = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
-    seen: list[list[tuple[bytes, bytes]]] = []
+    seen = []
     with serving({"api_key": ("right",), "client_header": "x-client", "allowed_hosts": ("localhost",)}) as running:
         app = running.server.config.app
 
-        async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def watched(scope, receive, send):
             await app(scope, receive, send)
             seen.append([(name, value) for name, value in scope["headers"]])
 
@@ -316,8 +316,7 @@ def test_the_connection_that_waited_longest_for_its_request_yields_to_a_new_one(
         assert further.recv(65536).startswith(b"HTTP/1.1 200")
         error = refusal(waiting[0], 503)
         assert "3 connections (max_connections)" in error["message"] and "waited longest" in error["message"]
-        with running.http() as http:
-            assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        assert running.post("/v1/completions", {"prompt": [5], "max_tokens": 1}).status_code == 200
         refusal(waiting[1], 503)
         waiting[2].settimeout(0.05)
         with pytest.raises(TimeoutError):
@@ -370,7 +369,7 @@ def test_a_place_beyond_the_limit_takes_any_request_once_another_is_free():
     class Connection:
         has_yielded = False
 
-        def yield_place(self) -> None:
+        def yield_place(self):
             self.has_yielded = True
             taken.leave(self)
 

@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm.cli.main import main
 from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
+from tests.support.command_line import words
 from tests.support.serving import serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "guide" / "server.md"
@@ -53,7 +54,7 @@ def test_the_configuration_file_is_one(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
-    assert main(["serve", "--config", str(file)]) == 0
+    assert main(words(f"serve --config {file}")) == 0
     ((model, _, settings, engine, _),) = calls
     written = tomllib.loads(file.read_text())
     assert {name: ({"model": model} | engine).get(name, getattr(settings, name, None)) for name in written} == written
@@ -72,9 +73,9 @@ OPTIONAL = {"speculation": "suffix", "prefix_cache_host_bytes": 4 * 2**20}
 
 
 def test_every_endpoint_and_every_metric_is_named():
-    with serving(itl_goal=60.0, **OPTIONAL) as running, running.http() as http:
-        http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
-        text = http.get("/metrics").text
+    with serving(itl_goal=60.0, **OPTIONAL) as running:
+        running.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 3})
+        text = running.get("/metrics").text
         paths = running.app.openapi()["paths"]
     for path in paths:
         assert path in TEXT, path

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
-from tests.support.serving import MODEL, Serving, serving
+from tests.support.serving import MODEL, serving, user
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 TEXTS = ["The capital of France is Paris.", "Two and two are four."]
-USER = [{"role": "user", "content": "hello"}]
+USER = [user("hello")]
 REFUSAL = "LlamaModel has no language model head, so it generates nothing: it embeds"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving(model=tiny_model(num_layers=1).base_model) as running:
         yield running
 
@@ -32,7 +30,7 @@ def states() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    ("path", "body"),
+    "path, body",
     [
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/completions", {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1}),
@@ -46,8 +44,7 @@ def states() -> list[np.ndarray]:
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )
 def test_endpoints_that_generate_are_refused_by_name(running, path, body, is_streamed):
-    with running.http() as http:
-        answer = http.post(path, json={"model": MODEL, "stream": is_streamed} | body)
+    answer = running.post(path, {"model": MODEL, "stream": is_streamed} | body)
     assert answer.status_code == 400
     assert REFUSAL in answer.text
     assert running.is_idle()
@@ -55,29 +52,26 @@ def test_endpoints_that_generate_are_refused_by_name(running, path, body, is_str
 
 def test_scores_by_the_head_are_refused_and_others_are_cosines(running):
     body = {"query": TEXTS[0], "documents": [TEXTS[1]]}
-    with running.http() as http:
-        refused = http.post("/v1/rerank", json=body | {"method": "yes_no"})
-        ranked = http.post("/v1/rerank", json=body).json()["results"]
-        (scored,) = http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1]}).json()["data"]
+    refused = running.post("/v1/rerank", body | {"method": "yes_no"})
+    ranked = running.post("/v1/rerank", body).json()["results"]
+    (scored,) = running.post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1]}).json()["data"]
     assert refused.status_code == 400 and REFUSAL in refused.text
     expected = float(np.dot(*states()))
     assert [ranked[0]["relevance_score"], scored["score"]] == pytest.approx([expected] * 2, abs=1e-4)
 
 
 def test_embeddings_of_both_apis_are_those_of_transformers(running):
-    with running.http() as http:
-        data = http.post("/v1/embeddings", json={"input": TEXTS}).json()["data"]
-        of_ollama = http.post("/api/embed", json={"model": MODEL, "input": TEXTS}).json()["embeddings"]
+    data = running.post("/v1/embeddings", {"input": TEXTS}).json()["data"]
+    of_ollama = running.post("/api/embed", {"model": MODEL, "input": TEXTS}).json()["embeddings"]
     for given in ([item["embedding"] for item in data], of_ollama):
         np.testing.assert_allclose(given, states(), atol=1e-5)
 
 
 def test_the_models_card_lists_embedding_alone(running):
-    with running.http() as http:
-        assert http.get("/v1/models").json()["data"][0]["capabilities"] == ["embedding"]
-        assert http.get(f"/v1/models/{MODEL}").json()["capabilities"] == ["embedding"]
-        assert http.post("/api/show", json={"model": MODEL}).json()["capabilities"] == ["embedding"]
-        assert http.post("/api/generate", json={"model": MODEL}).json()["done_reason"] == "load"
-        assert http.post("/tokenize", json={"messages": USER}).json()["count"] > 0
-    with serving() as generating, generating.http() as http:
-        assert http.get("/v1/models").json()["data"][0]["capabilities"] == ["completion", "embedding"]
+    assert running.get("/v1/models").json()["data"][0]["capabilities"] == ["embedding"]
+    assert running.get(f"/v1/models/{MODEL}").json()["capabilities"] == ["embedding"]
+    assert running.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["embedding"]
+    assert running.post("/api/generate", {"model": MODEL}).json()["done_reason"] == "load"
+    assert running.post("/tokenize", {"messages": USER}).json()["count"] > 0
+    with serving() as generating:
+        assert generating.get("/v1/models").json()["data"][0]["capabilities"] == ["completion", "embedding"]

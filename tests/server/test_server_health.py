@@ -7,31 +7,29 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from nanovllm import AsyncLLM
 from nanovllm.observability.step_records import OnStep
 from nanovllm.serving.server import app
 from nanovllm.serving.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS, slow_steps
 from tests.support.prometheus import figures
-from tests.support.serving import Serving, comes_true, raw_stream, serving
+from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
 
 
 @contextmanager
-def held_step(running: Serving) -> Iterator[None]:
+def held_step(running):
     """Hold a step of a running request within the block."""
     holds, may_go_on = threading.Event(), threading.Event()
 
-    def hold(_: object) -> None:
+    def hold(_):
         holds.set()
         may_go_on.wait(60.0)
 
@@ -52,10 +50,10 @@ def test_no_collection_goes_through_what_a_server_has_loaded_and_its_threads_tak
     class Unserved:
         exit_code = 0
 
-        def __init__(self, _: object, engine: AsyncLLM, __: object) -> None:
+        def __init__(self, _, engine, __):
             self._engine = engine
 
-        def run(self, _: object) -> None:
+        def run(self, _):
             found.append((gc.get_freeze_count(), sys.getswitchinterval()))
             asyncio.run(self._engine.close())
 
@@ -82,34 +80,34 @@ def test_metrics_do_not_wait_for_a_step():
 
 
 def test_a_step_that_does_not_end_is_unhealthy_and_health_comes_back_with_the_next():
-    with serving({"stall_timeout": 0.2}) as running, running.http() as http:
-        assert http.get("/health").status_code == 200
+    with serving({"stall_timeout": 0.2}) as running:
+        assert running.get("/health").status_code == 200
         with held_step(running):
-            comes_true(lambda: http.get("/health").status_code == 503)
-            error = http.get("/health").json()["error"]
+            comes_true(lambda: running.get("/health").status_code == 503)
+            error = running.get("/health").json()["error"]
             assert error["code"] == "engine_stalled"
             assert "no step has ended" in error["message"] and "--stall-timeout" in error["message"]
             assert figures(running)["engine_stalled"] == 1
         comes_true(running.is_idle)
-        comes_true(lambda: http.get("/health").status_code == 200)
+        comes_true(lambda: running.get("/health").status_code == 200)
         found = figures(running)
         assert (found["engine_stalled"], found["engine_step_age_seconds"]) == (0, 0)
 
 
 def test_an_idle_engine_does_not_stall():
-    with serving({"stall_timeout": 0.01}) as running, running.http() as http:
-        assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 1}).status_code == 200
+    with serving({"stall_timeout": 0.01}) as running:
+        assert running.post("/v1/completions", ENDLESS | {"max_tokens": 1}).status_code == 200
         comes_true(lambda: running.engine.heartbeat().age == 0.0)
         time.sleep(0.05)
-        assert http.get("/health").status_code == 200
+        assert running.get("/health").status_code == 200
 
 
 def test_figures_are_there_after_the_engine_has_died(monkeypatch):
-    with serving() as running, running.http() as http:
-        assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 2}).status_code == 200
+    with serving() as running:
+        assert running.post("/v1/completions", ENDLESS | {"max_tokens": 2}).status_code == 200
         before = figures(running)
         monkeypatch.setattr(running.engine._engine_thread._engine, "step", lambda: 1 / 0)
-        http.post("/v1/completions", json=ENDLESS)
+        running.post("/v1/completions", ENDLESS)
         assert running.engine.is_dead
         assert figures(running)["steps_total"] == before["steps_total"]
 
@@ -118,7 +116,7 @@ def test_figures_are_there_after_the_engine_has_died(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_waiting", "num_ended", "seconds", "expected"),
+    "num_waiting, num_ended, seconds, expected",
     [
         (0, 0, 0.0, 1.0),
         (10, 30, 30.0, 10.0),
@@ -148,14 +146,14 @@ def test_clients_that_are_refused_together_do_not_come_again_together():
 
 
 def test_the_time_to_wait_grows_with_the_queue():
-    def seconds_until_retry(max_queue: int) -> int:
-        with serving(max_num_seqs=1, max_queue=max_queue, max_model_len=2048) as running, running.http() as http:
+    def seconds_until_retry(max_queue):
+        with serving(max_num_seqs=1, max_queue=max_queue, max_model_len=2048) as running:
             running.app.state.server.admission.retry_after = RetryAfter(clock=lambda: 0.0)
             body = ENDLESS | {"max_tokens": 2000}
             with slow_steps(running.engine):
                 connections = [raw_stream(running, body) for _ in range(1 + max_queue)]
                 comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 1 + max_queue)
-                answer = http.post("/v1/completions", json=body)
+                answer = running.post("/v1/completions", body)
             for connection in connections:
                 connection.close()
             assert answer.status_code == 429

@@ -13,13 +13,14 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.serving.server.preparing import prepared
 from nanovllm.serving.server.settings import ServerSettings
+from tests.support.command_line import words
 from tests.support.serving import serving
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> dict[str, str]:
+def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     files = {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
     subprocess.run(
@@ -65,15 +66,15 @@ def test_a_certificate_needs_its_key():
 
 
 def test_a_path_below_a_proxy_may_be_removed_or_not():
-    with serving({"root_path": "/llm"}) as running, running.http() as http:
+    with serving({"root_path": "/llm"}) as running:
         for prefix in ("", "/llm"):
-            assert http.get(f"{prefix}/health").status_code == 200
-            answer = http.post(f"{prefix}/v1/completions", json={"prompt": [5], "max_tokens": 2})
+            assert running.get(f"{prefix}/health").status_code == 200
+            answer = running.post(f"{prefix}/v1/completions", {"prompt": [5], "max_tokens": 2})
             assert answer.status_code == 200
-            assert list(http.post(f"{prefix}/api/chat", json={}).json()) == ["error"]
-            assert isinstance(http.post(f"{prefix}/api/chat", json={}).json()["error"], str)
-        assert http.get("/other/health").status_code == 404
-        assert http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+            assert list(running.post(f"{prefix}/api/chat", {}).json()) == ["error"]
+            assert isinstance(running.post(f"{prefix}/api/chat", {}).json()["error"], str)
+        assert running.get("/other/health").status_code == 404
+        assert running.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b"])
@@ -90,7 +91,7 @@ def test_the_level_of_the_log_is_an_option(monkeypatch, tmp_path):
     monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
     before = logging.getLogger().level, logging.getLogger("nanovllm").level
     try:
-        assert main(["serve", "--log-level", "warning"]) == main(["serve"]) == 0
+        assert main(words("serve --log-level warning")) == main(["serve"]) == 0
     finally:
         logging.getLogger().setLevel(before[0])
         logging.getLogger("nanovllm").setLevel(before[1])

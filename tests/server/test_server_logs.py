@@ -7,8 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from nanovllm.serving.server.security import ApiKeys
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import slow_steps
 from tests.support.prometheus import figures
-from tests.support.serving import Serving, comes_true, raw_stream, serving
+from tests.support.serving import comes_true, raw_stream, serving, user
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 BODY = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
@@ -28,7 +26,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory) -> Iterator[Serving]:
+def running(tmp_path_factory):
     """A server with two keys, one of which has a name."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# ours\nsecret-a # alice\nsecret-b\n")
@@ -37,15 +35,15 @@ def running(tmp_path_factory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def log(caplog) -> pytest.LogCaptureFixture:
+def log(caplog):
     caplog.set_level(logging.INFO, logger="nanovllm")
     return caplog
 
 
-def accesses(log: pytest.LogCaptureFixture, count: int) -> list[logging.LogRecord]:
+def accesses(log, count: int) -> list[logging.LogRecord]:
     """The lines of `count` requests; the last one is written after its response."""
 
-    def found() -> list[logging.LogRecord]:
+    def found():
         return [record for record in log.records if record.name == "nanovllm.access"]
 
     comes_true(lambda: len(found()) >= count)
@@ -69,22 +67,21 @@ def test_a_request_keeps_its_id_and_gets_one_if_it_has_none_that_fits(running, l
 
 
 def test_streams_refusals_and_clients_that_leave_have_their_line(running, log):
-    with running.http() as http:
-        body = json.dumps(BODY | {"stream": True})
-        headers = {"Authorization": "Bearer secret-b", "Content-Type": "application/json"}
-        assert http.post("/v1/completions", content=body, headers=headers).text.endswith("[DONE]\n\n")
-        accesses(log, 1)  # a stream's line is written after its end
-        assert http.post("/v1/completions", json=BODY).status_code == 401
-        wrong = http.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer x", "x-request-id": "w"})
-        assert wrong.status_code == 401 and wrong.headers["x-request-id"] == "w"
+    body = json.dumps(BODY | {"stream": True})
+    headers = {"Authorization": "Bearer secret-b", "Content-Type": "application/json"}
+    assert running.post("/v1/completions", content=body, headers=headers).text.endswith("[DONE]\n\n")
+    accesses(log, 1)  # a stream's line is written after its end
+    assert running.post("/v1/completions", BODY).status_code == 401
+    wrong = running.post("/v1/completions", BODY, headers={"Authorization": "Bearer x", "x-request-id": "w"})
+    assert wrong.status_code == 401 and wrong.headers["x-request-id"] == "w"
     text = [record.getMessage() for record in accesses(log, 3)]
     assert " 200 " in text[0] and "key=key-2 " in text[0]
     assert " 401 " in text[1] and "key=none " in text[1] and "key=invalid " in text[2]
 
 
 def test_the_access_log_can_be_turned_off(log):
-    with serving({"access_log": False}) as other, other.http() as http:
-        assert http.get("/version").headers["x-request-id"]
+    with serving({"access_log": False}) as other:
+        assert other.get("/version").headers["x-request-id"]
     assert not [record for record in log.records if record.name.endswith("access")]
 
 
@@ -145,10 +142,10 @@ def test_a_client_that_left_before_the_answer_counts_for_its_tokens():
 
 
 def test_a_listener_that_raises_takes_no_other_with_it_and_leaves_no_facts(caplog):
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("no collector")
 
-    told: list[str] = []
+    told = []
     in_flight = InFlight()
     in_flight.listeners += [fail, lambda facts, request, output: told.append(facts.request_id)]
     token = CURRENT.set(RequestFacts("mine"))
@@ -171,7 +168,7 @@ def test_names_of_keys_come_from_the_file_or_their_order(tmp_path):
 
 
 @pytest.fixture
-def spans() -> Any:
+def spans():
     """The module of spans, and a provider with the spans that ended."""
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed (nanovllm[otel])")
     from opentelemetry.sdk.trace import TracerProvider
@@ -187,10 +184,10 @@ def spans() -> Any:
 
 def test_a_request_is_a_span_below_the_clients(spans):
     write, exporter = spans
-    with serving() as running, running.http() as http:
+    with serving() as running:
         running.app.state.server.in_flight.listeners.append(write)
-        http.post("/v1/completions", json=BODY | {"seed": 5}, headers={"traceparent": PARENT, "x-request-id": "r"})
-        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 2})
+        running.post("/v1/completions", BODY | {"seed": 5}, headers={"traceparent": PARENT, "x-request-id": "r"})
+        running.post("/v1/chat/completions", {"messages": [user("x")], "max_tokens": 2})
         comes_true(lambda: len(exporter.get_finished_spans()) == 2)
     first, second = exporter.get_finished_spans()
     assert (first.name, second.name) == ("text_completion tiny", "chat tiny")

@@ -21,16 +21,16 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, float]:
+def counted():
     """Metrics after a prompt of 48 tokens twice, 5 tokens each; n=2 of 3 tokens; a refusal; a client that
     left."""
-    with serving() as running, running.http() as http:
+    with serving() as running:
         body = {"prompt": list(range(100, 148)), "max_tokens": 5, "temperature": 0}
         for _ in range(2):
-            assert http.post("/v1/completions", json=body).status_code == 200
-        assert http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3, "n": 2}).status_code == 200
-        assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400
-        assert http.get("/nowhere/1").status_code == 404
+            assert running.post("/v1/completions", body).status_code == 200
+        assert running.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "n": 2}).status_code == 200
+        assert running.post("/v1/completions", {"prompt": [1], "n": 0}).status_code == 400
+        assert running.get("/nowhere/1").status_code == 404
         before = running.stats().num_steps
         with slow_steps(running.engine):
             connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 500})
@@ -87,7 +87,7 @@ def test_latencies_are_those_of_all_requests_and_lengths_those_of_requests_that_
 
 
 def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
-    with serving({"drain_timeout": 0.0}, max_model_len=2048) as running, running.http() as http:
+    with serving({"drain_timeout": 0.0}, max_model_len=2048) as running:
         with slow_steps(running.engine):
             connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True})
             comes_true(lambda: running.stats().num_output_tokens > 3)
@@ -98,9 +98,9 @@ def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
             connection.close()
         comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
         body = {"prompt": [5], "max_tokens": 1, "n": 3, "temperature": 1}
-        assert http.post("/v1/completions", json=body).status_code == 200
+        assert running.post("/v1/completions", body).status_code == 200
         body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
-        assert http.post("/v1/completions", json=body).status_code == 200
+        assert running.post("/v1/completions", body).status_code == 200
         found = figures(running)
         assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 3
         assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 5
@@ -148,8 +148,7 @@ def test_an_idle_server_has_nothing_in_use(counted):
 
 def test_two_servers_of_one_process_count_apart():
     with serving() as one, serving() as other:
-        with one.http() as http:
-            http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1})
+        one.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 1})
         assert figures(one)["steps_total"] == 1
         assert figures(other)["steps_total"] == 0
 

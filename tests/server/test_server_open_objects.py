@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
 import pytest
 
 from tests.support.scripted import ending_model
-from tests.support.serving import MODEL, serving
+from tests.support.serving import MODEL, serving, user
 
-ASK = [{"role": "user", "content": "x"}]
+ASK = [user("x")]
 OPEN = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
 NAMED = {"name": "n", "schema": OPEN}
 SIZE = {"max_tokens": 40, "temperature": 0}
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+REQUESTS = {
     "chat": ("/v1/chat/completions",
              SIZE | {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": NAMED}}),
     "completion": ("/v1/completions",
@@ -31,12 +28,12 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 def forms(monkeypatch):
     """Schemas that the engine is given, in their order."""
-    given: list[str] = []
+    given = []
 
-    def watch(running: Any) -> httpx.Client:
+    def watch(running):
         engine, submit = running.engine, running.engine.submit
 
-        async def noted(prompts: Any, params: Any, **options: Any) -> Any:
+        async def noted(prompts, params, **options):
             form = params.structured_output
             given.append(form.json_schema or form.grammar)
             return await submit(prompts, params, **options)

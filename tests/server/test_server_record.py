@@ -31,7 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def ended(length: int, arrival: float = 0.0, **options: Any) -> tuple[NewRequest, RequestOutput]:
+def ended(length: int, arrival: float = 0.0, **options) -> tuple[NewRequest, RequestOutput]:
     """A request of `length` prompt tokens that got three tokens."""
     request = NewRequest("r", list(range(length)), SamplingParams(), arrival_time=arrival, **options)
     metrics = RequestMetrics(arrival, num_prompt_tokens=length, num_output_tokens=3)
@@ -40,16 +40,16 @@ def ended(length: int, arrival: float = 0.0, **options: Any) -> tuple[NewRequest
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
+def recorded(tmp_path_factory):
     """The record of two prompts with a common prefix, one of them streamed and with two samples; of clients that left
     before and after tokens; of a request that ran out of time."""
     path = tmp_path_factory.mktemp("record") / "yesterday.jsonl"
     shared = list(range(20, 148))
-    with serving({"record": str(path)}, max_model_len=2048) as running, running.http() as http:
+    with serving({"record": str(path)}, max_model_len=2048) as running:
         first = {"prompt": [*shared, 5, 6], "max_tokens": 4, "ignore_eos": True}
-        assert http.post("/v1/completions", json=first).status_code == 200
+        assert running.post("/v1/completions", first).status_code == 200
         second = {"prompt": [*shared, 7], "max_tokens": 3, "n": 2, "ignore_eos": True, "stream": True, "priority": 4}
-        assert http.post("/v1/completions", json=second).status_code == 200
+        assert running.post("/v1/completions", second).status_code == 200
         for stream in (True, False):
             before = running.stats().num_output_tokens
             left = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": stream}
@@ -59,8 +59,8 @@ def recorded(tmp_path_factory) -> Path:
                 connection.close()
                 comes_true(running.is_idle)
         late = {"prompt": [9], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
-        assert http.post("/v1/completions", json=late).status_code == 200
-        assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400  # never queued
+        assert running.post("/v1/completions", late).status_code == 200
+        assert running.post("/v1/completions", {"prompt": [1], "n": 0}).status_code == 400  # never queued
         recorder = running.app.state.recorder
         comes_true(lambda: recorder.num_recorded == 5)
     recorder.close()
@@ -176,7 +176,7 @@ def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("28")])
 def test_a_disk_that_fails_ends_the_record_and_not_the_server(tmp_path, caplog, monkeypatch, error):
-    def fail(*_: Any) -> int:
+    def fail(*_):
         raise error
 
     recorder = Recorder(tmp_path / "r.jsonl")
@@ -206,12 +206,12 @@ def test_the_servers_option_is_checked():
 
 
 def test_requests_that_are_open_when_the_engine_dies_end_once_and_a_listener_that_raises_is_dropped(caplog):
-    told: list[tuple[str, bool]] = []
+    told = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("no room")
 
-    async def run() -> None:
+    async def run():
         router = OutputRouter()
         router.on_end += [fail, lambda request, output: told.append((request.request_id, output is None))]
         request, output = ended(3)

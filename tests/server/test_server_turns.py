@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from nanovllm.features.intake.intake import CLIENT
 from nanovllm.serving.server.turns import PER_TURN, Turns
@@ -15,14 +14,14 @@ COUNT = 5 * PER_TURN
 class Recorded:
     """An application that notes which requests begin, and in which turn of the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.turn = 0
-        self.begun: list[tuple[int, str]] = []
+        self.begun = []
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope, receive, send):
         self.begun.append((self.turn, scope["path"]))
 
-    def count_turns(self) -> None:
+    def count_turns(self):
         self.turn += 1
         asyncio.get_running_loop().call_soon(self.count_turns)
 
@@ -68,7 +67,7 @@ async def test_a_client_does_not_wait_for_the_turns_of_another():
 async def test_each_request_knows_its_client():
     seen = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         seen.append(CLIENT.get())
 
     turns = Turns(app, lambda scope: scope["client"])

@@ -76,5 +76,17 @@ def answered(page: Page, number: int) -> None:
     expect(page.locator(".message .facts")).to_have_count(number)
 
 
+def shows(page: Page, selector: str, text: str) -> None:
+    expect(page.locator(selector)).to_have_text(text)
+
+
+def contains(page: Page, selector: str, text: str) -> None:
+    expect(page.locator(selector)).to_contain_text(text)
+
+
+def matches(page: Page, selector: str, pattern: str) -> None:
+    expect(page.locator(selector)).to_contain_text(re.compile(pattern))
+
+
 def state(page: Page, text: str) -> None:
     expect(page.locator("#state")).to_have_text(text)
