@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from nanovllm import LLM, EngineConfig, ModelLoadError, SamplingParams, UnsupportedModelError
-from nanovllm.models.loader import load_tokenizer
+from nanovllm.models.loader import identity_of, load_tokenizer
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
@@ -133,7 +134,7 @@ def test_dtype_auto_takes_the_checkpoints_own(tmp_path):
         assert dtypes(llm) == ({torch.bfloat16}, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_a_chosen_dtype_holds_for_weights_and_cache(saved, dtype):
     with LLM(saved, dtype=dtype, **OPTIONS) as llm:
         assert dtypes(llm) == ({getattr(torch, dtype)}, getattr(torch, dtype))
@@ -255,6 +256,20 @@ def test_a_tokenizer_folder_that_is_not_there_is_refused(saved):
 
 
 # ---------------------------------------------------------------------------------------------------------------- hub
+
+
+def test_commit_and_quantisation_are_part_of_a_models_identity(monkeypatch):
+    monkeypatch.setattr(
+        "nanovllm.models.loader.try_to_load_from_cache", lambda *_, **__: "/cache/snapshots/abc/config.json"
+    )
+    assert identity_of("org/model", EngineConfig()) == "org/model:abc"
+    assert identity_of("org/model", EngineConfig(quantization="int8")) == "org/model:abc:int8"
+
+
+def test_a_load_leaves_the_librarys_progress_bars_as_they_were(saved):
+    enable_progress_bar()
+    load_tokenizer(str(saved), None, EngineConfig())
+    assert is_progress_bar_enabled()
 
 
 def test_a_hub_id_that_cannot_be_reached_is_a_model_load_error_that_names_it(monkeypatch):

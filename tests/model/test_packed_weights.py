@@ -178,6 +178,11 @@ def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, 
         assert tokens(llm) == expected
 
 
+def test_a_head_that_shares_its_weight_keeps_it():
+    model = tiny_model(tie_word_embeddings=True)
+    assert model.lm_head not in with_own_weights(model) and len(with_own_weights(model)) > 6
+
+
 def test_a_linear_layer_with_a_forward_of_its_own_keeps_it():
     model = Reader(reads_directly=False)
     own = model.second.forward = lambda rows: 2 * F.linear(rows, model.second.weight)
