@@ -376,10 +376,10 @@ def test_a_client_of_the_intake_is_its_header_its_key_or_its_address():
 
 
 def test_the_body_of_a_request_that_failed_counts_no_more():
-    async def receive() -> dict[str, Any]:
+    async def receive():
         return {"type": "http.request", "body": b"x" * 40}
 
-    async def fail(scope: Any, receive: Any, send: Any) -> None:
+    async def fail(scope, receive, send):
         await receive()
         raise RuntimeError("a defect")
 
