@@ -88,13 +88,19 @@ def read_mutants(root: Path) -> list[Mutant]:
 
 @cache
 def test_names(path: Path) -> frozenset[str]:
-    """`function` and `Class::function` of a test file."""
+    """`function` and `Class::function` of a test file, without those that the default tier leaves out."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-        names |= {prefix + found.name for found in inner if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)}
+        names |= {prefix + found.name for found in inner if is_of_default_tier(found)}
     return frozenset(names)
+
+
+def is_of_default_tier(found: ast.stmt) -> bool:
+    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not {"pytest.mark.full", "pytest.mark.slow"} & {ast.unparse(mark) for mark in found.decorator_list}
 
 
 def problems_of(mutant: Mutant, root: Path) -> Iterator[str]:
@@ -118,7 +124,7 @@ def problems_of(mutant: Mutant, root: Path) -> Iterator[str]:
         if "[" in test:
             yield f"{test} names a case: name the function, whose case of the default tier runs"
         elif not (root / file).is_file() or function not in test_names(root / file):
-            yield f"{test} does not exist"
+            yield f"{test} does not exist in the default tier"
 
 
 def problems(mutants: list[Mutant], root: Path) -> list[str]:

@@ -92,7 +92,6 @@ def test_the_figures_of_each_request_are_its_metrics(tmp_path, overlap):
     assert itl["max"] == pytest.approx(1e6 * max(gaps), abs=slack)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("at", [0.3, 0.6, 0.95])
 def test_a_trace_that_was_cut_short_has_figures_of_what_it_holds(folder, tmp_path, at):
     text = (folder / "small.json").read_text(encoding="utf-8")

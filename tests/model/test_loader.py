@@ -209,7 +209,6 @@ def test_a_config_of_an_unknown_architecture_is_refused(spoil):
     assert "perceptron-1957" in refusal(folder)
 
 
-@pytest.mark.full
 def test_a_model_that_is_no_causal_language_model_is_refused(spoil):
     folder = spoil()
     (folder / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))

@@ -78,7 +78,6 @@ def assert_grows_by_single_tokens(outputs):
             assert len(right.token_ids) - len(left.token_ids) <= 1
 
 
-@pytest.mark.full
 def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
     prompts, params = random_prompts(8, low=40, high=40, seed=1), PARAMS * 2
     streams = [llm.stream(prompt, one) for prompt, one in zip(prompts, params, strict=True)]

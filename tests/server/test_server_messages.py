@@ -89,7 +89,6 @@ def test_a_stream_has_the_events_of_the_whole_answer(running, monkeypatch, creat
     assert joined.usage.output_tokens == whole.usage.output_tokens
 
 
-@pytest.mark.full
 def test_an_agent_makes_several_calls_without_a_malformed_event(running, client, monkeypatch, stream_of):
     says(running, monkeypatch, 'So.</think><tool_call>{"name": "weather"}</tool_call>')
     messages = list(ASK)

@@ -70,7 +70,6 @@ def test_what_a_request_leaves_out_is_told_as_it_was_used(running, monkeypatch, 
     assert create(top_p=0.75).top_p == 0.75
 
 
-@pytest.mark.full
 def test_a_stream_has_the_events_of_the_whole_answer(running, monkeypatch, create, stream_of):
     says(running, monkeypatch, ANSWER)
     options = {"tools": TOOLS, "include": SEALED}

@@ -64,6 +64,11 @@ def test_every_mutant_applies_and_names_tests_that_exist():
     assert subprocess.run(command, capture_output=True, text=True).stdout == ""
 
 
+def test_the_page_of_rules_is_what_the_list_gives():
+    """Else run `python .ci/rules.py`."""
+    assert subprocess.run([sys.executable, str(CI / "rules.py"), "--check"]).returncode == 0
+
+
 def test_a_survivor_fails_and_is_named_beside_those_that_are_killed(run):
     status, lines = run(
         ("differs", "a + b", "a - b - 1", "test_sum"),
@@ -92,7 +97,7 @@ def test_what_does_not_apply_fails_by_name_before_any_run(run):
         "sums: gone: its old text occurs 0 times in package.py",
         "sums: twice: its old text occurs 3 times in package.py",
         "sums: broken: package.py with it",
-        "sums: untested: test_sums.py::test_difference does not exist",
+        "sums: untested: test_sums.py::test_difference does not exist in the default tier",
     ]
 
 
