@@ -17,8 +17,8 @@ PAGE = ROOT / "tests" / "RULES.md"
 HEAD = """# Rules of the engine
 
 Each rule is a test of the default tier, below the file whose code it holds, with the mistakes in that file by which it
-was seen to fail. `python .ci/rules.py` writes this page from `.ci/mutants/`, `python .ci/mutants.py` makes each mistake in
-a copy and runs the test.
+was seen to fail. `python .ci/rules.py` writes this page from `.ci/mutants/`, and `python .ci/mutants.py` makes each
+mistake in a copy and runs the test.
 """
 
 
