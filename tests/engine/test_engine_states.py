@@ -129,6 +129,24 @@ def test_an_id_in_use_is_refused():
     assert len(steps(engine)) == 1
 
 
+def test_several_requests_are_added_and_end_together():
+    """All or none are queued; all that are overdue end in one step."""
+    clock = Clock()
+    engine = open_engine(clock, overlap=True)
+    one, two = (engine.input_processor.process_one(name, [1, 2], LONG, timeout=5.0) for name in ("one", "two"))
+    with pytest.raises(ValueError, match="unique"):
+        engine.add(one, one)
+    assert not engine.has_unfinished
+    engine.add(one, two)
+    engine.step()
+    assert engine.scheduler.in_flight
+    clock.now += 5.0
+    engine.step()
+    assert {output.request_id for output in engine.outputs} == {"one", "two"}
+    assert not engine.scheduler.in_flight, "nobody waits for the step in flight"
+    check_idle(engine)
+
+
 def test_requests_of_a_more_urgent_priority_start_first():
     engine = open_engine(max_num_seqs=1)
     for number, priority in enumerate((1, 0, -1)):

@@ -83,14 +83,15 @@ def test_only_allowed_tokens_are_left_and_what_is_not_finite_still_shows():
 def test_biases_are_added_before_penalties():
     logits = logits_of(3)
     first = request([1], [7], logit_bias={7: 4.0, 9: -100.0}, presence_penalty=0.5)
-    second = request([1], [5], logit_bias={"3": 1.5}, repetition_penalty=2.0)
+    second = request([1], [5], logit_bias={"3": 1.5, "5": 9.0}, repetition_penalty=2.0)
     expected = logits.clone()
-    expected[0, 7] += 4.0 - 0.5
-    expected[0, 9] -= 100.0
-    expected[1, 3] += 1.5
+    expected[1, 7] += 4.0 - 0.5
+    expected[1, 9] -= 100.0
+    expected[2, 3] += 1.5
+    expected[2, 5] += 9.0
     for token in (1, 5):
-        expected[1, token] = expected[1, token] / 2 if expected[1, token] > 0 else expected[1, token] * 2
-    torch.testing.assert_close(changed(logits, [first, second, request([1], [])]), expected)
+        expected[2, token] = expected[2, token] / 2 if expected[2, token] > 0 else expected[2, token] * 2
+    torch.testing.assert_close(changed(logits, [request([1], []), first, second]), expected)
 
 
 def test_a_large_bias_decides():
