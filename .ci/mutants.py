@@ -87,10 +87,15 @@ def read_mutants(root: Path) -> list[Mutant]:
 
 
 @cache
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
 def test_names(path: Path) -> frozenset[str]:
     """`function` and `Class::function` of a test file, without those that the default tier leaves out."""
     names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(source(path)).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
         names |= {prefix + found.name for found in inner if is_of_default_tier(found)}
@@ -108,15 +113,10 @@ def problems_of(mutant: Mutant, root: Path) -> Iterator[str]:
     path = root / mutant.file
     if not path.is_file():
         yield f"{mutant.file} does not exist"
-    elif (num_places := (text := path.read_text(encoding="utf-8")).count(mutant.old)) != 1:
+    elif (num_places := source(path).count(mutant.old)) != 1:
         yield f"its old text occurs {num_places} times in {mutant.file}"
     elif mutant.new == mutant.old:
         yield "its new text is the old one"
-    elif path.suffix == ".py":
-        try:
-            ast.parse(text.replace(mutant.old, mutant.new))
-        except SyntaxError as error:
-            yield f"{mutant.file} with it is no Python: {error}"
     if not mutant.tests:
         yield "it names no test"
     for test in mutant.tests:
@@ -132,6 +132,16 @@ def problems(mutants: list[Mutant], root: Path) -> list[str]:
     found = [f"{mutant.area}: {mutant.name}: {problem}" for mutant in mutants for problem in problems_of(mutant, root)]
     names = [mutant.name for mutant in mutants]
     return found + [f"two mutants are called {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+
+
+def syntax_errors(mutants: list[Mutant], root: Path) -> Iterator[str]:
+    """Mutants that are no Python: every test that imports them would fail."""
+    for mutant in mutants:
+        try:
+            if mutant.file.endswith(".py"):
+                ast.parse(source(root / mutant.file).replace(mutant.old, mutant.new))
+        except SyntaxError as error:
+            yield f"{mutant.area}: {mutant.name}: {mutant.file} with it is no Python: {error}"
 
 
 # ------------------------------------------------------------------------------------------------------------ runs
@@ -293,6 +303,8 @@ def main(arguments: list[str], root: Path = ROOT, imports: tuple[str, ...] = IMP
     found = problems(mutants, root)
     if not mutants:
         found.append(f"no mutant has {options.only!r} in its area, name or file")
+    if not (found or options.check):
+        found.extend(syntax_errors(mutants, root))
     print(*found, sep="\n", end="\n" if found else "")
     if found or options.check:
         return bool(found)
