@@ -65,7 +65,7 @@ def test_the_full_tier_runs_what_the_default_one_leaves_out(pytester):
 
 @pytest.mark.parametrize(("limit", "code"), [("0.1", 1), ("600", 0)])
 def test_a_run_that_takes_more_processor_time_than_its_limit_fails(limit, code):
-    file = str(Path(__file__).with_name("test_architecture.py"))
+    file = __file__
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--collect-only", "-p", "no:cacheprovider", file]
     environment = os.environ | {"NANOVLLM_MAX_TEST_SECONDS": limit}
     run = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)

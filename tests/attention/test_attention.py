@@ -17,6 +17,7 @@ from tests.support.paged_cases import DEVICE, MIXED_STEPS, NUM_BLOCKS, PagedCase
 BACKENDS = pytest.mark.parametrize("backend", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
 
 
+@pytest.mark.costly
 @BACKENDS
 @pytest.mark.parametrize("spans", MIXED_STEPS.values(), ids=MIXED_STEPS.keys())
 def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(backend, spans):
@@ -45,6 +46,7 @@ SHAPES = {  # KV heads, groups, head size, block size, dtype
 SLOW_FOR_FLEX = ("large heads", "small blocks")  # twelve seconds of a compiler each
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "shape"),
     [

@@ -57,6 +57,7 @@ def test_flex_attention_in_chunks_equals_dense_attention():
         case.check(case.run(flex(case)))
 
 
+@pytest.mark.costly
 @BACKENDS
 @pytest.mark.parametrize("traits", [TRAITS["window"], TRAITS["all at once"]], ids=["window", "all"])
 def test_any_split_of_any_sequences_equals_dense_attention(backend, traits):
@@ -70,6 +71,7 @@ def test_any_split_of_any_sequences_equals_dense_attention(backend, traits):
         case.check(case.run(backend(case)))
 
 
+@pytest.mark.costly
 @BACKENDS
 def test_bfloat16_large_groups_and_wide_values_are_right_with_every_trait(backend):
     case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **WIDE)

@@ -52,6 +52,7 @@ def build_broken(monkeypatch, folder: Path, file: str, right: str, wrong: str) -
 # --------------------------------------------------------------------------------------------------- the right forms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CLASSES)
 def test_attention_and_products_are_right_in_every_class(monkeypatch, name):
     monkeypatch.setenv(VARIABLE, name)

@@ -60,6 +60,7 @@ def check(family: str, options: dict[str, Any]) -> None:
         assert stats.num_preemptions > 0 or options.get("num_kv_blocks", 80) >= 80
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers_in_scarce_pools_with_overlap(family):
     check(family, SCARCE | {"overlap": True})

@@ -75,6 +75,7 @@ def drawn_behind_a_copy(runner: ModelRunner, num_groups: int, *, reused: int) ->
     return own, copied
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_copied_block_has_the_keys_and_values_of_its_source_in_every_layer(setting):
     with open_setting(setting) as llm:

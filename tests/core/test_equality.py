@@ -194,7 +194,7 @@ def poisoned_prompt(length=90):
     return [BAD if position == length // 2 else 300 + position for position in range(length)]
 
 
-@pytest.mark.costly
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["sdpa", "flex"] if torch.cuda.is_available() else ["sdpa", "flex", "cpp"])
 def test_a_request_driven_to_nan_ends_with_an_error_and_harms_nobody(backend):
     module = poisoned_model()

@@ -166,6 +166,7 @@ def test_answers_are_those_without_goals_and_shares(name: str, overlap: bool):
         assert name != "preemption" or llm.stats().num_preemptions > 0
 
 
+@pytest.mark.full
 def test_replicas_with_a_goal_and_shares_answer_as_one_engine_without():
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 96}
     with LLM(tiny_folder(), **(REPLICAS | limits | {"data_parallel_size": 1, "routing": None})) as llm:

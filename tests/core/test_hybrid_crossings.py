@@ -66,6 +66,7 @@ def chosen(model: Any, prompt: list[int], change: Callable[[list[int], torch.Ten
     return known[len(prompt) :]
 
 
+@pytest.mark.full
 def test_two_replicas_answer_alike_and_share_prefixes(folder, expected):
     with LLM(folder, data_parallel_size=2, **OPTIONS) as llm:
         assert answers(llm) == expected

@@ -44,6 +44,7 @@ def attributes_of(model: Any) -> list[dict[str, Any]]:
     return [dict(vars(module)) for module in model.modules()]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", CHUNKS)
 def test_greedy_tokens_are_those_of_transformers_in_chunks_and_batches_of_decodes(class_name):
     model, prompts = tiny_class_model(class_name), prompts_of(class_name)

@@ -92,6 +92,7 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"), eos_token_ids=[EOS])
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_a_draw_get_it_after_an_interrupt_and_at_the_end(folder, monkeypatch):
     options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 512, "overlap": True}
     with LLM(folder, tensor_parallel_size=2, **options) as llm:

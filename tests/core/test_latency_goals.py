@@ -45,6 +45,7 @@ def usual() -> list[list[list[int]]]:
     return answers()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("goal", [60.0, "tight"])
 def test_tokens_do_not_depend_on_the_goal(usual, overlap, goal, monkeypatch):

@@ -53,6 +53,7 @@ def run_in(folder: str, directory: Path, **options: Any) -> tuple[list[list[int]
         return *answers(llm), llm.stats().tiers
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_evicted_prefixes_come_back_from_the_memory_of_each_rank(folder, expected, overlap):
     with LLM(folder, **(TWO | HOST), overlap=overlap) as llm:

@@ -104,6 +104,7 @@ def contents(llm: LLM) -> dict[tuple[int, bytes], bytes]:
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
+@pytest.mark.costly
 def test_tokens_are_those_of_transformers_without_tiers_with_them_and_from_a_former_process(saved, tmp_path):
     folder, expected = saved
     with open_saved(folder) as llm:

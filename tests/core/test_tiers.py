@@ -73,6 +73,7 @@ def run_in(
 # -------------------------------------------------------------------------------------------------------- host memory
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", [None, "Gemma3Text", "Gemma4Text", "DeepseekV2", "Llama4Text"])
 def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family):
     of_family = None if family is None else model(family)

@@ -280,6 +280,7 @@ def test_ten_thousand_steps_of_a_thousand_requests_are_drawn_within_a_moment(lar
     assert page.evaluate(draws) < 250
 
 
+@pytest.mark.full
 def test_lanes_can_be_left_to_the_requests_in_view(large, open_page):
     page = open_page(large)
     page.evaluate("() => { show(0.9 * longest, 0.01 * longest); draw(); }")

@@ -153,6 +153,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_the_snippets_of_a_page_run(name, page):
     run_all(name, page, are_slow=False)
@@ -171,6 +172,7 @@ def run_all(name: str, page: Page, *, are_slow: bool) -> None:
             page.run(snippet)
 
 
+@pytest.mark.full
 def test_what_is_not_run_is_listed_with_its_reason():
     reasons = Counter(block.note.removeprefix("not run: ") for block in BLOCKS if block.note.startswith("not run"))
     assert reasons == NOT_RUN

@@ -197,6 +197,7 @@ def expected(folder) -> list[Any]:
 IDLE, WAITING, DROPPED = "idle time between calls", "captures while requests wait", "all graphs dropped between calls"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("way", "options"),
     [(IDLE, {}), (IDLE, {"speculation": "suffix"}), (WAITING, {}), (DROPPED, {})],
@@ -221,6 +222,7 @@ def test_captures_between_steps_of_every_option_change_no_answer(expected, kerne
     assert kernels.used == kinds | {f"{kind} captured" for kind in kinds}
 
 
+@pytest.mark.full
 def test_a_head_of_any_size_reads_entries_that_exist_after_a_step_of_any_size(kernels):
     """Without a capture in between: a step's own head may be captured for more samples than the step before had."""
     chance = np.random.default_rng(0)

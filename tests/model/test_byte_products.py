@@ -61,6 +61,7 @@ def rounded(rows: torch.Tensor, largest: int) -> torch.Tensor:
     return (whole * (most / largest).double()).flatten(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_product_is_that_of_rows_rounded_run_by_run(kind, num_threads, kernels):

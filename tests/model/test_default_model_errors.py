@@ -233,6 +233,7 @@ def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_da
     assert cache_content() == [folder.name]
 
 
+@pytest.mark.full
 def test_two_processes_that_build_at_once_both_get_the_complete_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path
         assert tokens(llm) == by_transformers(tiny_model(family))
 
 
-@pytest.mark.costly
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family, tmp_path):
     """The same logits three times: fused, by the modules in bfloat16, and by the modules in float32."""
@@ -422,6 +422,7 @@ def test_the_tolerance_separates_a_missing_term_from_rounding(tmp_path):
     assert (norms[0] - norms[1]).norm() / norms[0].norm() > max(TOLERANCE.values())
 
 
+@pytest.mark.full
 def test_every_engine_has_memory_of_its_own(tmp_path):
     """Two engines of one shape in turn, step by step: neither writes where the other reads."""
     folder = save_tiny(tmp_path / "model")

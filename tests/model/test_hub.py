@@ -37,6 +37,7 @@ def generate(model: str, cache: Path, endpoint: str, *flags: str) -> subprocess.
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_model_of_a_hub_that_answers_is_fetched(folder, tmp_path):
     with serving({"own/tiny": folder}) as hub:
         done = generate("own/tiny", tmp_path, hub.endpoint)

@@ -50,6 +50,7 @@ def llm(request, folder):
         yield llm
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("option", KINDS)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "olmo2"])
 def test_answers_are_those_of_the_dequantised_weights(family, option, tmp_path):

@@ -51,6 +51,7 @@ def kernels() -> StateKernels:
     return load_state_kernels()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [target.name for target in targets({})][:: len(targets({})) - 1 or 1])
 def test_kernels_of_the_best_and_of_the_least_class_equal_torch(monkeypatch, name):
     monkeypatch.setenv(VARIABLE, name)

@@ -103,6 +103,7 @@ def test_a_gpu_by_its_number_is_refused_with_the_remedy():
         front_door({"device": "cuda:1"}, engine_process=True)
 
 
+@pytest.mark.full
 def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     doors = [front_door({"device": device}, engine_process=None) for device in ("auto", "cuda", "cuda:1", "cpu")]

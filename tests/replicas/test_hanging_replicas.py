@@ -50,6 +50,7 @@ def test_a_silent_replica_is_dead_after_step_timeout_and_earlier_where_another_t
     assert Fleet([None] * count, tiny_folder(), step_timeout=step_timeout)._stall_seconds == seconds
 
 
+@pytest.mark.full
 def test_a_stream_goes_on_when_its_engine_says_nothing_any_more(monkeypatch):
     """The process is stopped as a whole, so its own watchdog is too."""
     prompt = random_prompts(1, low=30, high=30, seed=43)[0]

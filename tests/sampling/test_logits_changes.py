@@ -315,6 +315,7 @@ def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overl
 # ---------------------------------------------------------------------------------------------------------- all at once
 
 
+@pytest.mark.full
 def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transformers():
     """In the documented order; the allowed tokens and the frequency penalty, which they lack, are written out."""
     history, num_draws, size = [4, 9, 4, 7, 1], 6_000, 24

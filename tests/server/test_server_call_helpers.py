@@ -36,6 +36,7 @@ def read(path: str) -> str:
     return f"the text of {path}"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_runner_calls_the_tool_and_returns_its_result(running, monkeypatch, stream):
     says(running, monkeypatch, f"So. {CALL}")

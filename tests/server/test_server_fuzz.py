@@ -47,6 +47,7 @@ def routes(app):
                 yield each
 
 
+@pytest.mark.full
 def test_no_body_is_a_server_error(running):
     failed, answered = [], 0
     for route in routes(running.app):

@@ -70,6 +70,7 @@ def test_reranking_and_scores_have_the_paths_of_other_servers():
             assert all(answer.json()[field] == answers[0].json()[field] for answer in answers)
 
 
+@pytest.mark.full
 def test_a_response_that_fits_may_ask_for_truncation():
     with serving() as running:
         for value in ("auto", "disabled", None):

@@ -45,6 +45,7 @@ def forms(monkeypatch):
     return watch
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_document_has_the_properties_of_its_schema_alone(forms, opens):
     with serving({"open_objects": opens}, model=ending_model()) as running, forms(running) as http:

@@ -89,6 +89,7 @@ def distribution(params: dict[str, Any]) -> Tensor:
     return warpers(None, MODEL.clone()).softmax(dim=-1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("drafter", "temperature"),
     [(SharedNoise, 0.7), (SharedNoise, 1.0), (Likeliest, 1.0)],

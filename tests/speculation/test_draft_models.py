@@ -44,6 +44,7 @@ def open_llm(draft: str | None, **options) -> LLM:
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | drafts | options))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_copy_of_the_model_draws_what_the_model_draws(name, same):
     """With the same noise at the same positions; with noise of its own hardly a sampled token would agree."""

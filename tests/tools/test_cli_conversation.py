@@ -289,6 +289,7 @@ def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     assert "Loading" not in seen and "KV cache" not in seen  # bars of other libraries, other lines about the load
 
 
+@pytest.mark.full
 def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
     """An echoed ^C at the end of a full line moves the cursor down: the line would stay above its last drawing."""
     primary, secondary = os.openpty()

@@ -45,6 +45,7 @@ def test_a_name_of_another_engine_is_answered_with_ours(line, expected, capsys):
     assert f"error: {expected}" in said(line, capsys)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("engine, name", NAMES, ids=[f"{engine} {name}" for engine, name in NAMES])
 def test_no_name_is_an_alias_unless_it_is_ours(engine, name, capsys):
     own = {flag for parser in command_parsers().values() for flag in parser._option_string_actions} | {*COMMANDS}

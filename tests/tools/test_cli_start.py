@@ -32,6 +32,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_a_start_imports_nothing_heavy_that_the_first_token_needs_not_and_ends_without_a_collection(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -60,6 +60,7 @@ def drawn(request):
     return request.param, build(f"{request.param}:requests={count},seed=1")
 
 
+@pytest.mark.costly
 def test_lengths_have_the_quantiles_and_the_means_of_the_trace(drawn):
     name, workload = drawn
     prompts, outputs = lengths(workload)
