@@ -129,7 +129,11 @@ def _seconds_of_fetching_the_default_model():
 
 
 def _seconds_of_all(config):
-    return config.stash[PROCESSOR_SECONDS] + _processor_seconds() - config.stash.get(FETCH_SECONDS, 0.0)
+    """Of this process and of those of xdist, which are its children too once they have ended."""
+    seconds_of_workers = config.stash[PROCESSOR_SECONDS]
+    if seconds_of_workers:
+        return seconds_of_workers + sum(os.times()[:2])
+    return _processor_seconds() - config.stash.get(FETCH_SECONDS, 0.0)
 
 
 def _processor_seconds():
