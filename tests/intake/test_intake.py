@@ -281,7 +281,7 @@ async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
             assert await llm.abort("left")
             (output,) = [output async for output in await waiting]
             assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 2
-        assert not [task for task in llm._intake.short.tasks() if not task.has_begun]
+        assert not [task for task in llm._intake.short.tasks() if not task.has_begun] and not llm._preparing
         held.end()
         await llm.prepare(lambda: None)
         assert not prepared
@@ -301,6 +301,8 @@ async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_ar
         running = asyncio.create_task(llm.submit(["the sea", "a bird"], request_ids=["first", "second"]))
         await asyncio.to_thread(begun.wait, 30.0)
         assert await llm.abort("first")
+        for _ in range(10):  # what the abort has scheduled
+            await asyncio.sleep(0)
         assert not running.done() and llm._intake.short.running
         assert await llm.abort("second")
         outputs = [output async for output in await running]

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from nanovllm import LLM
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.kernels.packed_product import LANES, PANEL, can_pack, pack
-from nanovllm.models.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
+from nanovllm.models.packed_linears import OneDnnLinear, pack_linear_layers, with_own_weights, with_weights_hidden
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -176,6 +176,15 @@ def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, 
     with LLM(folder, **OPTIONS) as llm:
         assert llm._engine.model_runner.binding.model.lm_head.weight.numel() > 0
         assert tokens(llm) == expected
+
+
+def test_a_product_of_one_dnn_is_wrong_by_one_row(monkeypatch):
+    linear = nn.Linear(32, 16)
+    own = OneDnnLinear.__new__(OneDnnLinear)
+    for factor, is_right in ((1.0, True), (0.0, False), (torch.nan, False)):
+        factors = torch.tensor([[1.0], [factor], [1.0]])
+        monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, rows, by=factors: by * linear(rows))
+        assert own.is_right(linear) == is_right
 
 
 def test_a_head_that_shares_its_weight_keeps_it():
