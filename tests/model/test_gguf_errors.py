@@ -47,7 +47,6 @@ def cut(path: Path, target: Path, num_bytes: int) -> Path:
     return target
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.999])
 def test_a_truncated_file_is_an_error_wherever_it_ends(whole, tmp_path, share):
     path = cut(whole, tmp_path / "cut.gguf", int(whole.stat().st_size * share))
@@ -103,7 +102,6 @@ def key(name: str, kind: int, *values: bytes) -> bytes:
 _AN_ARRAY, _GIGABYTES = struct.pack("<IQ", 9, 1), struct.pack("<Q", 2 << 30)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("options", "parts", "words"),
     [
@@ -231,7 +229,6 @@ def test_missing_metadata_and_tensors_are_named(tmp_path):
     assert "has the shape [64, 64], but the metadata make it [128, 64]" in refusal(path)
 
 
-@pytest.mark.every_row
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

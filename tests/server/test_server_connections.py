@@ -107,7 +107,6 @@ def test_headers_that_are_complete_and_too_large_are_431(parser):
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
 
 
-@pytest.mark.every_row
 def test_trailers_that_are_too_large_are_431(parser):
     with serving(SMALL) as running:
         for trailers in (b"X: " + b"y" * 5000 + b"\r\n\r\n", b"X: y\r\n" * 30 + b"\r\n"):
