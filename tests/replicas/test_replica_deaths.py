@@ -96,7 +96,6 @@ def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
         assert after.max_itl >= max(output.metrics.max_itl or 0.0 for output in shown)
 
 
-@pytest.mark.full
 def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
     prompts, params = random_prompts(8, low=40, high=40, seed=2), PARAMS * 2
     engine, ids = llm._engine, process_ids(llm)

@@ -32,7 +32,7 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.full
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("pool", "overlap"),
     [*((pool, True) for pool in POOLS), ("tiny pool", False)],

@@ -44,7 +44,7 @@ def requests():
 QUICK = {("roomy pool", False), ("small chunks", False), ("tiny pool", True)}
 
 
-@pytest.mark.full
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("pool", "overlap"),
     [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,
