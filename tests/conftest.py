@@ -1,7 +1,7 @@
 """For every test: its tier, a quiet tokenizers library, threads as before; a browser.
 
 A run of the whole suite takes a process a core and the cases that support/default_tier.py chooses; `-n 0` keeps it in
-one process, `-m full` runs the other cases, and a file that is named runs all of its cases.
+one process, `-m full` runs the other cases. A folder that is named has the same tiers, a file all of its cases.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.prog
 def pytest_cmdline_main(config):
     """Chooses the tier, and spreads the whole suite over the cores, unless options say otherwise.
 
-    Whole files go to a process, so that module fixtures are built once and the tests of a file keep their order.
+    A folder has the default tier, a file that is named all of its cases but the slow ones. Whole files go to a process, so that module fixtures are built once and the tests of a file keep their order.
     """
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the options of the process that started it
     if is_worker:
         return
+    names_files = not all(os.path.isdir(argument) for argument in config.args)
     if not config.option.markexpr:
-        config.option.markexpr = "not slow and not full" if is_whole_suite else "not slow"
+        config.option.markexpr = "not slow" if names_files else "not slow and not full"
     if not is_whole_suite or config.option.usepdb:
         return
     if getattr(config.option, "numprocesses", 0) is None:
