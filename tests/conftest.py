@@ -36,7 +36,7 @@ LONGEST = (
     "test_traffic", "test_default_model_errors", "test_server_schema", "test_live_chat", "test_timeline_figures",
     "test_tensor_parallel", "test_fused_layers", "test_interrupts", "test_server_connections", "test_sampler",
     "test_cli_pull", "test_tensor_parallel_failures", "test_scheduler_properties", "test_draft_models",
-    "test_llm_forks",
+    "test_llm_forks", "test_engine_process", "test_cli_conversation", "test_replica_ranks", "test_drafts_on_ranks",
 )  # fmt: skip
 # Of all processes, start and collection included; a run that takes more fails. CI sets it for the default tier.
 MAX_PROCESSOR_SECONDS = float(os.environ.get("NANOVLLM_MAX_TEST_SECONDS", "inf"))
@@ -52,7 +52,8 @@ LOGGERS = [logging.getLogger(name) for name in (None, "nanovllm", "nanovllm.prog
 def pytest_cmdline_main(config):
     """Chooses the tier, and spreads the whole suite over the cores, unless options say otherwise.
 
-    A folder has the default tier, a file that is named all of its cases but the slow ones. Whole files go to a process, so that module fixtures are built once and the tests of a file keep their order.
+    A folder has the default tier, a file that is named all of its cases but the slow ones. Whole files go to a process,
+    so that module fixtures are built once and the tests of a file keep their order.
     """
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the options of the process that started it

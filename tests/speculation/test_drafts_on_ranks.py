@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "structured": {"temperature": 1.0, "structured_output": form("json_schema")},
 }
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", autouse=True)
 def pair():
@@ -61,7 +63,6 @@ def params_of(name: str) -> SamplingParams:
     return SamplingParams(**{"seed": 5, "max_tokens": 40} | KINDS[name])
 
 
-@pytest.mark.full
 def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_quality(folder):
     """A drafter is rank 0's, as the suffix index is; the other rank has the rows that it decides on."""
     wanted = expected(folder)
@@ -82,7 +83,6 @@ def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_
         assert_idle_and_whole(llm)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("source", ["a draft model", "a Drafter"])
 def test_the_drafter_of_two_ranks_is_that_of_the_first(folder, source):
     wanted = expected(folder)
@@ -100,7 +100,6 @@ def test_the_drafter_of_two_ranks_is_that_of_the_first(folder, source):
         assert_idle_and_whole(llm)
 
 
-@pytest.mark.full
 def test_after_a_refused_draft_model_the_other_rank_serves_the_next_engine(folder, tmp_path):
     other = str(save_tiny(tmp_path, vocab_size=VOCAB_SIZE + 8))
     with pytest.raises(ValueError, match="its vocabulary"):
