@@ -1,12 +1,9 @@
 """`AsyncLLM`: clients that leave, cancel or do not read, and event loops that close."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -68,7 +65,7 @@ async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatc
         is_tokenising, may_go_on = threading.Event(), threading.Event()
         prepare = llm._input_processor.process_each
 
-        def slow(*arguments: Any, **options: Any) -> Any:
+        def slow(*arguments, **options):
             is_tokenising.set()
             may_go_on.wait(10)
             return prepare(*arguments, **options)
@@ -91,7 +88,7 @@ async def test_a_busy_event_loop_holds_up_no_request_that_is_prepared(monkeypatc
         is_tokenising = threading.Event()
         prepare = llm._input_processor.process_each
 
-        def slow(*arguments: Any, **options: Any) -> Any:
+        def slow(*arguments, **options):
             is_tokenising.set()
             return prepare(*arguments, **options)
 
@@ -116,9 +113,9 @@ async def test_aborting_what_does_not_run_says_so():
 @bounded
 async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
     async with open_llm() as llm:
-        left: list[Any] = []
+        left = []
 
-        def forget() -> None:
+        def forget():
             loop = asyncio.new_event_loop()
             stream = llm.generate([9] * 100, ENDLESS)
             left.append(stream)
@@ -128,7 +125,7 @@ async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
 
         await asyncio.to_thread(forget)
 
-        async def is_idle() -> bool:
+        async def is_idle():
             return (await llm.stats()).num_used_blocks == 0
 
         assert await comes_true(is_idle)
@@ -152,7 +149,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in
         first = await anext(idle)
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
 
-        async def has_ended() -> bool:
+        async def has_ended():
             return (await llm.stats()).num_running == 0
 
         assert await comes_true(has_ended)

@@ -1,7 +1,5 @@
 """`AsyncLLM`: closing, forgetting to close, and prompts submitted together."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess
@@ -142,7 +140,7 @@ async def test_closing_submitted_prompts_aborts_those_that_are_unfinished():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("prompts", "ids", "error"),
+    "prompts, ids, error",
     [
         ("text", None, TypeError),
         ([], None, ValueError),

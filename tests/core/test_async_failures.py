@@ -1,9 +1,6 @@
 """`AsyncLLM`: failed steps are tried again; an error ends its own request and no other."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +30,7 @@ async def test_a_step_that_fails_now_and_then_is_tried_again_without_a_trace_in_
     async with open_llm() as llm:
         numbers = iter(range(1, 10_000))
 
-        def fail_sometimes(batch: Any) -> None:
+        def fail_sometimes(batch):
             if next(numbers) in (1, 4, 5, 9):
                 raise RuntimeError("out of memory, for a moment")
 
@@ -50,7 +47,7 @@ async def test_steps_that_fail_here_and_there_end_no_long_prompt(monkeypatch):
     async with open_llm(max_num_batched_tokens=32, max_num_seqs=4) as llm:
         numbers = iter(range(1, 10_000))
 
-        def fail_sometimes(batch: Any) -> None:
+        def fail_sometimes(batch):
             if next(numbers) in (2, 3, 6, 7, 10, 11):
                 raise RuntimeError("out of memory, for a moment")
 
@@ -65,7 +62,7 @@ async def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_its_n
     long = SamplingParams(temperature=0.0, max_tokens=60)
     async with open_llm(overlap=overlap) as llm:
 
-        def choke(batch: Any) -> None:
+        def choke(batch):
             if any(entry.sequence.request_id == "poison" for entry in batch.entries):
                 raise RuntimeError("cannot swallow this")
 
@@ -84,7 +81,7 @@ async def test_steps_that_always_fail_end_their_requests_and_not_in_an_endless_l
     async with open_llm() as llm:
         num_tried = 0
 
-        def fail(batch: Any) -> None:
+        def fail(batch):
             nonlocal num_tried
             num_tried += 1
             if num_tried > 5:
@@ -108,12 +105,12 @@ async def test_an_error_that_ends_the_engine_reaches_every_client_with_its_cause
         await anext(stream)
     waiting = asyncio.create_task(anext(llm.generate([7], ENDLESS)))
 
-    async def waits() -> bool:
+    async def waits():
         return (await llm.stats()).num_waiting == 1
 
     assert await comes_true(waits)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_):
         raise error
 
     is_device_error = isinstance(error, DeviceError)
@@ -143,7 +140,7 @@ async def test_a_tokenizer_that_cannot_decode_one_answer_hurts_no_neighbour(monk
     async with open_llm() as llm:
         decode = llm.tokenizer.decode
 
-        def failing(ids: list[int], **options: Any) -> str:
+        def failing(ids, **options):
             if broken in ids:
                 raise IndexError("piece id is out of range")
             return decode(ids, **options)
@@ -166,7 +163,7 @@ async def test_a_tokenizer_that_cannot_encode_a_prompt_hurts_its_caller_alone(mo
         stream = llm.generate([5, 6, 7], GREEDY)
         await anext(stream)
 
-        def failing(text: str) -> Any:
+        def failing(text):
             raise OverflowError("too much text")
 
         monkeypatch.setattr(llm._input_processor, "tokenizer", failing)
@@ -191,7 +188,7 @@ async def test_a_request_whose_logits_are_not_finite_ends_alone():
 
 @bounded
 async def test_a_hook_that_raises_in_the_engines_thread_ends_nothing():
-    def hook(record: Any) -> None:
+    def hook(record):
         raise ValueError("no such gauge")
 
     async with open_llm(on_step=hook) as llm:

@@ -1,12 +1,9 @@
 """`AsyncLLM`: timeouts, aborts, a full queue, and input refused before it is queued."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -46,16 +43,16 @@ async def test_a_timeout_ends_a_stream_that_runs_and_one_that_waits(monkeypatch)
 class SlowTokenizer:
     """Takes its time to encode; `is_busy` tells the others that it has begun."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self._tokenizer, self._seconds = tiny_tokenizer(), seconds
         self.is_busy = threading.Event()
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text):
         self.is_busy.set()
         time.sleep(self._seconds)
         return self._tokenizer(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._tokenizer, name)
 
 
@@ -108,12 +105,12 @@ async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_
     async with open_llm() as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
 
-        def leave() -> None:
+        def leave():
             loop = asyncio.new_event_loop()
             stream = llm.generate([5] * 20, ENDLESS, output_kind="final")
             task = loop.create_task(anext(stream))
 
-            async def begun() -> None:
+            async def begun():
                 while not (await llm.stats()).num_running:
                     await asyncio.sleep(0.001)
 
@@ -122,10 +119,10 @@ async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_
             loop.close()
             abandoned.append((task, stream))  # still referred to, so that nothing else ends it
 
-        abandoned: list[Any] = []
+        abandoned = []
         await asyncio.to_thread(leave)
 
-        async def is_idle() -> bool:
+        async def is_idle():
             stats = await llm.stats()
             return stats.num_running == stats.num_used_blocks == 0
 
@@ -140,7 +137,7 @@ async def test_a_full_queue_refuses_and_takes_again_later():
         await anext(streams[0])
         second = asyncio.create_task(anext(streams[1]))
 
-        async def waits() -> bool:
+        async def waits():
             return (await llm.stats()).num_waiting == 1
 
         assert await comes_true(waits)
@@ -154,7 +151,7 @@ async def test_a_full_queue_refuses_and_takes_again_later():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "named"),
+    "prompt, options, named",
     [
         ("", {}, "empty"),
         ([], {}, "empty"),

@@ -1,14 +1,10 @@
 """`AsyncLLM`: many streams at once, each with the tokens and text of the offline engine."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
-from nanovllm import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm import SamplingParams
 from tests.support.async_llms import (
     GREEDY,
     KINDS,
@@ -83,8 +79,8 @@ async def test_chat_answers_through_the_chat_template():
     assert last.request_id == "mine"
 
 
-def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}]
+def mixed_requests(count):
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}]
     params = [SamplingParams(seed=n, max_tokens=8 + n % 9, **kinds[n % len(kinds)]) for n in range(count)]
     return random_prompts(count, low=1, high=60, seed=1), params
 
@@ -96,7 +92,7 @@ async def test_two_hundred_streams_at_once_each_give_the_tokens_of_the_offline_e
     prompts, params = mixed_requests(200)
     expected = answers(prompts, params)
 
-    async def client(llm: AsyncLLM, number: int) -> tuple[list[int], str]:
+    async def client(llm, number):
         kind = KINDS[number % 3]
         await asyncio.sleep(number % 7 * 0.01)
         stream = llm.generate(prompts[number], params[number], output_kind=kind, priority=number % 2)
@@ -107,7 +103,7 @@ async def test_two_hundred_streams_at_once_each_give_the_tokens_of_the_offline_e
         await assert_idle_and_whole(llm)
 
 
-async def slowly(stream: AsyncIterator[RequestOutput], seconds: float) -> AsyncIterator[RequestOutput]:
+async def slowly(stream, seconds):
     async for output in stream:
         yield output
         await asyncio.sleep(seconds)
@@ -118,7 +114,7 @@ async def test_clients_in_several_event_loops_share_one_engine():
     prompts = random_prompts(4)
     async with open_llm() as llm:
 
-        def in_another_loop(prompt: list[int]) -> tuple[list[int], str]:
+        def in_another_loop(prompt):
             return asyncio.run(answer(llm.generate(prompt, GREEDY)))
 
         elsewhere = [asyncio.to_thread(in_another_loop, prompt) for prompt in prompts]

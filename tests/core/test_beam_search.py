@@ -1,9 +1,5 @@
 """Beam search: the beams of `transformers` in float32, on every layout of the cache, beside other requests."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +19,7 @@ from tests.support.tiny_models import tiny_model
 PROMPTS = [list(range(40, 75)), list(range(100, 120)), [3, 4, 5]]
 
 
-def of_transformers(module: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]) -> Any:
+def of_transformers(module, prompt, params, eos):
     with torch.no_grad():
         return module.generate(
             torch.tensor([prompt]), num_beams=params.beam_width, num_return_sequences=params.beam_width,
@@ -32,7 +28,7 @@ def of_transformers(module: Any, prompt: list[int], params: BeamSearchParams, eo
         )  # fmt: skip
 
 
-def assert_equal(module: Any, params: BeamSearchParams, eos: tuple[int, ...] = (), **options: Any) -> None:
+def assert_equal(module, params, eos=(), **options):
     with open_llm(module, **options) as llm:
         limits = llm._engine.input_processor.limits
         llm._engine.input_processor.limits = limits.__class__(
@@ -52,7 +48,7 @@ def assert_equal(module: Any, params: BeamSearchParams, eos: tuple[int, ...] = (
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("width", "length", "penalty"), [(2, 9, 1.0), (4, 24, 1.0), (3, 20, 0.5), (5, 30, 2.0)])
+@pytest.mark.parametrize("width, length, penalty", [(2, 9, 1.0), (4, 24, 1.0), (3, 20, 0.5), (5, 30, 2.0)])
 def test_beams_are_those_of_transformers(width, length, penalty):
     assert_equal(tiny_model(), BeamSearchParams(beam_width=width, max_tokens=length, length_penalty=penalty))
 
@@ -136,7 +132,7 @@ def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch):
         runner = llm._engine.model_runner
         launch, count = runner.launch, iter(range(100))
 
-        def fail(batch: Any) -> Any:
+        def fail(batch):
             if next(count) == 5:
                 raise ValueError("this step fails")
             return launch(batch)
@@ -148,7 +144,7 @@ def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch):
         assert token_ids(generate(llm, PROMPTS[:1], GREEDY))
 
 
-@pytest.mark.parametrize(("options", "message"), [
+@pytest.mark.parametrize("options, message", [
     ({"beam_width": 0, "max_tokens": 4}, "beam_width is 0; it must be between 1 and 64"),
     ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
     ({"beam_width": 2, "max_tokens": 4, "temperature": 1.0}, "temperature is 1.0; it must be between 0 and 0"),

@@ -3,13 +3,11 @@
 import pytest
 
 from nanovllm.batch import NULL_BLOCK
-from nanovllm.block_manager import BlockManager
 from nanovllm.features.groups.block_checks import check_blocks
-from nanovllm.sequence import Sequence
 from tests.engine.blocks import SIZE, A, B, C, D, computed, make_manager, release
 
 
-def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
+def corrupt(corruption):
     """Two sequences that share a block, one cached free block, and one thing that is not as it should be."""
     manager = make_manager(8)
     release(manager, computed(manager, D))
@@ -63,7 +61,7 @@ def test_an_intact_manager_passes_its_check():
 
 
 @pytest.mark.parametrize(
-    ("corruption", "message"),
+    "corruption, message",
     [
         ("a block short", "should hold 3 blocks"),
         ("a block too many", "should hold 3 blocks"),
@@ -83,7 +81,7 @@ def test_an_intact_manager_passes_its_check():
         ("one prefix id twice", "prefix"),
     ],
 )
-def test_check_blocks_names(corruption: str, message: str):
+def test_check_blocks_names(corruption, message):
     manager, sequences = corrupt(corruption)
     with pytest.raises(RuntimeError, match=message):
         check_blocks(manager, sequences)

@@ -1,9 +1,5 @@
 """Models whose layers form cache groups: greedy tokens are those of `transformers`, with windows in small pools."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,9 +16,9 @@ from tests.support.tiny_models import tiny_tokenizer
 NUM_NEW_TOKENS = 30
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
 FAMILIES = ("Mistral", "Gemma2", "Gemma3Text", "Cohere2", "GptOss", "Llama4Text")
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
-SCARCE: dict[str, Any] = OPTIONS | {"max_num_batched_tokens": 40, "num_kv_blocks": 12}
-SETTINGS: dict[str, dict[str, Any]] = {
+OPTIONS = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
+SCARCE = OPTIONS | {"max_num_batched_tokens": 40, "num_kv_blocks": 12}
+SETTINGS = {
     "roomy": OPTIONS,
     "scarce": SCARCE,
     "small budget": OPTIONS | {"max_num_batched_tokens": 22},
@@ -31,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_llm(family: str, **options: Any) -> LLM:
+def open_llm(family, **options):
     if family == "Mistral":  # its window is its one group
         options.pop("window_pool_share", None)
         options |= {"num_kv_blocks": 6} if options.get("num_kv_blocks", 0) < 80 else {}
@@ -40,17 +36,17 @@ def open_llm(family: str, **options: Any) -> LLM:
     return llm
 
 
-def generate(llm: LLM, params: Any = GREEDY) -> list[Any]:
+def generate(llm, params=GREEDY):
     outputs = llm.generate(prompts(), params, use_tqdm=False)
     check_engine(llm)
     return outputs
 
 
-def token_ids(outputs: list[Any]) -> list[list[int]]:
+def token_ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def check(family: str, options: dict[str, Any]) -> None:
+def check(family, options):
     with open_llm(family, **options) as llm:
         for _ in range(2):
             assert token_ids(generate(llm)) == expected(family, NUM_NEW_TOKENS)

@@ -1,7 +1,5 @@
 """How memory is split among cache groups, and which layers form one."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.features.composition.block_managers import build_block_manager
@@ -15,7 +13,7 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
 FULL, WINDOW = CacheGroup((0,), 1000), CacheGroup((1, 2), 5000, StateKind(window=64))
 
 
-def resolve(*groups: CacheGroup, memory: int = 0, is_set: bool = True, **options) -> tuple[EngineConfig, CachePools]:
+def resolve(*groups, memory=0, is_set=True, **options):
     options = {"max_model_len": 1600, "block_size": 16, "max_num_seqs": 8} | options
     config = EngineConfig(**options).resolve_limits("cpu", 4096)
     return resolve_pools(config, groups, memory, max_model_len_is_set=is_set)

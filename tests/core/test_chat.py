@@ -1,11 +1,8 @@
 """`LLM.chat`: its arguments, the messages that it takes, and the tokens that end its answers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -40,12 +37,12 @@ def llm():
         yield llm
 
 
-def prompt(llm: LLM, messages: Any = ASK, **arguments: Any) -> str:
+def prompt(llm, messages=ASK, **arguments):
     (output,) = llm.chat(messages, ONE, use_tqdm=False, **arguments)
     return llm.tokenizer.decode(output.prompt_token_ids)
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [
+@pytest.mark.parametrize("arguments, shown", [
     ({}, "user: Hello;A:"),
     ({"tools": [TOOL]}, "weather;user: Hello;A:"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "False;user: Hello;A:"),
@@ -73,7 +70,7 @@ def test_conversations_may_come_from_a_generator(llm):
     assert len({output.request_id for output in outputs}) == 2
 
 
-@pytest.mark.parametrize(("message", "shown"), [
+@pytest.mark.parametrize("message, shown", [
     ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}, "user: a\nb;"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
      'assistant: {"name": "f", "arguments": {"x": 1}};'),
@@ -84,7 +81,7 @@ def test_messages_may_have_every_spelling(llm, message, shown):
     assert prompt(llm, [*ASK, message]) == f"user: Hello;{shown}A:"
 
 
-@pytest.mark.parametrize(("message", "words"), [
+@pytest.mark.parametrize("message, words", [
     ({"role": "user", "content": 3}, r"messages\[1\].content must be a string or a list"),
     ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[1\].content\[0\] .* text alone"),
     ({"role": "assistant", "tool_calls": [{"id": "a"}]}, r"messages\[1\].tool_calls\[0\]"),
@@ -95,7 +92,7 @@ def test_messages_that_are_none_are_refused_by_place(llm, message, words):
         llm.chat([*ASK, message], ONE, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("content_format", "shown"), [("auto", "plain"), ("string", "plain"), ("parts", "parts")])
+@pytest.mark.parametrize("content_format, shown", [("auto", "plain"), ("string", "plain"), ("parts", "parts")])
 def test_the_form_of_content_can_be_set(content_format, shown):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
@@ -108,12 +105,12 @@ def test_the_form_of_content_can_be_set(content_format, shown):
 # ------------------------------------------------------------------------------------------------------ end of turn
 
 
-def says(llm: LLM, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def says(llm, ids, monkeypatch):
     """Make each answer of an LLM these token ids."""
     runner = llm._engine.model_runner
     execute = runner.execute
 
-    def scripted(batch: Any) -> Any:
+    def scripted(batch):
         return replace(execute(batch), token_ids=torch.tensor([ids[s.num_output_tokens] for s in batch.sampling]))
 
     monkeypatch.setattr(runner, "execute", scripted)
@@ -253,14 +250,14 @@ NO_ENDS = {
 }
 
 
-def end_of(template: str) -> tuple[int, ...]:
+def end_of(template):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_tokens(
         [AddedToken(f"<|{name}|>", special=True) for name in ("start", "channel", "message", "call", "return")]
     )
     tokenizer.chat_template = template
 
-    def render(messages: Any, begins_answer: bool) -> str:
+    def render(messages, begins_answer):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
 
     return tuple(map(tokenizer.convert_ids_to_tokens, turn_end(added_ids(tokenizer), render)))
@@ -277,7 +274,7 @@ def test_a_token_that_stands_within_answers_ends_no_turn(name):
 
 
 def test_the_longest_token_behind_an_answer_ends_its_turn():
-    def render(messages: Any, begins_answer: bool) -> str:
+    def render(messages, begins_answer):
         return (
             "".join(f"{each['role']}: {each['content']}<|end|>>" for each in messages) + "assistant: " * begins_answer
         )
@@ -292,7 +289,7 @@ def test_the_end_of_a_channel_or_a_call_ends_no_turn_of_harmony():
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-def new_call(call_id: str, name: str) -> dict[str, Any]:
+def new_call(call_id, name):
     return {"id": call_id, "function": {"name": name, "arguments": "{}"}}
 
 
@@ -313,10 +310,10 @@ def test_thought_has_each_name_that_templates_read():
 class Trials:
     """What a template does and reads: what is named, and nothing else."""
 
-    def __init__(self, *true: str) -> None:
+    def __init__(self, *true):
         self._true = true
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *_: name in self._true
 
 

@@ -1,9 +1,5 @@
 """Requests of several clients through the front doors: the same answers as alone, whoever yields to whom."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
@@ -19,14 +15,14 @@ LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
 
 
-def tokens_of(outputs: list[Any]) -> list[list[list[int]]]:
+def tokens_of(outputs):
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_kv_blocks", [129, 20])
-def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_blocks: int):
+def test_answers_do_not_depend_on_who_takes_whose_place(overlap, num_kv_blocks):
     prompts = random_prompts(4, low=10, high=30, seed=5)
     params = [SAMPLES, LONG, LONG, SAMPLES]
     expected = tokens_of([generate(shared_llm(), [p], one)[0] for p, one in zip(prompts, params, strict=True)])
@@ -41,7 +37,7 @@ def test_answers_do_not_depend_on_who_takes_whose_place(overlap: bool, num_kv_bl
 
 @pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap: bool):
+def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap):
     form = StructuredOutput(regex="[a-c]{40}")
     params = SamplingParams(temperature=0.0, max_tokens=80, structured_output=form)
     with structured.open_llm(max_num_seqs=2, overlap=overlap) as llm:
@@ -77,7 +73,7 @@ async def test_clients_of_an_async_engine_share_it():
 
 
 @pytest.mark.parametrize("client", [5, None, ["a", 7]])
-def test_a_client_that_is_no_string_is_refused(client: Any):
+def test_a_client_that_is_no_string_is_refused(client):
     with pytest.raises(TypeError, match="client must be a string"):
         generate(shared_llm(), [[1], [2]], client=client)
 

@@ -1,19 +1,14 @@
 """What a client's queue asks of running sequences: whose blocks and slots, how many, and at whose cost."""
 
-from __future__ import annotations
-
-from nanovllm.features.shares.client_queue import ClientQueue
-from nanovllm.sequence import Sequence
 from tests.engine.loops import prompt
 from tests.support.scheduler_loops import make_loop
-from tests.support.scheduling import Loop
 
 MUCH = 1e9  # service beyond any bound
 
 
-def first_victim(loop: Loop, **served: float) -> Sequence | None:
+def first_victim(loop, **served):
     """The first running sequence that gives up its blocks, with so much service of each client."""
-    queue: ClientQueue = loop.scheduler.waiting
+    queue = loop.scheduler.waiting
     for sequence in loop.unfinished:
         sequence.account.served = served.get(sequence.client, 0.0)
     return next(queue.block_victims(loop.scheduler.running), None)

@@ -1,7 +1,5 @@
 """Shares between clients: who starts next, who yields, what is counted, and the bound between two that wait."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -12,7 +10,6 @@ from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.shares import client_queue
 from nanovllm.features.shares.client_queue import DECODE_COST, ClientQueue
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
 from tests.engine.loops import chunks, prompt, run_until_preemption, running
 from tests.support.public_options import make_config, make_sequence
 from tests.support.scheduler_loops import make_loop
@@ -20,20 +17,20 @@ from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import RandomCosts, make_budget
 
 
-def served(loop: Loop, priority: int = 0) -> dict[str, float]:
+def served(loop, priority=0):
     """Counters by client."""
     queue = loop.scheduler.waiting
     idle = {client: account for (level, client), account in queue._idle.items() if level == priority}
     return {client: account.served for client, account in (idle | queue._levels.get(priority, {})).items()}
 
 
-def started(loop: Loop, num_steps: int) -> str:
+def started(loop, num_steps):
     """The clients of requests in the order in which they start, of requests of one token each."""
     names = [entry.sequence.client for _ in range(num_steps) for entry in loop.step().entries]
     return "".join(names)
 
 
-def add_many(loop: Loop, client: str, count: int, **options: int) -> None:
+def add_many(loop, client, count, **options):
     for number in range(count):
         loop.add(prompt(4, number % 7), client=client, **({"max_tokens": 1} | options))
 
@@ -207,7 +204,7 @@ def test_an_idle_client_is_remembered_until_the_others_have_caught_up():
     assert served(loop) == {}
 
 
-def test_memory_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_memory_of_clients_is_bounded(monkeypatch):
     monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
     loop = make_loop(max_num_seqs=2, enable_prefix_caching=False)
     loop.add(prompt(4), client="a", max_tokens=60, priority=0)
@@ -219,7 +216,7 @@ def test_memory_of_clients_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert loop.scheduler.waiting._levels == {} and loop.scheduler.waiting.num_clients == 0
 
 
-def test_memory_of_clients_is_bounded_over_all_priority_levels(monkeypatch: pytest.MonkeyPatch):
+def test_memory_of_clients_is_bounded_over_all_priority_levels(monkeypatch):
     monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
     queue = make_scheduler().waiting
     for priority in range(10):
@@ -286,8 +283,8 @@ def test_a_client_takes_half_of_the_slots_at_once_and_more_only_beyond_the_bound
     assert running(loop) == ["0", "8", "9", "10"]
 
 
-@pytest.mark.parametrize(("num_kv_blocks", "lost"), [(400, 0), (16, 24)])
-def test_a_slot_is_paid_for_by_what_is_computed_again(num_kv_blocks: int, lost: int):
+@pytest.mark.parametrize("num_kv_blocks, lost", [(400, 0), (16, 24)])
+def test_a_slot_is_paid_for_by_what_is_computed_again(num_kv_blocks, lost):
     """All tokens of the sequence that yields, or those of its last block if the cache will keep the others."""
     loop = make_loop(max_num_seqs=2, num_kv_blocks=num_kv_blocks, max_model_len=60)
     for first in (1, 2):
@@ -330,7 +327,7 @@ def test_with_ageing_an_older_request_keeps_its_slot():
     assert running(loop) == ["0"] and loop.scheduler.stats.num_preemptions == 0
 
 
-def victim_of(queue: ClientQueue, sequences: list[Sequence]) -> Sequence | None:
+def victim_of(queue, sequences):
     """`slot_victim` by its rule alone."""
     running = [s for s in sequences if s.is_running]
     first = next(iter(queue.in_order()))
@@ -372,7 +369,7 @@ def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth: int):
+def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth):
     loop = make_loop(max_num_seqs=2, num_kv_blocks=401)
     add_many(loop, "a", 4, max_tokens=50)
     for _ in range(3):
@@ -383,7 +380,7 @@ def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth: int):
     assert loop.seen["slots taken"] > 0
 
 
-def test_a_slot_is_taken_only_for_a_request_that_starts_in_that_step(monkeypatch: pytest.MonkeyPatch):
+def test_a_slot_is_taken_only_for_a_request_that_starts_in_that_step(monkeypatch):
     """Here it waits for files. Until they are read, the sequence that may yield goes on."""
     loop = make_loop(max_num_seqs=2)
     add_many(loop, "a", 2, max_tokens=50)
@@ -445,7 +442,7 @@ def test_a_slot_is_taken_beside_a_prefill_in_progress_from_a_sequence_that_decod
 
 
 @pytest.mark.parametrize("client", ["b", "c"])
-def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alone(client: str):
+def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alone(client):
     loop = make_loop(max_num_batched_tokens=11, max_num_seqs=7)
     loop.add(prompt(12), client="a")
     loop.add(prompt(10, 1), client="b")
@@ -464,7 +461,7 @@ def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
     assert chunks(loop.step()) == {"1": (0, 10)}
 
 
-LIMITS: dict[str, dict[str, int]] = {
+LIMITS = {
     "no limits": {},
     "one long prompt": {
         "max_num_partial_prefills": 3,
@@ -473,7 +470,7 @@ LIMITS: dict[str, dict[str, int]] = {
     },
     "one prompt": {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 8},
 }
-KINDS: dict[str, list[StateKind]] = {
+KINDS = {
     "full attention": [],
     "one window": [StateKind(window=8)],
     "two windows": [StateKind(window=12), StateKind(window=5)],
@@ -482,7 +479,7 @@ KINDS: dict[str, list[StateKind]] = {
 }
 
 
-def random_scheduler(rng: random.Random, kinds: list[StateKind], **limits: int) -> Scheduler:
+def random_scheduler(rng, kinds, **limits):
     """With costs and a budget by predictions without sense, of tiny pools and few slots."""
     config = make_config(
         max_num_seqs=rng.choice((2, 5, 9)),
@@ -504,7 +501,7 @@ def random_scheduler(rng: random.Random, kinds: list[StateKind], **limits: int) 
     return Scheduler(config, manager, rng.choice((None, budget)), ClientQueue(config, manager, **costs))
 
 
-def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: int) -> float:
+def run_backlogged(seed, num_steps, kinds, **limits):
     """Clients with requests of their own sizes, always several waiting; the largest gap over its bound after any step.
 
     Raises AssertionError for a step of nothing, or a prefill that gets no chunk in the steps that all others may take.
@@ -533,13 +530,13 @@ def run_backlogged(seed: int, num_steps: int, kinds: list[StateKind], **limits: 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("seed", [*range(12), 197])
-def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed: int):
+def test_the_counters_of_clients_that_always_wait_stay_within_the_bound(seed):
     assert 0 < run_backlogged(seed, 1900, []) <= 1.0
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_so_they_do_with_every_kind_of_cache_and_limit(kinds: list[StateKind], limits: dict[str, int]):
+def test_so_they_do_with_every_kind_of_cache_and_limit(kinds, limits):
     assert 0 < max(run_backlogged(seed, 300, kinds, **limits) for seed in range(5, 13)) <= 1.0
 
 
@@ -576,7 +573,7 @@ def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bo
     loop.check_outputs()
 
 
-def first_token_waits(client: str) -> list[int]:
+def first_token_waits(client):
     """Steps until the first token of a request every 25 steps, beside 800 requests that came at once."""
     scheduler = make_scheduler(max_num_seqs=16, max_num_batched_tokens=256, num_kv_blocks=1000)
     for arrival in range(800):

@@ -12,11 +12,11 @@ from nanovllm.one_pool import resolve_pool as resolve_pool_of
 POSITIONS = 8192
 
 
-def resolve(device: str = "cpu", positions: int = POSITIONS, **options: object) -> EngineConfig:
+def resolve(device="cpu", positions=POSITIONS, **options):
     return EngineConfig.from_options(**options).resolve_limits(device, positions)
 
 
-def limits(config: EngineConfig) -> tuple[int, int, int]:
+def limits(config):
     return config.max_num_batched_tokens, config.max_num_seqs, config.block_size
 
 
@@ -61,20 +61,20 @@ COUNTS = (
 
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [0, -1])
-def test_a_count_below_its_least_value_is_refused(name: str, value: int):
+def test_a_count_below_its_least_value_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"{name} is {value}; it must be at least"):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", [*COUNTS, "seed"])
 @pytest.mark.parametrize("value", ["64", 64.0, True, float("nan"), [64]])
-def test_a_count_that_is_no_whole_number_is_refused(name: str, value: object):
+def test_a_count_that_is_no_whole_number_is_refused(name, value):
     with pytest.raises(TypeError, match=rf"{name} must be a whole number, not "):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    "options, error, message",
     [
         ({"block_size": 48}, ValueError, r"block_size is 48; it must be one of 16, 32, 64, 128, 256"),
         ({"block_size": 512}, ValueError, "block_size is 512"),
@@ -106,7 +106,7 @@ def test_a_count_that_is_no_whole_number_is_refused(name: str, value: object):
         ({"revision": 3}, TypeError, "revision must be a string, not 3"),
     ],
 )
-def test_a_bad_value_is_refused(options: dict[str, object], error: type[Exception], message: str):
+def test_a_bad_value_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         EngineConfig(**options)
 
@@ -130,12 +130,12 @@ def test_a_preferred_block_size_yields_to_options_that_were_set():
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
-def test_every_spelling_of_a_device_is_accepted(device: str):
+def test_every_spelling_of_a_device_is_accepted(device):
     assert EngineConfig(device=device).device == device
 
 
 @pytest.mark.parametrize("name", [*COUNTS, "seed"])
-def test_numbers_of_numpy_become_plain_ones_which_do_not_overflow(name: str):
+def test_numbers_of_numpy_become_plain_ones_which_do_not_overflow(name):
     assert type(getattr(EngineConfig(**{name: np.int32(64)}), name)) is int
 
 
@@ -143,7 +143,7 @@ def test_numbers_of_numpy_become_plain_ones_which_do_not_overflow(name: str):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_without_options_the_device_decides(device: str):
+def test_without_options_the_device_decides(device):
     defaults = DEVICE_DEFAULTS[device]
     config = resolve(device)
     assert limits(config) == (defaults.max_num_batched_tokens, defaults.max_num_seqs, defaults.block_size)
@@ -153,7 +153,7 @@ def test_without_options_the_device_decides(device: str):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_small_budget_alone_works(device: str):
+def test_a_small_budget_alone_works(device):
     config = resolve(device, max_num_batched_tokens=128)
     assert limits(config) == (128, 64, 64)
     assert config.long_prefill_token_threshold == 64
@@ -161,7 +161,7 @@ def test_a_small_budget_alone_works(device: str):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("budget", [17, 18, 31, 32, 33, 64, 65, 80, 100, 127, 320, 100_000])
-def test_any_budget_from_the_smallest_on_works_alone(device: str, budget: int):
+def test_any_budget_from_the_smallest_on_works_alone(device, budget):
     config = resolve(device, max_num_batched_tokens=budget)
     assert config.max_num_batched_tokens == budget
     assert budget >= config.max_num_seqs + config.block_size
@@ -189,7 +189,7 @@ def test_options_that_fit_together_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("options", "numbers"),
+    "options, numbers",
     [
         ({"max_num_batched_tokens": 16}, (16, 1, 16, 17)),
         ({"max_num_batched_tokens": 100, "max_num_seqs": 90}, (100, 90, 16, 106)),
@@ -197,9 +197,7 @@ def test_options_that_fit_together_are_left_alone():
         ({"max_num_batched_tokens": 128, "max_num_seqs": 65, "block_size": 64}, (128, 65, 64, 129)),
     ],
 )
-def test_a_budget_too_small_for_what_was_asked_for_names_the_numbers_and_the_remedy(
-    options: dict[str, int], numbers: tuple[int, int, int, int]
-):
+def test_a_budget_too_small_for_what_was_asked_for_names_the_numbers_and_the_remedy(options, numbers):
     budget, num_seqs, block_size, needed = numbers
     message = (
         rf"max_num_batched_tokens is {budget}, but max_num_seqs \({num_seqs}\).* one block of {block_size} .*"
@@ -230,7 +228,7 @@ def test_more_long_partial_prefills_than_partial_prefills_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "resolved"),
+    "options, resolved",
     [
         ({"max_num_partial_prefills": 1}, (1, 1)),
         ({"max_long_partial_prefills": 3}, (4, 3)),
@@ -238,7 +236,7 @@ def test_more_long_partial_prefills_than_partial_prefills_are_refused():
         ({"max_num_partial_prefills": 2, "max_long_partial_prefills": 2}, (2, 2)),
     ],
 )
-def test_an_unset_limit_on_partial_prefills_yields_to_the_other(options: dict[str, int], resolved: tuple[int, int]):
+def test_an_unset_limit_on_partial_prefills_yields_to_the_other(options, resolved):
     config = resolve(**options)
     assert (config.max_num_partial_prefills, config.max_long_partial_prefills) == resolved
 
@@ -254,7 +252,7 @@ def test_resolving_leaves_the_given_config_as_it_was():
 BLOCK_BYTES = 1000
 
 
-def resolve_pool(memory_bytes: int = 0, *, max_model_len_is_set: bool = True, **options: object) -> EngineConfig:
+def resolve_pool(memory_bytes=0, *, max_model_len_is_set=True, **options):
     config = resolve(block_size=16, max_num_seqs=4, **options)
     return resolve_pool_of(config, BLOCK_BYTES, memory_bytes, max_model_len_is_set=max_model_len_is_set)
 
@@ -277,12 +275,9 @@ def test_the_pool_holds_one_longest_sequence_beside_the_null_block():
 
 
 @pytest.mark.parametrize(
-    ("memory", "options"),
-    [(0, {"num_kv_blocks": 5}), (0, {"kv_cache_memory_bytes": 5999}), (5999, {})],
+    "memory, options", [(0, {"num_kv_blocks": 5}), (0, {"kv_cache_memory_bytes": 5999}), (5999, {})]
 )
-def test_a_pool_too_small_names_the_numbers_and_the_largest_max_model_len_that_fits(
-    memory: int, options: dict[str, int]
-):
+def test_a_pool_too_small_names_the_numbers_and_the_largest_max_model_len_that_fits(memory, options):
     message = (
         r"5 blocks of 16 tokens \(5,000 bytes; block 0 is reserved\).* at most 64 tokens, but max_model_len is 100\. "
         r"Set max_model_len to at most 64, or give the cache at least 8 blocks \(8,000 bytes\) through num_kv_blocks, "
@@ -300,7 +295,7 @@ def test_a_max_model_len_that_nobody_set_yields_to_the_pool():
 
 
 @pytest.mark.parametrize("memory", [-10_000, 0, 999, 1999])
-def test_a_pool_without_a_block_to_give_is_refused_with_the_size_that_would_do(memory: int):
+def test_a_pool_without_a_block_to_give_is_refused_with_the_size_that_would_do(memory):
     with pytest.raises(ValueError, match=r"[Gg]ive the cache at least 3 blocks \(3,000 bytes\)") as caught:
         resolve_pool(memory, max_model_len=32, max_model_len_is_set=False)
     assert "max_model_len to at most 0" not in str(caught.value)  # no remedy: max_model_len is at least 1

@@ -1,16 +1,11 @@
 """Steps that copy blocks before their forward pass; batches are built by hand, all tables of a sequence are alike."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Copy, ScheduledBatch, ScheduledSequence
 from nanovllm.kv_cache import KVCaches
-from nanovllm.model_runner import ModelRunner
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, generate, open_llm
@@ -22,7 +17,7 @@ SIZE = 16
 PROMPT = list(range(40, 65))  # a full block and a begun one
 PARAMS = SamplingParams(seed=3, logprobs=0)
 
-SETTINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
+SETTINGS = {
     "sdpa": (None, {"attention_backend": "sdpa"}),
     "cpp": (None, {"attention_backend": "cpp", "enforce_eager": False}),
     "flex": (None, {"attention_backend": "flex", "enforce_eager": False}),
@@ -33,16 +28,16 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 
 
-def open_setting(setting: str) -> LLM:
+def open_setting(setting):
     family, options = SETTINGS[setting]
     return open_llm(None if family is None else model(family), max_model_len=160, **options)
 
 
-def sequence_of(name: str, tokens: list[int]) -> Sequence:
+def sequence_of(name, tokens):
     return Sequence(NewRequest(name, tokens, PARAMS), arrival=0, max_model_len=512, seed=3)
 
 
-def run(runner: ModelRunner, *entries: tuple[Sequence, int, list[int]], copies: tuple[Copy, ...] = ()) -> list[Any]:
+def run(runner, *entries, copies=()):
     """A step of sequences from their start to their end, in these blocks; returns token and log-probability of each."""
     scheduled = [
         ScheduledSequence(sequence, start, len(sequence.token_ids) - start, 1, table, start)
@@ -57,7 +52,7 @@ def run(runner: ModelRunner, *entries: tuple[Sequence, int, list[int]], copies: 
     ]
 
 
-def drawn_behind_a_copy(runner: ModelRunner, num_groups: int, *, reused: int) -> tuple[Any, Any]:
+def drawn_behind_a_copy(runner, num_groups, *, reused):
     """What a sequence draws in its own blocks, and what it draws where the begun one was copied to.
 
     The step that copies gives block `reused` to another sequence.
@@ -83,7 +78,7 @@ def test_a_copied_block_has_the_keys_and_values_of_its_source_in_every_layer(set
         num_groups, caches = len(runner.pools.groups), runner.binding.caches
         run(runner, (sequence_of("prompt", PROMPT), 0, [5, 6]))
 
-        def contents() -> list[torch.Tensor]:
+        def contents():
             return [part.view(-1, SIZE, *part.shape[1:]).clone() for layer in caches.of_layers for part in layer]
 
         before = contents()
@@ -122,7 +117,7 @@ def test_all_sources_are_read_before_any_destination_is_written():
 
 
 def test_a_step_without_copies_does_not_ask_for_any(monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("a step without copies asks for some")
 
     monkeypatch.setattr(KVCaches, "copy_blocks", refuse)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -109,7 +108,7 @@ for name, (modules, need, _) in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """The answers and the refusal without each room, in files of its name."""
     folder = tmp_path_factory.mktemp("rooms")
     tiny_model().save_pretrained(folder)

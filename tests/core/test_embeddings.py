@@ -1,7 +1,5 @@
 """`embed`: the hidden state of the last token, whatever is computed beside it; and its neighbours' tokens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -64,7 +62,7 @@ QUICK = {("one step", True), ("small chunks", False), ("no cache", False), ("tin
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("pool", "overlap"),
+    "pool, overlap",
     [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,
                   id=f"{pool}-{'overlap' if overlap else 'one by one'}")
      for pool in POOLS for overlap in (False, True)],

@@ -3,8 +3,6 @@
 The same file runs on a GPU machine, where the engine takes the GPU by default.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 
@@ -56,7 +54,7 @@ CELLS = [
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("family", "name"), CELLS)
+@pytest.mark.parametrize("family, name", CELLS)
 def test_greedy_tokens_equal_those_of_transformers(family, name):
     setting = SETTINGS[name]
     with LLM(model=model(family), **(EAGER | setting)) as llm:

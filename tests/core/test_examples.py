@@ -1,7 +1,5 @@
 """The examples run from beginning to end and say what they promise; one of them in a process of its own."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

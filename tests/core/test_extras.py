@@ -1,7 +1,5 @@
 """Without the libraries of any extra the engine generates; what needs one names it with its extra, and does nothing."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -40,9 +37,9 @@ BROUGHT_BY = {
 OTHER_ENGINES = {"vllm", "llama_cpp"}  # which `bench` measures in their own environments
 
 
-def distributions_of(extra: str) -> set[str]:
+def distributions_of(extra):
     """Distributions of an extra, and of the extras of this package that it names."""
-    found: set[str] = set()
+    found = set()
     for requirement in PROJECT["optional-dependencies"][extra]:
         if own := re.match(r"nanovllm\[(.*)\]", requirement):
             found |= set().union(*map(distributions_of, own[1].split(",")))
@@ -51,15 +48,15 @@ def distributions_of(extra: str) -> set[str]:
     return found
 
 
-def name_of(requirement: str) -> str:
+def name_of(requirement):
     return re.match(r"[\w-]+", requirement)[0].replace("_", "-")
 
 
-def distribution(library: str) -> str:
+def distribution(library):
     return DISTRIBUTIONS.get(library, library).replace("_", "-")
 
 
-def imported_libraries() -> set[str]:
+def imported_libraries():
     """Libraries of others that any file imports, in functions too."""
     found = set()
     for tree in TREES:
@@ -71,7 +68,7 @@ def imported_libraries() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"nanovllm"}
 
 
-def checked_libraries() -> Iterator[tuple[str, str]]:
+def checked_libraries():
     """(extra, library) of each call of `check_extra`; a starred name is a tuple of the same file."""
     for tree in TREES:
         constants = {
@@ -184,7 +181,7 @@ def tiny_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("library", "feature", "extra", "arguments"),
+    "library, feature, extra, arguments",
     [
         ("fastapi", "the server", "serve", ["serve"]),
         ("uvicorn", "the server", "serve", ["serve"]),
@@ -241,7 +238,7 @@ TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
 @pytest.mark.parametrize(
-    ("field", "fields"),
+    "field, fields",
     [
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": TOOL, "strict": True}}]}),

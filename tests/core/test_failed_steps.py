@@ -1,11 +1,9 @@
 """`LLM` after a failed step, logits that are not finite, and a device error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from nanovllm import LLM, EngineDeadError, ErrorKind, StepError
+from nanovllm import EngineDeadError, ErrorKind, StepError
 from nanovllm.errors import DeviceError
 from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model
@@ -83,7 +81,7 @@ def test_the_blocks_of_a_request_driven_to_nan_harm_no_successor():
     assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
 
 
-def kill(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+def kill(monkeypatch, llm):
     fail_in_step(monkeypatch, llm, 1, DeviceError("the device fell off the bus"))
     with pytest.raises(StepError, match="fell off the bus"):
         generate(llm, [5, 6, 7])

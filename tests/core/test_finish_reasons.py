@@ -1,9 +1,5 @@
 """How a request ends: length, end-of-sequence token, stop token, stop string."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from nanovllm import ErrorKind, SamplingParams
@@ -11,7 +7,7 @@ from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 
-def greedy_answer(prompt: list[int], count: int = 12) -> list[int]:
+def greedy_answer(prompt, count=12):
     return token_ids(generate(shared_llm(), prompt, SamplingParams(temperature=0.0, max_tokens=count)))[0]
 
 
@@ -87,7 +83,7 @@ def test_no_stop_token_is_drawn_before_min_tokens():
     assert stop not in output.outputs[0].token_ids[:5]
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, text: str, **params: Any) -> Any:
+def stopped(monkeypatch, text, **params):
     """The output of a model that says `text`, under stop strings."""
     llm = shared_llm()
     says = script(monkeypatch, llm, text)

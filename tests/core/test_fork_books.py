@@ -1,31 +1,26 @@
 """Forks in the books of scheduler and block manager: blocks in sight alone, and KV of read steps alone."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from nanovllm.features.forks.forking import go_on_from
 from nanovllm.features.groups.state_kinds import FULL, StateKind
-from nanovllm.scheduler import Scheduler
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 
 WINDOW = StateKind(window=8)
 MAX_MODEL_LEN = 40
 
 
-def windows_alone() -> Scheduler:
+def windows_alone():
     """The smallest pool that one sequence of max_model_len needs."""
     return make_group_scheduler([WINDOW], [1 + WINDOW.max_blocks(MAX_MODEL_LEN, 4)], max_model_len=MAX_MODEL_LEN)
 
 
-def two_groups() -> Scheduler:
+def two_groups():
     counts = [1 + MAX_MODEL_LEN // 4, 1 + WINDOW.max_blocks(MAX_MODEL_LEN, 4)]
     return make_group_scheduler([FULL, WINDOW], counts, max_model_len=MAX_MODEL_LEN)
 
 
-def one_full_group() -> Scheduler:
+def one_full_group():
     return make_scheduler(num_kv_blocks=1 + MAX_MODEL_LEN // 4, max_model_len=MAX_MODEL_LEN)
 
 
@@ -34,7 +29,7 @@ MANAGERS = pytest.mark.parametrize("make", [one_full_group, windows_alone, two_g
 
 @MANAGERS
 @pytest.mark.parametrize("length", range(5, 24))
-def test_a_sample_goes_on_alone_once_the_one_that_computed_its_prompt_ends(make: Callable[[], Scheduler], length: int):
+def test_a_sample_goes_on_alone_once_the_one_that_computed_its_prompt_ends(make, length):
     """In a pool with room for one sequence."""
     loop = Loop(make())
     first, second = loop.add_samples(2, [n % 7 for n in range(length)])
@@ -45,7 +40,7 @@ def test_a_sample_goes_on_alone_once_the_one_that_computed_its_prompt_ends(make:
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
-def test_a_fork_goes_on_from_read_steps_alone(has_failed: bool):
+def test_a_fork_goes_on_from_read_steps_alone(has_failed):
     """Those in flight may be undone."""
     loop = Loop(make_scheduler())
     source = loop.add(range(8), max_tokens=20)

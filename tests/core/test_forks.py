@@ -1,7 +1,5 @@
 """Forked children: engines of the parent refuse them at once, and both processes end cleanly."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -9,7 +7,6 @@ import pickle
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import pytest
@@ -31,7 +28,7 @@ DRAWS = SamplingParams(max_tokens=12, ignore_eos=True)
 REFUSAL = re.compile(r"lives in process \d+, and a forked child \(process \d+\) cannot use it; build one there")
 
 
-def in_child(call: Callable[[], object]) -> bytes:
+def in_child(call):
     """The bytes that `call` returned in a forked child, if any; the child is killed if it hangs."""
     reads, writes = os.pipe()
     child = os.fork()
@@ -58,11 +55,11 @@ def in_child(call: Callable[[], object]) -> bytes:
 
 
 @contextmanager
-def held_elsewhere(lock: threading.Condition) -> Iterator[None]:
+def held_elsewhere(lock):
     """The lock, in the hands of another thread."""
     is_held, may_end = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with lock:
             is_held.set()
             may_end.wait()
@@ -77,7 +74,7 @@ def held_elsewhere(lock: threading.Condition) -> Iterator[None]:
         thread.join()
 
 
-def assert_refused(calls: dict[str, Callable[[], object]]) -> None:
+def assert_refused(calls):
     for name, call in calls.items():
         try:
             call()
@@ -90,7 +87,7 @@ def assert_refused(calls: dict[str, Callable[[], object]]) -> None:
 def test_a_pools_worker_can_send_its_refusal_to_the_parent():
     with LLM(tiny_model(), **OPTIONS) as llm:
 
-        def refused() -> bytes:
+        def refused():
             with pytest.raises(ForkedChildError) as refusal:
                 llm.stats()
             return pickle.dumps(refusal.value)
@@ -103,7 +100,7 @@ def test_a_pools_worker_can_send_its_refusal_to_the_parent():
 def test_a_child_forked_within_a_step_is_refused_by_every_call_and_its_parent_goes_on():
     is_in_step, may_go_on = threading.Event(), threading.Event()
 
-    def on_step(_: object) -> None:
+    def on_step(_):
         is_in_step.set()
         may_go_on.wait()
 
@@ -114,7 +111,7 @@ def test_a_child_forked_within_a_step_is_refused_by_every_call_and_its_parent_go
         thread.start()
         is_in_step.wait()
 
-        def use() -> None:
+        def use():
             assert_refused(
                 {
                     "generate": lambda: llm.generate([5], DRAWS, use_tqdm=False),
@@ -148,7 +145,7 @@ def test_a_stream_that_a_child_forgets_goes_on_in_the_parent():
         stream = llm.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=12))
         next(stream)
 
-        def forget() -> None:
+        def forget():
             nonlocal stream
             stream.close()
             del stream
@@ -163,7 +160,7 @@ def test_an_engine_is_refused_in_a_child_and_closes_quietly():
     with closing(build_engine(tiny_model(), None, None, OPTIONS)) as engine:
         engine.add(engine.input_processor.process_one("a", [5, 6], DRAWS))
 
-        def use() -> None:
+        def use():
             assert_refused(
                 {
                     "add_request": lambda: engine.add(engine.input_processor.process_one("b", [5], DRAWS)),
@@ -186,13 +183,13 @@ def test_an_async_llm_closes_quietly_in_a_child_though_its_lock_was_held():
     llm = AsyncLLM(tiny_model(), **OPTIONS)
     with held_elsewhere(llm._engine_thread._changes):
 
-        def close() -> None:
+        def close():
             llm._engine_thread._stop_at_exit()
             asyncio.run(llm.close())
 
         in_child(close)
 
-    async def run() -> str:
+    async def run():
         async with llm:
             return [output async for output in llm.generate([5], DRAWS)][-1].outputs[0].finish_reason
 
@@ -207,7 +204,7 @@ def test_a_trace_that_a_child_closes_goes_on_in_the_parent(tmp_path):
     assert (tmp_path / "trace.json").read_bytes().startswith(written)
 
 
-def tokens_of(seed: dict[str, int]) -> bytes:
+def tokens_of(seed):
     with LLM(tiny_model(), **OPTIONS, **seed) as llm:
         return bytes(token_id % 256 for token_id in llm.generate([5], DRAWS, use_tqdm=False)[0].outputs[0].token_ids)
 

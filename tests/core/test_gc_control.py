@@ -1,7 +1,5 @@
 """The garbage collector: off during a start, and without what was there when an engine was built."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -12,7 +10,7 @@ from tests.support.llms import generate, open_llm
 
 
 class Cycle:
-    def __init__(self) -> None:
+    def __init__(self):
         self.itself = self
 
 
@@ -42,7 +40,7 @@ def test_an_engine_that_is_forgotten_thaws_what_it_froze():
 def test_an_interrupt_within_a_pause_leaves_the_collector_on(place, monkeypatch):
     real = getattr(gc, place)
 
-    def interrupted() -> None:
+    def interrupted():
         real()
         raise KeyboardInterrupt  # as Python does once a call has returned
 

@@ -3,10 +3,8 @@
 The goal is one that every step misses, so that each prompt is cut into single blocks beside decodes.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +19,7 @@ from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
-ON: dict[str, Any] = {"itl_goal": 1e-3, "ttft_goal": 30.0, "client_weights": {"b": 2.0, "c": 0.5}}
+ON = {"itl_goal": 1e-3, "ttft_goal": 30.0, "client_weights": {"b": 2.0, "c": 0.5}}
 FEW_SLOTS = {"max_num_seqs": 4, "max_num_batched_tokens": 96}
 PROMPTS = random_prompts(9, low=3, high=110, seed=8)
 LONG = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -33,18 +31,18 @@ Answer = Callable[[LLM, list[str]], Any]
 
 
 @pytest.fixture(autouse=True)
-def goals_that_no_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def goals_that_no_step_keeps(monkeypatch):
     monkeypatch.setattr("nanovllm.features.goals.building.resolve_goal", lambda config, seconds: config)
 
 
-def generated(params: Any = GREEDY, **options: Any) -> Answer:
-    def answer(llm: LLM, clients: list[str]) -> Any:
+def generated(params=GREEDY, **options):
+    def answer(llm, clients):
         return completions(llm.generate(PROMPTS, params, client=clients, use_tqdm=False, **options))
 
     return answer
 
 
-def cached(llm: LLM, clients: list[str]) -> Any:
+def cached(llm, clients):
     both = [
         completions(llm.generate(PROMPTS, GREEDY, client=each, use_tqdm=False)) for each in (clients, clients[::-1])
     ]
@@ -55,14 +53,14 @@ def cached(llm: LLM, clients: list[str]) -> Any:
 class Near:
     """Numbers that are equal within the rounding of sums in another order."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values):
         self._values = np.array(values)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Near) and np.allclose(self._values, other._values, atol=1e-3)
 
 
-def log_probabilities(llm: LLM, clients: list[str]) -> Any:
+def log_probabilities(llm, clients):
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
     outputs = llm.generate(PROMPTS, params, client=clients, use_tqdm=False)
     tokens = [token for o in outputs for token in [*o.outputs[0].token_ids, *o.prompt_token_ids[1:]]]
@@ -70,9 +68,9 @@ def log_probabilities(llm: LLM, clients: list[str]) -> Any:
     return completions(outputs), Near([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
 
 
-def streamed(llm: LLM, clients: list[str]) -> Any:
+def streamed(llm, clients):
     streams = [llm.stream(p, LONG, client=client) for p, client in zip(PROMPTS, clients, strict=True)]
-    seen: list[list[int]] = [[] for _ in streams]
+    seen = [[] for _ in streams]
     for _ in range(16):  # in turn
         for tokens, stream in zip(seen, streams, strict=True):
             with suppress(StopIteration):
@@ -82,9 +80,9 @@ def streamed(llm: LLM, clients: list[str]) -> Any:
     return seen
 
 
-def aborted(llm: LLM, clients: list[str]) -> Any:
+def aborted(llm, clients):
     """Some streams are closed half-way; the others go on."""
-    streams: list[Iterator[Any]] = [llm.stream(p, LONG, client=c) for p, c in zip(PROMPTS, clients, strict=True)]
+    streams = [llm.stream(p, LONG, client=c) for p, c in zip(PROMPTS, clients, strict=True)]
     for stream in streams:
         next(stream)
     for stream in streams[::2]:
@@ -92,26 +90,26 @@ def aborted(llm: LLM, clients: list[str]) -> Any:
     return token_ids([list(stream)[-1] for stream in streams[1::2]])
 
 
-def timed_out(llm: LLM, clients: list[str]) -> Any:
+def timed_out(llm, clients):
     timeouts = [1e-9 if number % 3 == 0 else 600.0 for number in range(len(PROMPTS))]
     outputs = llm.generate(PROMPTS, GREEDY, client=clients, timeout=timeouts, use_tqdm=False)
     assert {output.outputs[0].finish_reason for output in outputs[::3]} == {"timeout"}
     return [completions(outputs)[number] for number in range(len(PROMPTS)) if number % 3]
 
 
-def embedded(llm: LLM, clients: list[str]) -> Any:
+def embedded(llm, clients):
     outputs = llm.embed(PROMPTS, client=clients, use_tqdm=False)
     beside = llm.generate(PROMPTS, GREEDY, client=clients, use_tqdm=False)
     return completions(beside), Near([output.embedding for output in outputs])
 
 
-def scored(llm: LLM, clients: list[str]) -> Any:
+def scored(llm, clients):
     documents = ["one", "a longer second one", "three " * 20]
     outputs = llm.score("which?", documents, method="cosine", client=clients[1], use_tqdm=False)
     return Near([output.score for output in outputs])
 
 
-def after_a_failed_step(llm: LLM, clients: list[str]) -> Any:
+def after_a_failed_step(llm, clients):
     with pytest.MonkeyPatch.context() as patch:
         fail_in_step(patch, llm, 6, RuntimeError("boom"))
         with pytest.raises(StepError):
@@ -119,7 +117,7 @@ def after_a_failed_step(llm: LLM, clients: list[str]) -> Any:
     return generated()(llm, clients)
 
 
-CELLS: dict[str, tuple[Answer, dict[str, Any]]] = {
+CELLS = {
     "plain": (generated(), {}),
     "cached prefixes": (cached, FEW_SLOTS),
     "no prefix cache": (generated(), {"enable_prefix_caching": False}),
@@ -140,12 +138,12 @@ CELLS: dict[str, tuple[Answer, dict[str, Any]]] = {
 CLIENTS = ["a", "a", "a", "a", "b", "c", "a", "b", "a"]
 
 
-def open_cell(name: str, **options: Any) -> LLM:
+def open_cell(name, **options):
     return (structured.open_llm if name == "structured output" else open_llm)(**(CELLS[name][1] | options))
 
 
 @functools.cache
-def expected(name: str) -> Any:
+def expected(name):
     with open_cell(name) as llm:
         return CELLS[name][0](llm, [""] * len(PROMPTS))
 
@@ -155,10 +153,8 @@ ONE_BY_ONE = ("plain", "preemption", "a failed step")
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    ("name", "overlap"), [*((name, True) for name in CELLS), *((name, False) for name in ONE_BY_ONE)]
-)
-def test_answers_are_those_without_goals_and_shares(name: str, overlap: bool):
+@pytest.mark.parametrize("name, overlap", [*((name, True) for name in CELLS), *((name, False) for name in ONE_BY_ONE)])
+def test_answers_are_those_without_goals_and_shares(name, overlap):
     right = expected(name)
     with open_cell(name, **ON, overlap=overlap) as llm:
         assert CELLS[name][0](llm, CLIENTS) == right

@@ -1,7 +1,5 @@
 """What cache groups let go of, what they keep, and where a prefix hit ends; blocks of four tokens, no model."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.batch import ScheduledSequence
@@ -10,7 +8,6 @@ from nanovllm.features.groups.cache_groups import GroupCounts
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import Loop, make_group_scheduler
 
@@ -18,11 +15,11 @@ WINDOW = StateKind(window=9)  # a window of three blocks: those of 8 earlier tok
 NUM_FREE = 64
 
 
-def make_loop(*kinds: StateKind, num_free: int = NUM_FREE, **limits: int) -> Loop:
+def make_loop(*kinds, num_free=NUM_FREE, **limits):
     return Loop(make_group_scheduler(list(kinds), [1 + num_free] * len(kinds), **({"max_model_len": 200} | limits)))
 
 
-def hits(loop: Loop, prompt: list[int]) -> int:
+def hits(loop, prompt):
     """Tokens of a new request that come from the cache; it is run to its end."""
     before = loop.scheduler.stats.prefix_cache_hits
     loop.add(prompt, max_tokens=1)
@@ -30,12 +27,12 @@ def hits(loop: Loop, prompt: list[int]) -> int:
     return loop.scheduler.stats.prefix_cache_hits - before
 
 
-def held(scheduler: Scheduler, group: int) -> int:
+def held(scheduler, group):
     (sequence,) = scheduler.running
     return sum(block != 0 for block in tables_of(sequence)[group])
 
 
-def tokens(count: int, first: int = 0) -> list[int]:
+def tokens(count, first=0):
     return [(first + position * position) % 7 for position in range(count)]
 
 
@@ -180,9 +177,9 @@ def test_a_block_that_a_run_left_behind_its_window_is_not_registered():
 
 
 @pytest.mark.parametrize(
-    ("counts", "fits"), [((5, 4), True), ((5, 3), True), ((6, 4), False), ((5, 5), False), ((0, 5), False)]
+    "counts, fits", [((5, 4), True), ((5, 3), True), ((6, 4), False), ((5, 5), False), ((0, 5), False)]
 )
-def test_free_blocks_are_counted_in_each_group(counts: tuple[int, int], fits: bool):
+def test_free_blocks_are_counted_in_each_group(counts, fits):
     manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
     assert manager.has_free(GroupCounts(counts)) == fits
 
@@ -206,9 +203,7 @@ def test_a_victim_frees_in_each_group_what_its_successor_does_not_claim():
 
 @pytest.mark.parametrize("chunk", [None, 6, 8])
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8, 9, 10, 11, 12])
-def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(
-    window: int | None, chunk: int | None
-):
+def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(window, chunk):
     group = StateKind(window=window, chunk=chunk)
     for num_tokens in range(45):
         row = num_tokens // 4 * 4
@@ -259,9 +254,9 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(FULL, 50), (WINDOW, 3), (StateKind(window=1000), 50), (StateKind(chunk=16), 5)]
+    "kind, expected", [(FULL, 50), (WINDOW, 3), (StateKind(window=1000), 50), (StateKind(chunk=16), 5)]
 )
-def test_what_one_sequence_needs_at_most(kind: StateKind, expected: int):
+def test_what_one_sequence_needs_at_most(kind, expected):
     assert kind.max_blocks(200, 4) == expected
 
 
@@ -289,14 +284,14 @@ def test_a_block_that_a_window_needs_and_lacks_is_named():
 KINDS = pytest.mark.parametrize("kind", [FULL, WINDOW, StateKind(chunk=6), StateKind(window=5, chunk=7)])
 
 
-def visible(kind: StateKind, position: int) -> list[int]:
+def visible(kind, position):
     """The positions that a row sees."""
     seen = [p for p in range(position + 1) if kind.window is None or p > position - kind.window]
     return [p for p in seen if kind.chunk is None or p // kind.chunk == position // kind.chunk]
 
 
 @KINDS
-def test_what_rows_see_is_counted(kind: StateKind):
+def test_what_rows_see_is_counted(kind):
     counts = [len(visible(kind, position)) for position in range(39)]
     assert [kind.num_seen(count) for count in range(1, 40)] == counts
     for start, count in ((0, 1), (0, 30), (3, 9), (20, 12)):
@@ -324,7 +319,7 @@ def test_a_record_stands_for_all_positions_before_the_next_and_has_its_own_size(
 def test_each_group_tells_of_the_findable_blocks_that_become_idle_in_its_own_pool():
     """Behind the window those before the prompt's end: the others are forgotten."""
     loop = make_loop(FULL, WINDOW)
-    idle: list[list[int]] = [[], []]
+    idle = [[], []]
     for group, pool in enumerate(loop.manager.pools):
         pool.on_idle = lambda block, entry, group=group: idle[group].append(block)
     sequence = loop.add(tokens(40), max_tokens=12)

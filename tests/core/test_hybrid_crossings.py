@@ -1,12 +1,7 @@
 """A model with recurrent states in the other features of the engine: what they answer, and what is refused by name."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +17,12 @@ from tests.support.tiny_models import tiny_tokenizer
 CLASS = "Qwen3_5ForCausalLM"
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_model_len": 256, "max_num_seqs": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
 
 
-def prompts() -> list[list[int]]:
+def prompts():
     """Two with a common beginning of two blocks, and others."""
     choice = random.Random(3)
     shared, *own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (130, 9, 40, 70, 200)]
@@ -35,12 +30,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_class_model(CLASS)
 
 
 @pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: Any) -> Path:
+def folder(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("hybrid")
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -48,15 +43,15 @@ def folder(model: Any, tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
+def expected(model):
     return own_answers(model, prompts(), NUM_TOKENS)
 
 
-def answers(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
+def answers(llm, params=GREEDY):
     return [output.outputs[0].token_ids for output in llm.generate(prompts(), params, use_tqdm=False)]
 
 
-def chosen(model: Any, prompt: list[int], change: Callable[[list[int], torch.Tensor], torch.Tensor]) -> list[int]:
+def chosen(model, prompt, change):
     """Greedy tokens by whole passes of the model, with its logits changed."""
     known = list(prompt)
     for _ in range(NUM_TOKENS):
@@ -94,7 +89,7 @@ def test_samples_drawn_with_a_seed_are_the_same_behind_a_prefix(model):
 
 
 def test_processors_and_allowed_tokens_are_applied(model):
-    def favour(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def favour(token_ids, logits):
         logits[token_ids[-1] % 7 :: 7] += 5.0
         return logits
 

@@ -1,9 +1,6 @@
 """Models with recurrent states, alone or beside K and V: greedy tokens of `transformers`, and modules as found."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -22,25 +19,25 @@ NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Around chunks of 64, short of a convolution's width, and with a token alone, which is no decode.
 LENGTHS = (1, 3, 63, 64, 65, 130, 200)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 90,
 }  # fmt: skip
 # Of each kind of state: the delta rule, a state space beside attention and by itself, convolutions.
 FAMILIES = ("Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM")
 
 
-def prompts_of(class_name: str) -> list[list[int]]:
+def prompts_of(class_name):
     choice = random.Random(class_name)
     return [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+def generate(llm, prompts, params=GREEDY):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     check_engine(llm)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def attributes_of(model: Any) -> list[dict[str, Any]]:
+def attributes_of(model):
     return [dict(vars(module)) for module in model.modules()]
 
 
@@ -82,12 +79,12 @@ def test_a_binding_that_is_closed_hands_the_module_back(class_name):
 
 # Two prompts with a common beginning of two blocks, and two whose answers begin another block of 64.
 CROSSED = (60, 64, 125, 190)
-SCARCE: dict[str, Any] = OPTIONS | {"max_model_len": 224, "num_kv_blocks": 10}
+SCARCE = OPTIONS | {"max_model_len": 224, "num_kv_blocks": 10}
 ANSWER = 14
 SINGLE = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
-def crossed_prompts(class_name: str) -> list[list[int]]:
+def crossed_prompts(class_name):
     choice = random.Random(class_name)
     own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in CROSSED]
     shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
@@ -95,13 +92,13 @@ def crossed_prompts(class_name: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def crossed(request: Any) -> tuple[Any, list[list[int]], list[list[int]]]:
+def crossed(request):
     """A model, prompts and answers."""
     model, prompts = tiny_class_model(request.param), crossed_prompts(request.param)
     return model, prompts, own_answers(model, prompts, ANSWER)
 
 
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+def answers(llm, prompts):
     return generate(llm, prompts, SINGLE)
 
 

@@ -1,7 +1,5 @@
 """`AsyncLLM`: steps prepared while the engine is idle."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -28,15 +26,15 @@ from tests.support.async_llms import (
 async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeypatch):
     steps, prepared, may_go_on = [], [], threading.Event()
 
-    def capture_ahead(runner: ModelRunner) -> bool:
+    def capture_ahead(runner):
         prepared.append(len(steps))
         may_go_on.wait(20.0)
         return len(prepared) < 5
 
-    async def all_are_prepared() -> bool:
+    async def all_are_prepared():
         return len(prepared) == 5
 
-    async def one_is_begun() -> bool:
+    async def one_is_begun():
         return len(prepared) == 1
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
@@ -62,14 +60,14 @@ async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeyp
 async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
     steps, prepared = [], []
 
-    def capture_ahead(runner: ModelRunner) -> bool:
+    def capture_ahead(runner):
         prepared.append(len(steps))
         return False  # none is left so far
 
-    async def it_was_asked() -> bool:
+    async def it_was_asked():
         return bool(prepared)
 
-    async def it_was_asked_again() -> bool:
+    async def it_was_asked_again():
         return prepared[-1] == len(steps) > 0
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
@@ -83,10 +81,10 @@ async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
 
 @bounded
 async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatch, caplog):
-    def capture_ahead(runner: ModelRunner) -> bool:
+    def capture_ahead(runner):
         raise torch.OutOfMemoryError("no memory for a graph")
 
-    async def it_was_tried() -> bool:
+    async def it_was_tried():
         return "preparing steps while idle failed" in caplog.text
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
@@ -100,10 +98,10 @@ async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatc
 
 @bounded
 async def test_a_device_that_fails_while_a_step_is_prepared_ends_the_engine(monkeypatch):
-    def capture_ahead(runner: ModelRunner) -> bool:
+    def capture_ahead(runner):
         raise DeviceError("CUDA error: an illegal memory access was encountered")
 
-    async def is_dead() -> bool:
+    async def is_dead():
         return llm.is_dead
 
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
@@ -118,10 +116,10 @@ async def test_a_device_that_fails_while_a_step_is_prepared_ends_the_engine(monk
 async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
     prepared = []
 
-    async def two_are_begun() -> bool:
+    async def two_are_begun():
         return len(prepared) >= 2
 
-    def capture_ahead(runner: ModelRunner) -> bool:
+    def capture_ahead(runner):
         prepared.append(time.sleep(0.01))
         return True  # there is no end of them
 

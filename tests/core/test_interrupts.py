@@ -1,13 +1,10 @@
 """Ctrl-C at any line of a call: it ends that call, and other streams and the next call are right."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 # A pool in which the two requests below preempt each other.
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 13, "max_model_len": 160}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 13, "max_model_len": 160}
 PROMPT, OTHER = random_prompts(2, low=90, high=90, seed=3)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=["\0never\0"])
 
@@ -30,23 +27,23 @@ pytestmark = pytest.mark.usefixtures("sigint_is_heeded")
 class SigintAt:
     """Sends this process SIGINT before the `number`-th line, and the `second`-th, that runs in files of the package."""
 
-    def __init__(self, number: int, files: tuple[str, ...], second: int | None = None) -> None:
+    def __init__(self, number, files, second=None):
         self.due = {number, second}
         self.num_lines = 0
         self.files = tuple(f"{PACKAGE}/{file}" for file in files)
         self.place = ""
 
-    def __enter__(self) -> SigintAt:
+    def __enter__(self):
         sys.settrace(self._call)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         sys.settrace(None)
 
-    def _call(self, frame: Any, event: str, argument: Any) -> Any:
+    def _call(self, frame, event, argument):
         return self._line if frame.f_code.co_filename.startswith(self.files) else None
 
-    def _line(self, frame: Any, event: str, argument: Any) -> Any:
+    def _line(self, frame, event, argument):
         if event == "line":
             self.num_lines += 1
             if self.num_lines in self.due:
@@ -55,16 +52,16 @@ class SigintAt:
         return self._line
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(**options):
     return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS, **options)
 
 
-def tokens(output: Any) -> list[int]:
+def tokens(output):
     return output.outputs[0].token_ids
 
 
 @functools.cache
-def expected() -> list[tuple[list[int], str]]:
+def expected():
     llm = open_llm()
     outputs = llm.generate([PROMPT, OTHER], PARAMS, use_tqdm=False)
     assert llm.stats().num_preemptions > 0
@@ -73,13 +70,7 @@ def expected() -> list[tuple[list[int], str]]:
 
 FILES = {
     "call": ("llm.py",),
-    "bookkeeping": (
-        "engine.py",
-        "scheduler.py",
-        "block_manager.py",
-        "sequence.py",
-        "observability/step_records.py",
-    ),
+    "bookkeeping": ("engine.py", "scheduler.py", "block_manager.py", "sequence.py", "observability/step_records.py"),
     "text": ("responses.py", "requests.py"),
     "runner": ("model_runner.py", "fast/gpu/", "model.py", "fast/attention/", "sampling/"),
 }
@@ -121,14 +112,7 @@ def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap
 
 
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=0)
-REPORTING = (
-    "engine.py",
-    "scheduler.py",
-    "features/chat/",
-    "sequence.py",
-    "features/logprobs/logprobs.py",
-    "model.py",
-)
+REPORTING = ("engine.py", "scheduler.py", "features/chat/", "sequence.py", "features/logprobs/logprobs.py", "model.py")
 
 
 @pytest.mark.full
@@ -154,7 +138,7 @@ def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_wit
     assert len(places) >= 8
 
 
-def assert_same_reports(output: Any, expected_output: Any, place: str) -> None:
+def assert_same_reports(output, expected_output, place):
     reports = [(completion.token_ids, completion.logprobs) for completion in output.outputs]
     expected_reports = [(completion.token_ids, completion.logprobs) for completion in expected_output.outputs]
     for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(reports, expected_reports, strict=True):
@@ -163,7 +147,7 @@ def assert_same_reports(output: Any, expected_output: Any, place: str) -> None:
     assert_close(output.prompt_logprobs[1:], expected_output.prompt_logprobs[1:], place)
 
 
-def assert_close(reports: Any, expected_reports: Any, place: str) -> None:
+def assert_close(reports, expected_reports, place):
     for report, expected_report in zip(reports, expected_reports, strict=True):
         assert report.keys() == expected_report.keys(), place
         for token_id, (logprob, _) in report.items():

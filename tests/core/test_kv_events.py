@@ -6,8 +6,6 @@ import asyncio
 import importlib.util
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +15,7 @@ from nanovllm import SamplingParams
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.kv_events import kv_events
-from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
+from nanovllm.features.kv_events.block_events import AllForgotten, BlockEvents, Findable, Forgotten
 from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
@@ -67,28 +65,28 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 class Router:
     """A subscriber that keeps which blocks the engine holds, and names them by its own key: all tokens before."""
 
-    def __init__(self, context: zmq.Context, endpoint: str, topic: str = "") -> None:
+    def __init__(self, context, endpoint, topic=""):
         self.socket = context.socket(zmq.SUB)
         self.socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self.socket.connect(endpoint)
-        self.numbers: list[int] = []
-        self.batches: list[KVEventBatch] = []
-        self.topics: set[bytes] = set()
-        self.tokens: dict[int, tuple[int, ...]] = {}  # hash -> the tokens of its block and all before
+        self.numbers = []
+        self.batches = []
+        self.topics = set()
+        self.tokens = {}  # hash -> the tokens of its block and all before
 
-    def read(self, count: int = 1, timeout: float = 10.0) -> None:
+    def read(self, count=1, timeout=10.0):
         for _ in range(count):
             assert self.socket.poll(1000 * timeout), f"no message after {timeout} s"
             topic, number, payload = self.socket.recv_multipart()
             self.topics.add(topic)
             self.take(int.from_bytes(number, "big"), decode(payload))
 
-    def read_all(self) -> None:
+    def read_all(self):
         """Every message until none comes for half a second."""
         while self.socket.poll(500):
             self.read()
 
-    def take(self, number: int, batch: KVEventBatch) -> None:
+    def take(self, number, batch):
         self.numbers.append(number)
         self.batches.append(batch)
         for event in batch.events:
@@ -107,23 +105,23 @@ class Router:
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context]:
+def context():
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> str:
+def endpoint(tmp_path):
     return f"ipc://{tmp_path}/events"
 
 
-def replayed(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
+def replayed(context, endpoint, first):
     """What a subscriber gets that asks for the batches from `first` on, with the end's mark."""
     with context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)
         socket.send_multipart((b"", first.to_bytes(8, "big")))
-        found: list[tuple[int, bytes]] = []
+        found = []
         while not found or found[-1][0] >= 0:
             assert socket.poll(10_000), "no answer"
             empty, number, payload = socket.recv_multipart()
@@ -135,22 +133,22 @@ def replayed(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int,
 class Published:
     """A block manager whose events are published at the end of each `step`."""
 
-    def __init__(self, num_blocks: int = 8, **options: object) -> None:
+    def __init__(self, num_blocks=8, **options):
         self.manager, self.observers = make_manager(num_blocks), StepObservers()
         self.publisher = KvEventPublisher(EngineConfig(**options))
         self.publisher.begin(self.manager, self.observers)
 
-    def __enter__(self) -> Published:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.observers.notify("engine_closed")
 
-    def step(self) -> None:
+    def step(self):
         self.observers.notify("step_ended", None, None)
 
 
-def subscribed(published: Published, context: zmq.Context, endpoint: str, topic: str = "") -> Router:
+def subscribed(published, context, endpoint, topic=""):
     """A router that has joined: what is published from now on reaches it."""
     router = Router(context, endpoint, topic)
     while not router.socket.poll(50):
@@ -161,7 +159,7 @@ def subscribed(published: Published, context: zmq.Context, endpoint: str, topic:
     return router
 
 
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
+def within(seconds, holds):
     end = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -174,7 +172,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 def test_a_chain_is_one_event_and_so_are_blocks_removed_in_a_row():
     first, second, third = PromptHashes([*A, *B, *C, 9], 4)
     tokens = [bytes(make_manager(2)._digest(b"")) for _ in range(3)]  # four int32 each
-    events: list[BlockEvent] = [
+    events = [
         Findable(first, None, tokens[0], ""),
         Findable(second, first, tokens[1], ""),
         Findable(third, second, tokens[2], ""),
@@ -193,29 +191,21 @@ def test_a_block_behind_another_than_the_last_one_begins_an_event():
     first, second = PromptHashes([*A, *B, 9], 4)
     (other,) = PromptHashes([*C, 9], 4)
     tokens = bytes(16)
-    events: list[BlockEvent] = [
-        Findable(first, None, tokens, ""),
-        Findable(other, None, tokens, ""),
-        Findable(second, first, tokens, ""),
-    ]
+    events = [Findable(first, None, tokens, ""), Findable(other, None, tokens, ""), Findable(second, first, tokens, "")]
     assert [event["parent_block_hash"] for event in in_schema(events)] == [None, None, as_number(first)]
 
 
 def test_a_removal_between_two_blocks_of_a_chain_parts_them_in_order():
     first, second = PromptHashes([*A, *B, 9], 4)
     (other,) = PromptHashes([*C, 9], 4)
-    events: list[BlockEvent] = [
-        Findable(first, None, bytes(16), ""),
-        Forgotten(other),
-        Findable(second, first, bytes(16), ""),
-    ]
+    events = [Findable(first, None, bytes(16), ""), Forgotten(other), Findable(second, first, bytes(16), "")]
     assert [event["type"] for event in in_schema(events)] == ["BlockStored", "BlockRemoved", "BlockStored"]
 
 
 def test_states_are_told_from_the_blocks_after_which_they_are():
     """A router that counts hits of such a model needs both."""
     (first, second), kinds = PromptHashes([*A, *B, 9], 4), ["full_attention", "mamba"]
-    events: list[BlockEvent] = [
+    events = [
         Findable(first, None, bytes(16), ""),
         Findable(second, first, bytes(16), ""),
         Findable(second, first, bytes(16), "", of_states=True),
@@ -247,7 +237,7 @@ def test_the_events_of_states_follow_their_slots():
     assert index.held == set(manager.entries), "replicas are chosen by blocks"
 
 
-def test_every_event_decodes_by_the_structs_of_vllm(context: zmq.Context, endpoint: str):
+def test_every_event_decodes_by_the_structs_of_vllm(context, endpoint):
     with Published(2, kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         before = time.time()
@@ -267,7 +257,7 @@ def test_every_event_decodes_by_the_structs_of_vllm(context: zmq.Context, endpoi
         assert one.data_parallel_rank == two.data_parallel_rank == 0
 
 
-def test_a_salt_may_hold_any_text(context: zmq.Context, endpoint: str):
+def test_a_salt_may_hold_any_text(context, endpoint):
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         computed(published.manager, A, cache_salt="\ud800é")
@@ -276,9 +266,7 @@ def test_a_salt_may_hold_any_text(context: zmq.Context, endpoint: str):
         assert router.batches[0].events[0].extra_keys == [("\\ud800é",)]
 
 
-def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(
-    context: zmq.Context, endpoint: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(context, endpoint, caplog):
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         published.publisher.receive([Findable(b"", None, b"not int32", "")])
@@ -291,7 +279,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(
 # -------------------------------------------------------------------------------------------------------- an engine
 
 
-def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context: zmq.Context, endpoint: str):
+def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context, endpoint):
     options = {"kv_events": endpoint, "kv_events_topic": "kv@pod-1@tiny", "num_kv_blocks": 9, "max_model_len": 96}
     with open_llm(**options) as llm:
         manager = llm._engine.block_manager
@@ -312,8 +300,8 @@ def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context
         assert router.tokens == {}
 
 
-def test_an_async_engine_publishes_until_it_is_closed(context: zmq.Context, endpoint: str):
-    async def run() -> Router:
+def test_an_async_engine_publishes_until_it_is_closed(context, endpoint):
+    async def run():
         async with open_async_llm(kv_events=endpoint) as llm:
             router = Router(context, endpoint)
             while not router.socket.poll(50):
@@ -327,7 +315,7 @@ def test_an_async_engine_publishes_until_it_is_closed(context: zmq.Context, endp
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-kv-events"]
 
 
-def test_what_an_engine_has_queued_is_sent_when_it_closes(context: zmq.Context, endpoint: str):
+def test_what_an_engine_has_queued_is_sent_when_it_closes(context, endpoint):
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         computed(published.manager, A)
@@ -337,7 +325,7 @@ def test_what_an_engine_has_queued_is_sent_when_it_closes(context: zmq.Context, 
     assert not published.publisher._thread.is_alive()
 
 
-def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(context: zmq.Context, endpoint: str):
+def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(context, endpoint):
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         computed(published.manager, A)
@@ -354,7 +342,7 @@ def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(con
 # ------------------------------------------------------------------------------------------------------------ replay
 
 
-def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context: zmq.Context, endpoint: str, tmp_path: Path):
+def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context, endpoint, tmp_path):
     replay = f"ipc://{tmp_path}/replay"
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
         for tokens in (A, B, C):
@@ -373,9 +361,7 @@ def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context: zmq.Conte
         assert [number for number, _ in replayed(context, replay, 4)] == [-1]
 
 
-def test_old_batches_are_not_kept_for_replay(
-    context: zmq.Context, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_old_batches_are_not_kept_for_replay(context, endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(kv_events, "MAX_REPLAYED", 2)
     replay = f"ipc://{tmp_path}/replay"
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
@@ -385,9 +371,7 @@ def test_old_batches_are_not_kept_for_replay(
         assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [3, 4, -1])
 
 
-def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(
-    context: zmq.Context, endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(context, endpoint, tmp_path, caplog):
     replay = f"ipc://{tmp_path}/replay"
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
         with context.socket(zmq.DEALER) as socket:
@@ -402,9 +386,7 @@ def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(
 # ------------------------------------------------------------------------------------------------- slow subscribers
 
 
-def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(
-    context: zmq.Context, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(context, endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(kv_events, "MAX_UNSENT", 1)
     context.setsockopt(zmq.RCVHWM, 1)
     replay = f"ipc://{tmp_path}/replay"
@@ -428,16 +410,14 @@ def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(
         assert numbers == [*range(missing, first + num_batches), -1]
 
 
-def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(
-    context: zmq.Context, endpoint: str, caplog: pytest.LogCaptureFixture
-):
+def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(context, endpoint, caplog):
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
         published.publisher._queue.maxsize = 2
         stuck, may_go_on = threading.Event(), threading.Event()
         encode = published.publisher._encode
 
-        def slow(batch: object) -> bytes:
+        def slow(batch):
             stuck.set()
             may_go_on.wait()
             return encode(batch)
@@ -461,21 +441,21 @@ def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers
 
 
 @pytest.mark.parametrize("missing", ["zmq", "msgspec"])
-def test_without_its_packages_the_error_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, endpoint: str):
+def test_without_its_packages_the_error_names_the_extra(missing, monkeypatch, endpoint):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(RuntimeError, match=rf"kv_events needs {missing}: pip install 'nanovllm\[kv-events\]'"):
         open_llm(kv_events=endpoint)
 
 
-def test_an_endpoint_that_is_taken_is_named(context: zmq.Context):
+def test_an_endpoint_that_is_taken_is_named(context):
     with context.socket(zmq.PUB) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(ValueError, match=rf"kv_events is 'tcp://\*:{port}', which cannot be bound: .*in use"):
             KvEventPublisher(EngineConfig(kv_events=f"tcp://*:{port}"))
 
 
-def test_the_endpoint_is_free_again_after_a_model_that_does_not_load(context: zmq.Context):
+def test_the_endpoint_is_free_again_after_a_model_that_does_not_load(context):
     with context.socket(zmq.PUB) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
     for _ in range(2):
@@ -483,7 +463,7 @@ def test_the_endpoint_is_free_again_after_a_model_that_does_not_load(context: zm
             open_llm(kv_events=f"tcp://*:{port}", max_model_len=10_000_000)
 
 
-def test_an_endpoint_without_a_star_is_connected_to(context: zmq.Context):
+def test_an_endpoint_without_a_star_is_connected_to(context):
     with context.socket(zmq.SUB) as socket:
         socket.setsockopt_string(zmq.SUBSCRIBE, "")
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -493,7 +473,7 @@ def test_an_endpoint_without_a_star_is_connected_to(context: zmq.Context):
             assert decode(socket.recv_multipart()[2]).events == [AllBlocksCleared()]
 
 
-def test_the_rank_moves_the_ports_and_is_told(context: zmq.Context, endpoint: str):
+def test_the_rank_moves_the_ports_and_is_told(context, endpoint):
     assert endpoint_of_rank("tcp://*:5557", 3) == "tcp://*:5560"
     assert endpoint_of_rank("tcp://*:5557", 0) == "tcp://*:5557"
     with Published(kv_events=endpoint, kv_events_rank=2) as published:
@@ -505,7 +485,7 @@ def test_the_rank_moves_the_ports_and_is_told(context: zmq.Context, endpoint: st
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"kv_events": "5557"}, "kv_events is '5557'; it must be like"),
         ({"kv_events": "tcp://*"}, "kv_events is 'tcp://\\*'; it must be like"),
@@ -519,7 +499,7 @@ def test_the_rank_moves_the_ports_and_is_told(context: zmq.Context, endpoint: st
         ({"kv_events": "tcp://*:1", "enable_prefix_caching": False}, "caches no prefix"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str):
+def test_options_that_cannot_be_meant_are_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         EngineConfig(**options)
 

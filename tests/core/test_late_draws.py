@@ -1,11 +1,8 @@
 """A step that is launched and not drawn yet, when the engine is interrupted, closed, or its model is changed."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ PROMPT = [5, 9, 200, 31]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, structured_output=form("json_schema"))
 
 
-def begin(llm: LLM) -> Any:
+def begin(llm):
     """A stream, with a step in flight that is not drawn yet."""
     stream = llm.stream(PROMPT, PARAMS)
     next(stream)
@@ -40,7 +37,7 @@ def test_a_step_of_a_model_that_was_changed_is_dropped_and_not_drawn(monkeypatch
         forget, draw = llm._engine.model_runner.forget_model, llm._engine._in_flight[-1]._draw
         monkeypatch.setattr(llm._engine.model_runner, "forget_model", lambda: (is_changed.append(True), forget()))
 
-        def late_draw() -> Any:
+        def late_draw():
             assert not is_changed
             return draw()
 
@@ -66,11 +63,11 @@ def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_und
         stream, engine, calls = begin(llm), llm._engine, []
         draw = LaunchedStep.draw
 
-        def fail(self: Any) -> list[int]:
+        def fail(self):
             calls.append("read")
             raise RuntimeError("a rank is gone")
 
-        def interrupted(self: Any) -> None:
+        def interrupted(self):
             if calls == ["read"]:
                 calls.append("interrupted")
                 raise KeyboardInterrupt
@@ -101,7 +98,7 @@ def test_ranks_that_wait_for_a_draw_get_it_after_an_interrupt_and_at_the_end(fol
         engine.step()
         assert engine._in_flight[-1]._draw is not None
 
-        def interrupted(self: Any) -> list[int]:
+        def interrupted(self):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -1,15 +1,11 @@
 """An engine with a latency goal: the tokens of one without, goals of requests, statistics, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord, TraceWriter
+from nanovllm import LLM, EngineConfig, SamplingParams, TraceWriter
 from nanovllm.features.costs.learned_costs import relative_decode_cost
 from nanovllm.features.engine_stats import BudgetStats
 from nanovllm.features.goals import building
@@ -23,15 +19,15 @@ from tests.support.llms import check_engine
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(**options):
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def answers(params: Any = GREEDY, **options: Any) -> list[list[list[int]]]:
+def answers(params=GREEDY, **options):
     prompts = random_prompts(9, low=3, high=200)
     with open_llm(max_num_seqs=4, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -41,7 +37,7 @@ def answers(params: Any = GREEDY, **options: Any) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def usual() -> list[list[list[int]]]:
+def usual():
     return answers()
 
 
@@ -70,8 +66,8 @@ def test_the_fit_learns_from_steps_and_the_statistics_tell():
     assert stats.error >= 0.0
 
 
-def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_path: Path):
-    records: list[StepRecord] = []
+def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_path):
+    records = []
     path = tmp_path / "out.json"
     with (
         TraceWriter(path) as trace,
@@ -90,7 +86,7 @@ def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_p
     assert (records[-1].budget, records[-1].predicted_time) == (1024, None)
 
 
-def test_a_calibration_begins_the_predictions(tmp_path: Path):
+def test_a_calibration_begins_the_predictions(tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     with open_llm(itl_goal=60.0, step_costs=str(tmp_path / "costs.json")) as llm:
         costs = llm._engine.scheduler.budget._costs
@@ -108,16 +104,13 @@ def test_a_request_may_wait_longer_and_not_less():
             llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
         with pytest.raises(ValueError, match="ttft_goal of a request is 50 s, and that of the engine is 90 s"):
             llm.generate([[1, 2, 3]], SamplingParams(ttft_goal=50.0), use_tqdm=False)
-    with (
-        open_llm() as llm,
-        pytest.raises(ValueError, match=r"is 50 s, and that of the engine is none; "),
-    ):
+    with open_llm() as llm, pytest.raises(ValueError, match=r"is 50 s, and that of the engine is none; "):
         llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
 
 
 def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the_start():
     with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
-        budget: Any = llm._engine.scheduler.budget
+        budget = llm._engine.scheduler.budget
         budget.itl_goal, budget.ttft_goal = 30.0, 45.0  # as "auto" has them once the machine is faster
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0), use_tqdm=False)
         with pytest.raises(ValueError, match=r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
@@ -128,8 +121,8 @@ def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the
 
 
 def test_the_front_of_replicas_compares_with_the_goals_that_they_reported():
-    report: Any = SimpleNamespace(stats=SimpleNamespace(budget=BudgetStats(0.1, 5.0, 8, None, 0)))
-    fresh: Any = SimpleNamespace(stats=None)
+    report = SimpleNamespace(stats=SimpleNamespace(budget=BudgetStats(0.1, 5.0, 8, None, 0)))
+    fresh = SimpleNamespace(stats=None)
     config = EngineConfig(itl_goal=0.4)
     assert goals_in_force([fresh, report], config).itl_goal == 0.1
     assert goals_in_force([fresh], config).itl_goal == 0.4
@@ -162,7 +155,7 @@ def test_costs_know_the_device_that_is_chosen_at_load(monkeypatch):
         assert llm._engine.config.itl_goal >= 0.1
 
 
-def test_costs_weigh_generated_tokens_where_they_are_known(tmp_path: Path):
+def test_costs_weigh_generated_tokens_where_they_are_known(tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     known = CALIBRATION.cost_model.step_cost(overlap=False)
     for goal in (None, 60.0):
@@ -174,16 +167,16 @@ def test_costs_weigh_generated_tokens_where_they_are_known(tmp_path: Path):
         assert llm._engine.scheduler.waiting.decode_cost == DECODE_COST
 
 
-@pytest.mark.parametrize(("seconds", "is_kept"), [([0.2] * 3 + [0.04] * 99, True), ([0.2] * 999, False)])
-def test_a_machine_that_is_busy_at_start_is_measured_again(seconds: list[float], is_kept: bool):
+@pytest.mark.parametrize("seconds, is_kept", [([0.2] * 3 + [0.04] * 99, True), ([0.2] * 999, False)])
+def test_a_machine_that_is_busy_at_start_is_measured_again(seconds, is_kept):
     now, taken = [0.0], iter(seconds)
     with open_llm() as llm:
         runner = llm._engine.model_runner
 
-        def execute(batch: object) -> None:
+        def execute(batch):
             now[0] += next(taken)
 
-        def learned() -> float | None:
+        def learned():
             config = replace(runner.config, itl_goal=0.05)
             return learned_budget(config, runner.binding, runner.pools, execute, lambda: now[0])[2].itl_goal
 
@@ -199,7 +192,7 @@ def test_a_start_takes_a_slow_step_of_each_kind_once():
     with open_llm() as llm:
         runner = llm._engine.model_runner
 
-        def execute(batch: object) -> None:
+        def execute(batch):
             taken.append(batch)
             now[0] += 2.0
 
@@ -226,7 +219,7 @@ def test_a_simulation_keeps_the_goal_with_the_engines_own_budget():
 
 
 @pytest.mark.parametrize("clients", [("", ""), ("one", "flood")])
-def test_short_prompts_pass_a_long_one_in_a_simulation_with_a_goal(clients: tuple[str, str]):
+def test_short_prompts_pass_a_long_one_in_a_simulation_with_a_goal(clients):
     """A step takes at most 10.5 ms: that in progress, one of the long prompt and the short one's own are due."""
     short, other = clients
     calibration = replace(CALIBRATION, max_position_embeddings=8192, kv_cache_bytes=100 * 16 * 8192)

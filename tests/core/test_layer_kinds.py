@@ -1,9 +1,6 @@
 """Windows, chunks, soft-caps, sinks, keys wider than values: greedy tokens are those of `transformers`."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +12,13 @@ from tests.support.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "sdpa": {"enforce_eager": True},
-    "cpp": {"attention_backend": "cpp"},
-    "flex": {"attention_backend": "flex"},
-}
+OPTIONS = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
+BACKENDS = {"sdpa": {"enforce_eager": True}, "cpp": {"attention_backend": "cpp"}, "flex": {"attention_backend": "flex"}}
 # With each shape the C++ kernels are compiled, and with each kind FlexAttention.
 QUICK = {("cpp", family) for family in ("Gemma2", "GptOss", "Gemma4Text", "DeepseekV2")}
 
 
-def answers(family: str, *, rounds: int = 1, **options: Any) -> tuple[list[list[list[int]]], Any]:
+def answers(family, *, rounds=1, **options):
     found = []
     with LLM(model(family), **(OPTIONS | options)) as llm:
         for _ in range(rounds):
@@ -35,7 +28,7 @@ def answers(family: str, *, rounds: int = 1, **options: Any) -> tuple[list[list[
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("backend", "family"),
+    "backend, family",
     [pytest.param(backend, family, marks=[] if backend == "sdpa" or (backend, family) in QUICK else [pytest.mark.slow])
      for backend in BACKENDS for family in MODELS],
 )  # fmt: skip
@@ -56,7 +49,7 @@ def test_small_budgets_and_preemption_change_no_token(family):
 
 
 def test_the_layers_are_what_their_models_say():
-    def traits(family: str) -> list[Any]:
+    def traits(family):
         with LLM(model(family), **OPTIONS, **BACKENDS["sdpa"]) as llm:
             binding = llm._engine.model_runner.binding
             assert binding.caches.num_bytes(1) == sum(cache[0][0].nbytes + cache[1][0].nbytes for cache in {
@@ -81,7 +74,7 @@ def test_sinks_of_a_live_module_are_those_that_its_owner_has_set():
     module = copy.deepcopy(model("GptOss"))
     with LLM(module, **OPTIONS, **BACKENDS["sdpa"]) as llm:
 
-        def answer() -> list[list[int]]:
+        def answer():
             return [o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)]
 
         assert answer() == expected("GptOss", NUM_NEW_TOKENS)
@@ -105,10 +98,10 @@ def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
 
 
 def test_a_layer_of_plain_attention_looks_for_no_attribute_in_vain(monkeypatch):
-    missed: list[str] = []
+    missed = []
     look = torch.nn.Module.__getattr__
 
-    def noted(module: torch.nn.Module, name: str) -> Any:
+    def noted(module, name):
         if name.startswith("nanovllm"):
             missed.append(name)
         return look(module, name)

@@ -1,43 +1,38 @@
 """Timeouts and the limit on waiting requests, by a clock that only the test moves."""
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
 from nanovllm.build import build_engine
-from nanovllm.engine import Engine
 from nanovllm.features.groups.block_checks import check_scheduler
-from nanovllm.outputs import RequestOutput
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
 LONG = SamplingParams(temperature=0.0, max_tokens=60)
 PROMPT, OTHER = random_prompts(2, low=40, high=40, seed=1)
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
-def open_with(clock: Clock, **options: Any) -> Engine:
+def open_with(clock, **options):
     return build_engine(tiny_model(), tiny_tokenizer(), None, OPTIONS | options, clock=clock)
 
 
-def outputs_of(engine: Engine, num_steps: int | None = None) -> list[RequestOutput]:
+def outputs_of(engine, num_steps=None):
     """What comes of so many steps, or of all."""
     while engine.has_unfinished and num_steps != 0:
         engine.step()
@@ -48,14 +43,14 @@ def outputs_of(engine: Engine, num_steps: int | None = None) -> list[RequestOutp
 
 
 @functools.cache
-def answer(number: int) -> list[int]:
+def answer(number):
     engine = open_with(Clock())
     engine.add(engine.input_processor.process_one("alone", (PROMPT, OTHER)[number], LONG))
     (output,) = outputs_of(engine)
     return output.outputs[0].token_ids
 
 
-def assert_idle_and_whole(engine: Engine) -> None:
+def assert_idle_and_whole(engine):
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert not engine._deadlines

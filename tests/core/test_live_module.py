@@ -1,12 +1,9 @@
 """`LLM(model=module)`: the owner's weights, without a copy; and between calls the module is the owner's, untouched."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -17,30 +14,30 @@ from nanovllm import attention as operator
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = random_prompts(3, low=40, high=100)
 
 
-def open_llm(model: nn.Module, **options: Any) -> LLM:
+def open_llm(model, **options):
     return LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def generate(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+def generate(llm, prompts=PROMPTS, params=GREEDY):
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def num_cached(llm: LLM) -> list[int]:
+def num_cached(llm):
     return [output.num_cached_tokens for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def by_a_fresh_engine(model: nn.Module) -> list[list[int]]:
+def by_a_fresh_engine(model):
     """What an engine answers that has never seen other weights than the module's present ones."""
     with open_llm(copy.deepcopy(model)) as llm:
         return generate(llm)
 
 
-def by_its_own_generate(model: Any) -> list[list[int]]:
+def by_its_own_generate(model):
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -49,7 +46,7 @@ def by_its_own_generate(model: Any) -> list[list[int]]:
     return answers
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+def train(model, optimizer, seed=0):
     """One step of training: forward, backward, AdamW; returns the loss."""
     model.train()
     ids = torch.randint(0, VOCAB_SIZE, (2, 32), generator=torch.Generator().manual_seed(seed))
@@ -60,7 +57,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
     return float(loss.detach())
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -96,7 +93,7 @@ def test_a_dtype_that_is_the_modules_own_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options, named",
     [
         ({"dtype": "bfloat16"}, ["dtype", "bfloat16", "float32", "auto"]),
         ({"device": "cuda"}, ["device", "cuda", "cpu", "auto"]),
@@ -260,7 +257,7 @@ def test_dropout_of_a_module_in_training_mode_is_off_inside_a_step_and_on_again_
 
 def test_the_owners_forward_hooks_stay_and_run():
     model = tiny_model()
-    calls: list[int] = []
+    calls = []
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     before = Snapshot(model)
     with open_llm(model) as llm:
@@ -282,7 +279,7 @@ def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call():
 def test_the_owners_compiled_calls_are_not_used_for_our_passes():
     """They would be compiled again, for shapes and an attention that the owner never asked for."""
     model = tiny_model()
-    calls: list[str] = []
+    calls = []
 
     def compiled(*args, **kwargs):
         calls.append(model.config._attn_implementation)
@@ -408,7 +405,7 @@ def replace_a_submodule(model):
 class LowRank(nn.Module):
     """An adapter around a linear layer, as libraries for fine-tuning inject them."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base
         generator = torch.Generator().manual_seed(0)
@@ -535,10 +532,10 @@ def test_two_llms_on_one_module_generate_from_two_threads():
     model = tiny_model()
     expected = by_a_fresh_engine(model)
     before = Snapshot(model)
-    answers: list[Any] = []
+    answers = []
     with open_llm(model) as first, open_llm(model) as second:
 
-        def ask(llm: LLM) -> None:
+        def ask(llm):
             for _ in range(5):
                 answers.append(generate(llm))
 

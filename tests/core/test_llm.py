@@ -1,7 +1,5 @@
 """`LLM`: what goes in, what comes out, several engines in one process, and closing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

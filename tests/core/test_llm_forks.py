@@ -1,9 +1,6 @@
 """`LLM.fork`: the tokens of the same prompt, none of them computed twice, beside anything and behind failed steps."""
 
-from __future__ import annotations
-
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12)
 
 
-def stream_of(llm: LLM, num_tokens: int) -> tuple[Any, Any]:
+def stream_of(llm, num_tokens):
     """A stream, and its output after so many tokens."""
     stream = llm.stream(PROMPT, LONG)
     for _ in range(num_tokens):
@@ -81,7 +78,7 @@ def test_a_request_survives_the_failed_step_of_its_fork(number, monkeypatch):
         stream, output = stream_of(llm, 8)
         fork = llm.fork(output.request_id, 40, SamplingParams(temperature=0.0, max_tokens=12))
         fail_in_step(monkeypatch, llm, number, ValueError("this step fails"))
-        tokens: list[list[int]] = []
+        tokens = []
         with pytest.raises(Exception, match="this step fails"):
             for found in fork:
                 tokens.append(found.outputs[0].token_ids)
@@ -100,7 +97,7 @@ def test_a_step_that_fails_before_its_copies_leaves_no_fork_without_its_block(mo
         fork = llm.fork(output.request_id, 40, SHORT)
         step, launch = engine.step, engine.model_runner.launch
 
-        def fail_once(batch: Any) -> Any:
+        def fail_once(batch):
             if failures:
                 assert batch.copies
                 raise failures.pop()
@@ -108,7 +105,7 @@ def test_a_step_that_fails_before_its_copies_leaves_no_fork_without_its_block(mo
 
         monkeypatch.setattr(engine.model_runner, "launch", fail_once)
 
-        def step_again() -> None:  # as a server does: the requests of a failed step stay queued
+        def step_again():  # as a server does: the requests of a failed step stay queued
             with suppress(StepError):
                 step()
 

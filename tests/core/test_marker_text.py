@@ -1,11 +1,8 @@
 """Forms that hold the text of special and added tokens: the output spells it, and ends where the form is complete."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
-from typing import Any
 
 import pytest
 from llguidance.hf import from_tokenizer
@@ -22,7 +19,7 @@ NAMES = {"<|system|>": "<s>", "<|user|>": "<think>", "<|end|>": "</s>"}  # a com
 
 
 @functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """The tiny tokenizer whose markers have usual names, and where `<think>` is an added token as in Qwen 3."""
     text = tiny_tokenizer().backend_tokenizer.to_str()
     for old, new in NAMES.items():
@@ -34,7 +31,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def unigram() -> PreTrainedTokenizerFast:
+def unigram():
     """A tokenizer whose model has the markers among its pieces, where it finds them in text."""
     pieces = [("<s>", 0.0), ("<think>", 0.0), ("<unk>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
@@ -45,13 +42,13 @@ def unigram() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=found, clean_up_tokenization_spaces=False)
 
 
-def schema_of(key: str, value: Any) -> dict[str, Any]:
+def schema_of(key, value):
     plain = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     return {"type": "object", "properties": {key: value}, "required": [key], **plain}
 
 
 ESCAPED = 'say "</s>"\\<think>\n</s>'
-FORMS: dict[str, tuple[dict[str, Any], Any]] = {  # the form, and whether a text has it
+FORMS = {  # the form, and whether a text has it
     "const": ({"json_schema": {"const": "</s>"}}, lambda text: json.loads(text) == "</s>"),
     "escapes": ({"json_schema": {"const": ESCAPED}}, lambda text: json.loads(text) == ESCAPED),
     "enum": (
@@ -78,7 +75,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {  # the form, and whether a text
 
 
 @functools.cache
-def llm(kind: str = "bpe") -> LLM:
+def llm(kind="bpe"):
     own = tokenizer() if kind == "bpe" else unigram()
     return LLM(model(), tokenizer=own, enforce_eager=True, block_size=16, num_kv_blocks=129, max_model_len=512)
 
@@ -111,7 +108,7 @@ def test_a_stream_spells_it_too(name):
     assert last.outputs[0].finish_reason == "stop" and has_form(last.outputs[0].text)
 
 
-def with_words(own: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def with_words(own):
     """The tokenizer with added tokens that are text, looked for behind a normalizer."""
     found = Tokenizer.from_str(own.backend_tokenizer.to_str())
     found.normalizer = normalizers.NFC()
@@ -138,7 +135,7 @@ def test_masks_of_other_forms_are_those_of_llguidances_own_reading(form, words):
     assert_equal_masks((ours, plain), StructuredOutput(**form), num_texts=4, most=60)
 
 
-def spelled(compiler: GrammarCompiler, form: StructuredOutput, eos: int = EOS) -> list[int]:
+def spelled(compiler, form, eos=EOS):
     """Tokens of a form with one text, the first that is allowed each time."""
     matcher, found = compiler.matcher(form).copy(), []
     while (token_id := allowed(matcher)[0]) != eos:

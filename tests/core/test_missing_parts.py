@@ -3,8 +3,6 @@
 `.ci/deletions.py` hides each folder in turn, and compares a batch with transformers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys
@@ -21,7 +19,7 @@ from tests.support.llms import generate, open_llm, token_ids
 
 
 @pytest.mark.parametrize(
-    ("module", "options"),
+    "module, options",
     [
         ("features.goals.building", {"itl_goal": 0.1}),
         ("features.shares.client_queue", {"client_weights": {"a": 2.0}}),

@@ -26,11 +26,11 @@ class Options:
     named: int | None = option(None, "not set, or a whole number.", flag="other_name")
     text: str = option("a", "a text.", refused={REPLICAS: "it is read here. Leave it out."})
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_fields(self, {"str": string})
 
 
-@pytest.mark.parametrize(("cls", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("cls, name", FIELDS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_option_refuses_an_object_that_is_no_value_by_its_name(cls, name):
     with pytest.raises((TypeError, ValueError), match=rf"^{name} "):
         cls(**{name: pathlib.Path("x")})

@@ -4,10 +4,7 @@ On a CPU a launched step is done at once, but all the bookkeeping is the same: t
 wasted rows, blocks that fill while they are in flight.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +16,15 @@ from tests.support.llms import check_engine
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 POOLS = {"roomy pool": {}, "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80}}
 
 
-def open_llm(model: Any = None, **options: Any) -> LLM:
+def open_llm(model=None, **options):
     return LLM(model or tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | {"overlap": True} | options))
 
 
-def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
+def answers(llm, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert_idle_and_whole(llm)
     return [
@@ -36,7 +33,7 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def assert_idle_and_whole(llm: LLM) -> None:
+def assert_idle_and_whole(llm):
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert len(llm._engine.scheduler.in_flight) == len(llm._engine._in_flight) == 0
@@ -44,7 +41,7 @@ def assert_idle_and_whole(llm: LLM) -> None:
 
 
 @functools.cache
-def expected(pool: str) -> list[tuple[Any, ...]]:
+def expected(pool):
     with open_llm(overlap=False, **POOLS[pool]) as llm:
         return answers(llm, *requests())
 

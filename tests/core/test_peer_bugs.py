@@ -13,16 +13,16 @@ from tests.support.scheduling import Loop, make_scheduler
 SIZE = 4
 
 
-def make_loop(**limits: int) -> Loop:
+def make_loop(**limits):
     return Loop(make_scheduler(block_size=SIZE, **limits))
 
 
-def prompt(length: int, first: int = 0) -> list[int]:
+def prompt(length, first=0):
     """Tokens that no prompt with another `first` begins with."""
     return [first, *(position % 7 for position in range(length - 1))]
 
 
-def finish(loop: Loop) -> None:
+def finish(loop):
     loop.drain()
     loop.check_outputs()
 
@@ -31,7 +31,7 @@ def finish(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("length", [k * SIZE + extra for k in (1, 2, 3) for extra in (-1, 0, 1)])
-def test_a_fully_cached_prompt_still_computes_its_last_token(length: int):
+def test_a_fully_cached_prompt_still_computes_its_last_token(length):
     loop = make_loop()
     for _ in range(3):
         loop.add(prompt(length), max_tokens=6)
@@ -73,7 +73,7 @@ def test_two_requests_that_both_need_the_whole_pool_do_not_preempt_each_other_fo
 
 @pytest.mark.parametrize("budget", [9, 10, 11, 12, 13, 17, 24, 100])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8])
-def test_slots_and_lengths_are_right_at_every_chunk_boundary(budget: int, block_size: int):
+def test_slots_and_lengths_are_right_at_every_chunk_boundary(budget, block_size):
     scheduler = make_scheduler(block_size=block_size, max_num_batched_tokens=max(budget, block_size + 1))
     loop = Loop(scheduler)
     for number in range(6):
@@ -104,7 +104,7 @@ def test_a_preempted_request_with_output_is_computed_in_chunks_like_any_other():
 
 
 @pytest.mark.parametrize("length", range(1, 2 * SIZE + 2))
-def test_a_block_is_taken_with_its_first_token_and_found_with_its_last(length: int):
+def test_a_block_is_taken_with_its_first_token_and_found_with_its_last(length):
     loop = make_loop()
     sequence = loop.add(prompt(length), max_tokens=2 * SIZE + 1)
     while True:
@@ -186,7 +186,7 @@ def test_no_map_entry_outlives_the_reuse_of_its_block():
 
 
 @pytest.mark.parametrize("freed_first", [0, 1])
-def test_freeing_one_of_two_blocks_with_the_same_content_leaves_the_other_findable(freed_first: int):
+def test_freeing_one_of_two_blocks_with_the_same_content_leaves_the_other_findable(freed_first):
     loop = make_loop(num_kv_blocks=1 + 10, max_model_len=40)
     twins = [loop.add(prompt(8), max_tokens=20) for _ in range(2)]  # the second recomputes the last block
     loop.step()
@@ -210,9 +210,7 @@ def test_a_prompt_of_whole_blocks_run_twice_does_not_cut_the_chain_of_the_next_t
 
 @pytest.mark.parametrize("same_step", [True, False])
 @pytest.mark.parametrize("step_fails", [True, False])
-def test_a_block_found_before_it_is_computed_is_right_although_its_request_is_aborted(
-    same_step: bool, step_fails: bool
-):
+def test_a_block_found_before_it_is_computed_is_right_although_its_request_is_aborted(same_step, step_fails):
     loop = make_loop()
     first = loop.add(prompt(12), max_tokens=4)
     if not same_step:
@@ -299,7 +297,7 @@ def test_max_tokens_0_is_refused():
 
 
 @pytest.mark.parametrize("length", [1, 14, 15])
-def test_no_position_lies_beyond_the_model_s_last(length: int):
+def test_no_position_lies_beyond_the_model_s_last(length):
     loop = make_loop(max_model_len=16)
     sequence = loop.add(prompt(length), max_tokens=1000)
     while loop.unfinished:

@@ -1,11 +1,8 @@
 """Policies of users: any queue and budget that is one runs in every door; what is none is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "least_progress_first.py"
 PROMPTS = random_prompts(8, low=20, high=150, seed=3)
 
 
-def load_example() -> Any:
+def load_example():
     spec = importlib.util.spec_from_file_location("least_progress_first", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = sys.modules["least_progress_first"] = importlib.util.module_from_spec(spec)
@@ -44,7 +41,7 @@ LeastProgressFirst = load_example().LeastProgressFirst
 class LastComeFirst(WaitingQueue):
     """Another order of admission, which reads the clock."""
 
-    def __init__(self, config: EngineConfig, clock: Any) -> None:
+    def __init__(self, config, clock):
         super().__init__()
         self.config, self.times = config, [clock()]
 
@@ -58,7 +55,7 @@ class HalfBudget(WholeBudget):
         return max(budget // 2, min(budget, len(decodes) + threshold)), threshold
 
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "plain": WaitingQueue,
     "whole": WholeBudget,
     "shares": ClientQueue,
@@ -165,7 +162,7 @@ def test_with_tiers_drafts_goals_and_forks_every_invariant_holds(seed):
     walk(seed, policies={"queue": (LeastProgressFirst, LastComeFirst)[seed % 2]})
 
 
-ENGINES: dict[str, dict[str, Any]] = {
+ENGINES = {
     "scarce blocks": {"num_kv_blocks": 34},
     "chunks": {"max_num_batched_tokens": 32, "num_kv_blocks": 34},
     "overlap": {"overlap": True, "num_kv_blocks": 34},
@@ -177,19 +174,15 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[Any]]:
+def expected():
     with open_llm() as llm:
         return {name: answers(llm, params) for name, params in REQUESTS.items()}
 
 
-REQUESTS = {
-    "greedy": GREEDY,
-    "sampled": SAMPLED,
-    "n": SamplingParams(seed=5, n=3, max_tokens=40, ignore_eos=True),
-}
+REQUESTS = {"greedy": GREEDY, "sampled": SAMPLED, "n": SamplingParams(seed=5, n=3, max_tokens=40, ignore_eos=True)}
 
 
-def answers(llm: Any, params: SamplingParams) -> list[Any]:
+def answers(llm, params):
     priorities = [number % 3 for number in range(len(PROMPTS))]
     outputs = generate(llm, PROMPTS, params, priority=priorities)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
@@ -275,7 +268,7 @@ class Needs(WaitingQueue):
 
 
 @pytest.mark.parametrize(
-    ("policies", "error", "named"),
+    "policies, error, named",
     [
         ("my:Queue", TypeError, "policies must map queue and budget to policies, not 'my:Queue'"),
         ({"order": WaitingQueue}, ValueError, "a key of policies is 'order'; it must be one of queue, budget"),
@@ -298,7 +291,7 @@ def test_what_is_no_policy_is_refused_before_a_model_is_loaded(policies, error, 
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options, named",
     [
         ({"policies": {"queue": WaitingQueue}, "client_weights": {"a": 2.0}}, "client_weights is .*another queue"),
         ({"policies": {"budget": WholeBudget}, "itl_goal": 0.1}, "itl_goal is 0.1, but policies has another budget"),
@@ -319,7 +312,7 @@ def test_the_methods_asked_for_are_those_of_the_protocols():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A working directory with a module, and an installed distribution whose entry points name its classes."""
     (tmp_path / "work").mkdir()
     (tmp_path / "site" / "own_policies-1.dist-info").mkdir(parents=True)
@@ -347,9 +340,9 @@ def test_names_are_of_the_working_directory_or_of_installed_entry_points(folder)
 
 
 @pytest.fixture
-def served(monkeypatch) -> list[dict[str, Any]]:
+def served(monkeypatch):
     """Engine options of each call of `serve`."""
-    calls: list[dict[str, Any]] = []
+    calls = []
     monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments[3]) or 0)
     monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
     return calls
@@ -368,7 +361,7 @@ def test_a_server_is_given_policies_by_flags_or_by_a_file(folder, served):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    "arguments, named",
     [
         (["--policy", "policies_here:Nothing"], "'policies_here:Nothing' cannot be imported"),
         (["--policy", "policies_here:Queue", "--policy", "own-queue"], "--policy names two of a kind"),

@@ -1,7 +1,5 @@
 """`LLM`: prefix cache hits, what `stats` counts of them, priorities and limits."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -15,7 +13,7 @@ def test_a_second_call_finds_the_prompt_in_the_prefix_cache():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("length", "cached"), [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32)])
+@pytest.mark.parametrize("length, cached", [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32)])
 def test_a_fully_cached_prompt_still_computes_its_last_token(length, cached):
     llm, prompt = open_llm(), random_prompts(1, low=length, high=length)[0]
     cold, warm = generate(llm, prompt)[0], generate(llm, prompt)[0]

@@ -1,10 +1,6 @@
 """Priorities: a lower number runs first, in admission and in preemption; with ageing no request starves."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -16,11 +12,11 @@ from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 NUM_ROUNDS = 200
 
 
-def crowded_loop(ageing: float | None) -> Loop:
+def crowded_loop(ageing):
     return Loop(make_scheduler(max_num_seqs=1, max_num_batched_tokens=64, priority_ageing_s=ageing))
 
 
-def step_when_the_patient_ends(loop: Loop, priority: int) -> int | None:
+def step_when_the_patient_ends(loop, priority):
     """A request of low priority in an engine for one, where one of priority 0 arrives every second, as fast as it
     serves them; returns the step that ended it, or None after many."""
     loop.add([1, 2], max_tokens=1)
@@ -78,11 +74,11 @@ def test_an_aged_request_is_not_preempted_for_a_more_urgent_but_younger_one():
     assert (old.num_preemptions, young.num_preemptions > 0) == (0, True)
 
 
-def generate(llm: LLM, prompts: Any, **options: Any) -> list[Any]:
+def generate(llm, prompts, **options):
     return llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False, **options)
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(**options):
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **options)
 
 
@@ -101,7 +97,7 @@ def test_whoever_is_preempted_is_of_the_lowest_priority_and_its_tokens_are_the_s
 @pytest.mark.costly
 @pytest.mark.parametrize("use", [lambda llm: generate(llm, [[5], [6]], priority=[0, 2**31]),
                                  lambda llm: next(llm.stream([5], priority=-(2**40)))])  # fmt: skip
-def test_a_priority_out_of_range_is_refused_with_its_value_and_the_limit(use: Callable[[LLM], Any]):
+def test_a_priority_out_of_range_is_refused_with_its_value_and_the_limit(use):
     with open_llm(num_kv_blocks=65, max_model_len=256) as llm:
         with pytest.raises(ValueError, match=r"priority is .*between -2147483647 and 2147483647"):
             use(llm)

@@ -1,7 +1,5 @@
 """Block hashes of a prompt: a chain that any process computes, as far as it is read."""
 
-from __future__ import annotations
-
 import pytest
 import xxhash
 
@@ -27,7 +25,7 @@ def test_a_hash_is_that_of_its_parents_hash_and_its_tokens_in_any_process():
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_a_prompt_has_as_many_hashes_as_a_lookup_can_find_blocks(length: int):
+def test_a_prompt_has_as_many_hashes_as_a_lookup_can_find_blocks(length):
     manager = make_manager(8)
     release(manager, computed(manager, list(range(12))))
     hashes = PromptHashes(range(length), SIZE)
@@ -35,7 +33,7 @@ def test_a_prompt_has_as_many_hashes_as_a_lookup_can_find_blocks(length: int):
 
 
 def test_hashes_are_computed_once_and_as_far_as_they_are_read():
-    known: list[bytes] = []
+    known = []
     hashes = PromptHashes([*A, *B, *C, 9], SIZE, known=known)
     assert known == []
     assert num_leading_hits(hashes, {hashes[0]}) == 1

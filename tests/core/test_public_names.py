@@ -1,7 +1,5 @@
 """What other projects import: the names that the package exports, and the paths that the page on upgrading promises."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -30,12 +28,12 @@ def test_the_page_on_upgrading_has_a_table_of_moved_paths():
 
 
 @pytest.mark.parametrize("statement", [now for _, now in MOVED])
-def test_a_path_that_the_page_promises_imports(statement: str):
+def test_a_path_that_the_page_promises_imports(statement):
     exec(statement, {})
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("statement", [before for before, _ in MOVED])
-def test_a_path_that_the_page_calls_gone_is_gone(statement: str):
+def test_a_path_that_the_page_calls_gone_is_gone(statement):
     with pytest.raises(ModuleNotFoundError):
         exec(statement, {})

@@ -1,9 +1,6 @@
 """Two ranks with tiers: each keeps its part of every block, and a block of files is a hit only with all parts."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,18 +25,18 @@ TWO = OPTIONS | {"tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
 
 
 @pytest.fixture(scope="module")
-def expected(folder: str) -> list[list[int]]:
+def expected(folder):
     """Tokens of one rank."""
     with LLM(folder, **OPTIONS) as llm:
         return token_ids(generate(llm, PROMPTS))
 
 
-def answers(llm: LLM) -> tuple[list[list[int]], list[int]]:
+def answers(llm):
     """Tokens and numbers of cached tokens."""
     outputs = generate(llm, PROMPTS, priority=[0, 1])
     check_engine(llm)
@@ -47,7 +44,7 @@ def answers(llm: LLM) -> tuple[list[list[int]], list[int]]:
     return token_ids(outputs), [output.num_cached_tokens for output in outputs]
 
 
-def run_in(folder: str, directory: Path, **options: Any) -> tuple[list[list[int]], list[int], Any]:
+def run_in(folder, directory, **options):
     """Answers of a new engine with files, and its statistics of tiers."""
     with LLM(folder, prefix_cache_dir=str(directory), **(TWO | options)) as llm:
         return *answers(llm), llm.stats().tiers
@@ -143,17 +140,17 @@ class Others:
 
     size = 3
 
-    def __init__(self, answers: dict[str, tuple[str, ...]] | None = None, *, is_gone: bool = False) -> None:
+    def __init__(self, answers=None, *, is_gone=False):
         self.store, self.sent = dist.HashStore(), list[Any]()
         self._answers, self._is_gone, self._numbers = answers or {}, is_gone, itertools.count()
 
-    def send(self, kind: str, order: str, payload: tuple[Any, ...]) -> None:
+    def send(self, kind, order, payload):
         self.sent.append((kind, order, payload))
         if order in self._answers:
             for rank, answer in enumerate(self._answers[order], 1):
                 self.store.set(f"tiers/{payload[0]}/{rank}", answer)
 
-    def check(self) -> None:
+    def check(self):
         if self._is_gone:
             raise DeviceError("a rank is gone")
 
@@ -170,7 +167,7 @@ def test_a_block_is_right_if_it_is_on_every_rank():
 def test_tiers_that_cannot_be_opened_end_the_ranks_in_order(folder, monkeypatch):
     closed = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise ValueError("the machine cannot pin so much memory")
 
     monkeypatch.setattr(prefix_tiers, "open_tiers", fail)

@@ -3,10 +3,7 @@
 Every run of the suite takes a subset of prompts and settings; `pytest -m slow` takes all of them.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
 from pydoc_data.topics import topics
 from statistics import mean
 
@@ -30,7 +27,7 @@ def reference_model_is_freed():
     reference_model.cache_clear()
 
 
-def load_reference(dtype: torch.dtype):
+def load_reference(dtype):
     return AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=dtype)
 
 
@@ -40,7 +37,7 @@ def reference_model():
 
 
 @functools.cache
-def expected(number: int, num_tokens: int) -> list[int]:
+def expected(number, num_tokens):
     """What `transformers` generates for prompt `number`, on its own."""
     prompt = torch.tensor([prompts()[number]])
     with torch.no_grad():
@@ -99,14 +96,14 @@ def test_compiled_flex_attention():
 
 
 @functools.cache
-def logits_of_transformers(dtype: torch.dtype) -> list[torch.Tensor]:
+def logits_of_transformers(dtype):
     """Those behind the last token of each prompt of the subset, in float32."""
     model = load_reference(dtype)
     with torch.no_grad():
         return [model(torch.tensor([prompts()[number]])).logits[0, -1].float() for number in SUBSET]
 
 
-def mean_error(own: torch.Tensor, right: torch.Tensor) -> float:
+def mean_error(own, right):
     """Mean difference of logits besides one that all of them share, which changes no probability."""
     errors = own - right
     return (errors - errors.mean()).abs().mean().item()
@@ -145,7 +142,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
 TOPICS = ["assert", "context-managers", "execmodel", "floating", "formatstrings", "import", "lambda", "typesseq"]
 
 
-def log_likelihoods_by_transformers(texts: list[list[int]]) -> Iterator[torch.Tensor]:
+def log_likelihoods_by_transformers(texts):
     """That of each token but the first of each text, in float32."""
     for text in texts:
         with torch.no_grad():
@@ -154,7 +151,7 @@ def log_likelihoods_by_transformers(texts: list[list[int]]) -> Iterator[torch.Te
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("quantization", "nats"), [(None, 0.01), ("int8", 0.02)], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("quantization, nats", [(None, 0.01), ("int8", 0.02)], ids=["bfloat16", "int8"])
 def test_real_text_is_as_likely_as_by_transformers_in_float32(quantization, nats):
     """Quality on text that nobody tuned: 0.01 nats a token are 1 % of perplexity."""
     texts = [tokenizer()(topics[topic])["input_ids"][:400] for topic in TOPICS]

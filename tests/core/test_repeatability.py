@@ -1,9 +1,6 @@
 """Nothing but the request decides its tokens: neighbours, chunks, preemption and order do not."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 
@@ -51,15 +48,15 @@ def test_the_engines_seed_makes_unseeded_requests_repeat_in_a_new_process():
     assert first != other
 
 
-def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed_requests(count):
     """Prompts with greedy and seeded sampling in turn, filtered in different ways."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
     params = [SamplingParams(seed=n, max_tokens=12, **kinds[n % len(kinds)]) for n in range(count)]
     return random_prompts(count, low=1, high=110, seed=1), params
 
 
 @functools.cache
-def answers_alone(count: int) -> list[list[int]]:
+def answers_alone(count):
     """Each request by itself, in an engine without a prefix cache."""
     llm = open_llm(enable_prefix_caching=False)
     return [token_ids(generate(llm, p, q))[0] for p, q in zip(*mixed_requests(count), strict=True)]

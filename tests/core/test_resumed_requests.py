@@ -1,7 +1,5 @@
 """A request that ran in another engine goes on in this one: same tokens, same text, no gap and no repeat."""
 
-from __future__ import annotations
-
 import re
 from contextlib import closing
 from dataclasses import replace

@@ -1,13 +1,10 @@
 """Steps in which a sequence draws a run of several tokens: layout, rows, outcome. Batches are built by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
 from nanovllm.layout import build_layout
-from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.llms import generate, open_llm
 from tests.support.public_options import make_sequence
@@ -16,11 +13,11 @@ from tests.support.scheduling import make_scheduler
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def entry(sequence: Sequence, start: int, count: int, num_samples: int) -> ScheduledSequence:
+def entry(sequence, start, count, num_samples):
     return ScheduledSequence(sequence, start, count, num_samples, [1, 2, 3, 4], start)
 
 
-def decoding(**params: object) -> tuple[Scheduler, Sequence]:
+def decoding(**params):
     """A sequence whose prompt is computed, with one token drawn; blocks of 4 tokens."""
     scheduler, sequence = make_scheduler(), make_sequence(PROMPT, **params)
     scheduler.add(sequence)
@@ -28,7 +25,7 @@ def decoding(**params: object) -> tuple[Scheduler, Sequence]:
     return scheduler, sequence
 
 
-def launch_run(scheduler: Scheduler, *sequences: Sequence, length: int = 3) -> ScheduledBatch:
+def launch_run(scheduler, *sequences, length=3):
     """A step that computes `length` rows behind what each sequence has, all of which draw."""
     entries = []
     for sequence in sequences:
@@ -118,7 +115,7 @@ def test_a_block_that_a_run_fills_is_found_and_stays_so():
 
 
 @pytest.mark.parametrize(
-    ("params", "reason", "kept"),
+    "params, reason, kept",
     [({"stop_token_ids": [7]}, "stop", [1, 7]), ({"max_tokens": 3}, "length", [1, 7, 8])],
     ids=["stop token", "length"],
 )

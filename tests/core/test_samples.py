@@ -1,36 +1,31 @@
 """Several samples of a request (n): the same tokens under any chunking, preemption and overlap."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import StepError
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.sampling_params import sample_seeds
-from nanovllm.sequence import Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
-POOLS: dict[str, dict[str, Any]] = {
+POOLS = {
     "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
     "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
 
 
-def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+def open_llm(model=None, pool="roomy pool", **options):
     return LLM(
         model or tiny_model(num_layers=1),
         tokenizer=tiny_tokenizer(),
@@ -40,7 +35,7 @@ def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM
     )
 
 
-def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+def generate(llm, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
@@ -48,7 +43,7 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return outputs
 
 
-def tokens_of(output: RequestOutput) -> list[list[int]]:
+def tokens_of(output):
     assert [completion.index for completion in output.outputs] == list(range(len(output.outputs)))
     return [completion.token_ids for completion in output.outputs]
 
@@ -97,7 +92,7 @@ def test_samples_are_independent_draws_from_the_models_distribution():
         assert p_value(group_counts(chosen, likely), groups) > SIGNIFICANCE
 
 
-def group_counts(tokens: Tensor, likely: Tensor) -> Tensor:
+def group_counts(tokens, likely):
     counts = torch.stack([(tokens == token_id).sum() for token_id in likely])
     return torch.cat([counts, tokens.numel() - counts.sum(dim=0, keepdim=True)])
 
@@ -127,7 +122,7 @@ def test_samples_in_small_chunks_share_the_prompt_too():
 
 
 @functools.cache
-def each_alone(length: int, n: int) -> list[list[int]]:
+def each_alone(length, n):
     """The samples of a prompt, each as a request for one with its seed."""
     prompt, found = random_prompts(1, low=length, high=length)[0], []
     with open_llm(overlap=False, enable_prefix_caching=False) as llm:
@@ -167,11 +162,11 @@ def test_ranks_draw_the_samples_of_one_process(tmp_path):
     assert found[0] == found[1]
 
 
-def fails_once(call: Any, number: int) -> Any:
+def fails_once(call, number):
     """The function, whose call of this number fails."""
     count = itertools.count()
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments):
         if next(count) == number:
             raise RuntimeError("once")
         return call(*arguments)
@@ -200,7 +195,7 @@ def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
         assert tokens_of(output) == each_alone(47, 4)
 
 
-def opened(llm: LLM, prompt: list[int], *, priority: int = 0, **params: Any) -> list[Sequence]:
+def opened(llm, prompt, *, priority=0, **params):
     """Sequences of a request that the engine has taken."""
     engine, params = llm._open_engine(), SamplingParams(seed=1, **params)
     name = f"{len(engine.requests)}"
@@ -304,7 +299,7 @@ def test_a_closed_stream_of_samples_frees_all_of_them():
 
 
 def test_a_sample_that_fails_leaves_its_siblings_alone():
-    def fails_for_some(token_ids: list[int], row: Tensor) -> Tensor:
+    def fails_for_some(token_ids, row):
         if len(token_ids) == 5 and token_ids[3] % 2:
             raise RuntimeError("odd")
         return row
@@ -322,7 +317,7 @@ def test_a_sample_that_fails_leaves_its_siblings_alone():
         assert after == (before[:2] if odd else before)
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1025, ValueError), (1.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize("value, error", [(0, ValueError), (1025, ValueError), (1.0, TypeError), (True, TypeError)])
 def test_what_is_no_number_of_samples_is_refused(value, error):
     with pytest.raises(error, match=r"n (is|must be)"):
         SamplingParams(n=value)
@@ -337,7 +332,7 @@ def test_greedy_samples_are_refused():
 
 
 @functools.cache
-def alone() -> list[list[tuple[Any, ...]]]:
+def alone():
     """Every request with a cold engine for itself, without chunks, overlap or neighbours."""
     found = []
     for prompt, params in zip(*requests(), strict=True):
@@ -348,7 +343,7 @@ def alone() -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("pool", "overlap"),
+    "pool, overlap",
     [*((pool, True) for pool in POOLS), ("tiny pool", False)],
     ids=[*(f"{pool}-overlap" for pool in POOLS), "tiny pool-one by one"],
 )

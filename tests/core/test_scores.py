@@ -1,7 +1,5 @@
 """`score`: the formulas of both methods against plain forward passes of `transformers`, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where recurrent states are kept, who goes on from them, and where a failed step returns to; blocks of four tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from nanovllm.features.groups.group_layouts import with_groups
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
 from nanovllm.layout import build_layout
-from nanovllm.sequence import Sequence
 from tests.engine.loops import chunks
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_group_scheduler
@@ -19,22 +16,22 @@ from tests.support.scheduling import Loop, make_group_scheduler
 STATE = StateKind.record(5000)
 
 
-def make_loop(*, num_slots: int = 64, num_blocks: int = 1024, **limits: int) -> Loop:
+def make_loop(*, num_slots=64, num_blocks=1024, **limits):
     return Loop(
         make_group_scheduler([FULL, STATE], [1 + num_blocks, 1 + num_slots], **({"max_model_len": 400} | limits))
     )
 
 
-def tokens(count: int, first: int = 0) -> list[int]:
+def tokens(count, first=0):
     return [(first + position * position) % 7 for position in range(count)]
 
 
-def states_of(sequence: Sequence) -> dict[int, int]:
+def states_of(sequence):
     """Its slots, by the block after which they are."""
     return {index: block for index, block in enumerate(tables_of(sequence)[1]) if block}
 
 
-def hits(loop: Loop, prompt: list[int], **params: object) -> int:
+def hits(loop, prompt, **params):
     """Tokens of a new request that come from the cache; it is run to its end."""
     before = loop.scheduler.stats.prefix_cache_hits
     loop.add(prompt, **({"max_tokens": 1} | params))
@@ -42,7 +39,7 @@ def hits(loop: Loop, prompt: list[int], **params: object) -> int:
     return loop.scheduler.stats.prefix_cache_hits - before
 
 
-def chunks_until_end(loop: Loop) -> list[tuple[int, int]]:
+def chunks_until_end(loop):
     placed = []
     while loop.unfinished:
         placed += chunks(loop.step()).values()
@@ -74,7 +71,7 @@ def test_a_state_is_overwritten_in_its_block_and_not_at_a_boundary():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_running_sequence_pins_two_slots_once_its_steps_are_read(depth: int):
+def test_a_running_sequence_pins_two_slots_once_its_steps_are_read(depth):
     loop = make_loop()
     sequence = loop.add(tokens(30), max_tokens=60)
     most = 0
@@ -121,7 +118,7 @@ def test_requests_start_while_each_can_have_two_slots():
 
 
 @pytest.mark.parametrize("num_slots, kept", [(2, [3]), (3, [2, 3])])
-def test_only_a_lack_of_slots_makes_a_sequence_give_up_a_state(num_slots: int, kept: list[int]):
+def test_only_a_lack_of_slots_makes_a_sequence_give_up_a_state(num_slots, kept):
     loop = make_loop(num_slots=num_slots)
     sequence = loop.add(tokens(14), max_tokens=20)
     loop.step()

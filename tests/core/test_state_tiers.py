@@ -1,13 +1,8 @@
 """Recurrent states in host memory and in files: tokens are those of `transformers`, and a state replaces its prefix."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,14 +27,14 @@ DELTA = FAMILIES[0]
 SIZE, NUM_TOKENS = 64, 4  # of a block, and of an answer
 SHARED = 2 * SIZE + 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2, "num_kv_blocks": 12, "block_size": SIZE,
     "max_num_batched_tokens": 90,
 }  # fmt: skip
 HOST = {"prefix_cache_host_bytes": 2**24}
 
 
-def drawn(seed: int, *lengths: int) -> list[list[int]]:
+def drawn(seed, *lengths):
     choice = random.Random(seed)
     return [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
@@ -50,46 +45,46 @@ OTHERS = drawn(2, 200, 220, 180, 210, 190, 215)  # enough to evict all else
 
 
 @cache
-def model_and_answers(class_name: str) -> tuple[Any, list[list[int]]]:
+def model_and_answers(class_name):
     model = tiny_class_model(class_name)
     return model, own_answers(model, PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def saved(request, tmp_path_factory):
     """A saved model of each kind of state, and its own answers."""
     return save(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def delta(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def delta(tmp_path_factory):
     return save(DELTA, tmp_path_factory.mktemp("delta"))
 
 
-def save(class_name: str, folder: Path) -> tuple[Path, list[list[int]]]:
+def save(class_name, folder):
     model, expected = model_and_answers(class_name)
     model.save_pretrained(folder)
     return folder, expected
 
 
-def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], list[int]]:
+def answers(llm, prompts=PROMPTS):
     """Tokens and numbers of cached tokens."""
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     check_books(llm)
     return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
-def check_books(llm: LLM) -> None:
+def check_books(llm):
     check_engine(llm)
     if llm._engine.tiers is not None:
         llm._engine.tiers.books.check()
 
 
-def open_saved(folder: Path, **options: Any) -> LLM:
+def open_saved(folder, **options):
     return LLM(folder, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def contents(llm: LLM) -> dict[tuple[int, bytes], bytes]:
+def contents(llm):
     """Bytes of every findable block and state, by group and block hash."""
     manager, memory = llm._engine.tiers.manager, llm._engine.tiers.memory
     names = {entry.prefix_id: entry.block_hash for entry in manager.entries.values()}
@@ -153,14 +148,14 @@ def test_states_of_a_sequence_that_went_on_are_not_stored():
     assert lengths == [1, 8], "boundaries of 4 tokens: the prompt's last one, and the answer's"
 
 
-def tiered_loop(kinds: list[StateKind], **options: Any) -> tuple[Loop, Any]:
+def tiered_loop(kinds, **options):
     scheduler = make_tiered_scheduler(kinds, [20] * len(kinds), block_size=4, max_model_len=40, max_num_seqs=2)
-    manager: Any = scheduler.block_manager
+    manager = scheduler.block_manager
     manager.attach(TierBooks([1] * len(kinds), 100), LoadCosts(), root_seed="model", stores_while_busy=False, **options)
     return Loop(scheduler), manager
 
 
-def path_length(node: Any) -> int:
+def path_length(node):
     length = 0
     while node.parent is not None:
         node, length = node.parent, length + 1
@@ -184,14 +179,14 @@ def test_bytes_that_hold_no_state_are_refused_with_the_numbers():
 
 
 @pytest.fixture
-def kept(delta: tuple[Path, list[list[int]]], tmp_path: Path) -> Path:
+def kept(delta, tmp_path):
     """A directory with the prefixes of an engine that has ended."""
     with open_saved(delta[0], prefix_cache_dir=str(tmp_path / "kept")) as llm:
         answers(llm)
     return tmp_path / "kept"
 
 
-def places_of_states(kept: Path) -> Iterator[tuple[Path, segments.Place]]:
+def places_of_states(kept):
     for index in sorted(kept.glob("*.index")):
         data = index.read_bytes()
         _, begin = segments.read_header(data)
@@ -322,9 +317,9 @@ def test_changed_weights_and_a_reset_make_stored_states_unreachable():
 
 
 def test_events_tell_states_in_host_memory_from_k_and_v(monkeypatch, tmp_path):
-    batches: list[Any] = []
+    batches = []
 
-    def receive(publisher: KvEventPublisher, events: Any) -> None:
+    def receive(publisher, events):
         batches.append(in_schema(events, publisher._kinds))
 
     monkeypatch.setattr(KvEventPublisher, "receive", receive)

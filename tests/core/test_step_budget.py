@@ -1,17 +1,14 @@
 """The token budget of a latency goal: as much as the costs allow, and never so little that prompts starve."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.batch import ScheduledSequence
-from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION, StepBudget
+from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION
 from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import WaitingQueue
 from tests.engine.loops import chunks
@@ -20,18 +17,18 @@ from tests.support.scheduling import Loop, make_scheduler
 from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
 
 
-def decodes(count: int, **params: Any) -> list[ScheduledSequence]:
+def decodes(count, **params):
     sequences = [make_sequence([1], arrival=number, **params) for number in range(count)]
     return [ScheduledSequence(sequence, 0, 1, 1, [1], 0) for sequence in sequences]
 
 
-def prompt(num_computed: int = 0, **options: Any) -> Any:
+def prompt(num_computed=0, **options):
     sequence = make_sequence([1] * 60, arrival=99, **options)
     sequence.num_computed_tokens = num_computed
     return sequence
 
 
-def num_tokens(budget: StepBudget, running: list[ScheduledSequence], *waiting: Any, num_hits: int = 0) -> int:
+def num_tokens(budget, running, *waiting, num_hits=0):
     return budget.of_step(running, waiting, WaitingQueue(), lambda sequence: [7] * num_hits, has_slot=True)[0]
 
 
@@ -114,7 +111,7 @@ def test_a_goal_of_a_request_is_never_stricter_than_the_one_in_force():
     assert num_tokens(budget, patient, late) == 99
 
 
-def masked(number: int, seconds: float, **options: Any) -> Any:
+def masked(number, seconds, **options):
     """A decode whose next mask takes so long, placed before those of higher numbers."""
     sequence = make_sequence([1, 2], arrival=number, **options)
     sequence.num_computed_tokens, sequence.placed_in_step = 1, number
@@ -215,7 +212,7 @@ def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
     assert both["1"] == (12, 16) and both["2"] == (0, 4)  # a threshold of 128 would give the long one all
 
 
-def loop_of_single_blocks(**options: int) -> Loop:
+def loop_of_single_blocks(**options):
     """A stream beside which each step has a block for prompts, whatever its goal."""
     scheduler = make_scheduler(max_num_batched_tokens=MOST, **options)
     scheduler.budget = make_budget(1e-3)
@@ -225,7 +222,7 @@ def loop_of_single_blocks(**options: int) -> Loop:
     return loop
 
 
-def chunked(loop: Loop) -> list[str]:
+def chunked(loop):
     """The requests with a chunk in the next step."""
     return [entry.sequence.request_id for entry in loop.step().prefills]
 
@@ -249,7 +246,7 @@ def test_a_prompt_of_several_blocks_passes_a_long_one_whatever_the_budget_of_the
 
 
 @pytest.mark.parametrize("num_partial", [1, 2, 4])
-def test_a_prompt_of_one_block_starts_once_each_prompt_in_progress_had_a_step(num_partial: int):
+def test_a_prompt_of_one_block_starts_once_each_prompt_in_progress_had_a_step(num_partial):
     """The bound that tuning.md states; and a flood of short ones holds the long ones up no more."""
     loop = loop_of_single_blocks(max_num_partial_prefills=num_partial)
     longest = [loop.add([number] * 60, max_tokens=1) for number in range(num_partial)]
@@ -291,7 +288,7 @@ def test_while_no_slot_is_free_no_budget_is_chosen():
     assert scheduler.budget.stats().num_tokens == MOST
 
 
-def walk(seed: int, **budget: Any) -> Loop:
+def walk(seed, **budget):
     rng = random.Random(seed)
     block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
     most = max_num_seqs + block_size + rng.randint(0, 16)
@@ -321,7 +318,7 @@ def test_with_random_costs_no_step_is_empty_and_no_prompt_starves(overlap):
 
 
 def test_an_unlimited_goal_gives_every_batch_of_no_goal():
-    def batches(goal: float | None) -> list[Any]:
+    def batches(goal):
         rng, scheduler = random.Random(3), make_scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=20)
         if goal is not None:
             scheduler.budget = make_budget(goal, max_num_batched_tokens=40, long_prefill_token_threshold=20)

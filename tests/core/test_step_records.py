@@ -1,14 +1,11 @@
 """Step records and request metrics, and hooks that fail without harm to requests."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import astuple
-from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
+from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.build import build_engine
 from nanovllm.observability.timeline import read_trace
 from nanovllm.serving.server.live.engine_snapshot import STEP_VALUES, step_row
@@ -16,14 +13,14 @@ from tests.support.layer_kinds import WINDOW, model, prompts
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 
 
-def params(max_tokens: int = 12) -> SamplingParams:
+def params(max_tokens=12):
     return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
-def open_llm(records: list[StepRecord], **options: Any) -> LLM:
+def open_llm(records, **options):
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=records.append, **(OPTIONS | options))
 
 
@@ -32,7 +29,7 @@ class Clock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 0.001
         return self.now
 
@@ -41,7 +38,7 @@ class Clock:
 
 
 def test_a_step_record_has_the_steps_tokens_and_requests():
-    records: list[StepRecord] = []
+    records = []
     prompt = random_prompts(1, low=40, high=40)[0]
     with open_llm(records) as llm:
         llm.generate([prompt, [5] * 10], params(3), use_tqdm=False)
@@ -55,7 +52,7 @@ def test_a_step_record_has_the_steps_tokens_and_requests():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_records_add_up_to_the_engines_counters(overlap):
-    records: list[StepRecord] = []
+    records = []
     shared = random_prompts(1, low=64, high=64)[0]
     with open_llm(records, overlap=overlap, max_num_batched_tokens=64, max_num_seqs=4) as llm:
         llm.generate([[*shared, n, n + 1] for n in range(8)], params(), use_tqdm=False)
@@ -67,7 +64,7 @@ def test_records_add_up_to_the_engines_counters(overlap):
 
 
 def test_times_of_a_step_are_those_of_its_parts():
-    records: list[StepRecord] = []
+    records = []
     engine = build_engine(tiny_model(), None, records.append, OPTIONS, clock=Clock())
     engine.add(engine.input_processor.process_one("a", [5, 6, 7], params(4)))
     while engine.has_unfinished:
@@ -83,7 +80,7 @@ def test_times_of_a_step_are_those_of_its_parts():
 @pytest.mark.parametrize("budget", [64, 512])
 def test_each_sequence_reports_its_first_token_once(overlap, budget):
     """Also those whose last chunk is a single token, and those that were preempted before or after it."""
-    records: list[StepRecord] = []
+    records = []
     prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
     options = {"overlap": overlap, "max_num_batched_tokens": budget, "max_num_seqs": 4, "num_kv_blocks": 14}
     with open_llm(records, **options, max_model_len=160) as llm:
@@ -97,7 +94,7 @@ def test_each_sequence_reports_its_first_token_once(overlap, budget):
 def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog, overlap):
     prompts, calls = random_prompts(3), []
 
-    def hook(record: StepRecord) -> None:
+    def hook(record):
         calls.append(record)
         if len(calls) == 2:
             raise KeyError("no such gauge")
@@ -117,7 +114,7 @@ def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog
 
 
 def test_a_hook_that_calls_its_own_engine_gets_an_error_and_does_not_hang():
-    holder: list[LLM] = []
+    holder = []
     with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=lambda _: holder[0].stats(), **OPTIONS) as llm:
         holder.append(llm)
         (output,) = llm.generate([5, 6, 7], params(), use_tqdm=False)
@@ -129,7 +126,7 @@ def test_a_hook_that_calls_its_own_engine_gets_an_error_and_does_not_hang():
 
 
 def test_a_hook_that_is_interrupted_loses_nothing():
-    def hook(record: StepRecord) -> None:
+    def hook(record):
         if record.step_id == 3:
             raise KeyboardInterrupt
 
@@ -211,7 +208,7 @@ def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
 
 
 def test_records_are_plain_data():
-    records: list[StepRecord] = []
+    records = []
     with open_llm(records) as llm:
         llm.generate([5], params(2), use_tqdm=False)
     *numbers, ttfts, request_ttfts, itls, groups, budget, predicted, drafted, accepted = astuple(records[-1])
@@ -221,7 +218,7 @@ def test_records_are_plain_data():
 
 
 def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(tmp_path):
-    records: list[StepRecord] = []
+    records = []
     path, options = tmp_path / "out.json", OPTIONS | {"max_model_len": 160, "num_kv_blocks": 33}
     with TraceWriter(path) as trace, LLM(model("Gemma2"), on_step=records.append, trace=trace, **options) as llm:
         llm.generate(prompts()[3], params(), use_tqdm=False)
@@ -238,7 +235,7 @@ def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(
 
 
 def test_one_cache_group_has_no_words():
-    records: list[StepRecord] = []
+    records = []
     with open_llm(records) as llm:
         llm.generate([5], params(2), use_tqdm=False)
     assert (records[-1].cache_groups, records[-1].group_usage) == ((), "")

@@ -1,10 +1,7 @@
 """`LLM.chat` and `LLM.stream`: deltas, text held back, streams left early, several at once."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from typing import Any
 
 import pytest
 
@@ -126,7 +123,7 @@ def test_a_stream_shows_every_token_even_if_another_call_computed_it_meanwhile()
 
 def test_streams_of_one_llm_run_interleaved():
     llm, prompts = open_llm(), random_prompts(3)
-    last: list[list[int]] = []
+    last = []
     for outputs in zip(*(llm.stream(prompt, GREEDY) for prompt in prompts), strict=True):
         last = token_ids(list(outputs))
     assert last == token_ids(generate(shared_llm(), prompts))
@@ -156,14 +153,14 @@ def test_a_stream_survives_the_failure_of_a_step_that_another_call_took(monkeypa
 
 def test_a_forgotten_stream_that_the_garbage_collector_closes_during_a_step_does_not_hang(monkeypatch):
     llm = open_llm()
-    holder: list[Any] = [llm.stream([5] * 40, GREEDY)]
+    holder = [llm.stream([5] * 40, GREEDY)]
     next(holder[0])
     holder.append(holder)  # a cycle, as the traceback of an exception makes them: only the collector ends it
     del holder
     sampler = llm._engine.model_runner.sampler
     sample = sampler.sample
     monkeypatch.setattr(sampler, "sample", lambda *arguments: (gc.collect(), sample(*arguments))[1])
-    answers: list[list[list[int]]] = []
+    answers = []
     assert ends_within(10, lambda: answers.append(token_ids(generate(llm, [5, 6, 7])))), "it waits for its own lock"
     assert answers == [token_ids(generate(shared_llm(), [5, 6, 7]))]
     assert_idle_and_whole(llm)
@@ -196,7 +193,7 @@ def test_a_bad_prompt_is_refused_by_a_stream_too():
 def test_threads_that_generate_at_once_each_get_their_own_answers():
     llm, prompts = open_llm(), random_prompts(6)
     expected = token_ids(generate(shared_llm(), prompts))
-    answers: dict[int, list[list[int]]] = {}
+    answers = {}
     threads = [
         threading.Thread(target=lambda number=n: answers.update({number: token_ids(generate(llm, prompts[number]))}))
         for n in range(6)

@@ -1,11 +1,7 @@
 """Structured output beside everything else: the table of cells, and the tokens of `transformers` with llguidance."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,15 +20,15 @@ MAX_TOKENS = 60
 FREE = SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True)
 
 
-def params_of(kind: str, **options: Any) -> SamplingParams:
+def params_of(kind, **options):
     return SamplingParams(**({"max_tokens": MAX_TOKENS, "temperature": 0.0, "structured_output": form(kind)} | options))
 
 
-def results(outputs: list[Any]) -> list[Any]:
+def results(outputs):
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
 
 
-def answers(llm: LLM, params: Any, prompts: Any = None) -> list[Any]:
+def answers(llm, params, prompts=None):
     outputs = llm.generate(PROMPTS if prompts is None else prompts, params, use_tqdm=False)
     check_engine(llm)
     assert llm.stats().num_used_blocks == 0
@@ -40,19 +36,19 @@ def answers(llm: LLM, params: Any, prompts: Any = None) -> list[Any]:
 
 
 @functools.cache
-def plain_llm() -> LLM:
+def plain_llm():
     return open_llm(enable_prefix_caching=False)
 
 
 @functools.cache
-def one_by_one(cell: str = "neighbours") -> list[Any]:
+def one_by_one(cell="neighbours"):
     """Each request of a cell alone, without overlap, chunks, hits or neighbours, and one without structure."""
     each = [FREE, *(params_of(kind, **CELLS[cell][1]) for kind in KINDS)]
     pairs = zip([PROMPTS[0], *PROMPTS], each, strict=True)
     return [results(answers(plain_llm(), params, [prompt]))[0] for prompt, params in pairs]
 
 
-def assert_complete(kinds: list[str], found: list[Any], *, may_be_cut: bool = False) -> None:
+def assert_complete(kinds, found, *, may_be_cut=False):
     """Every output that ended by itself is right, by validators that are not ours."""
     ends = 0
     for kind, completions in zip(kinds, found, strict=True):
@@ -100,7 +96,7 @@ def test_penalties_act_behind_the_mask_as_in_transformers():
 
 
 # What a row of the table sets in the engine, and in its requests.
-CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CELLS = {
     "neighbours": ({}, {}),
     "chunked prefill": ({"max_num_batched_tokens": 32}, {}),
     "preempted": (CROWDED, {}),
@@ -125,7 +121,7 @@ WARM = ("neighbours", "chunked prefill", "preempted", "log-probabilities")
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("cell", "overlap"),
+    "cell, overlap",
     [
         pytest.param(
             cell,
@@ -250,7 +246,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_request_alone(overlap):
 
 
 def test_a_request_without_structure_asks_for_no_mask(monkeypatch):
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError("a mask was asked for")
 
     monkeypatch.setattr("nanovllm.features.penalties.penalties.token_masks", refuse)
@@ -262,7 +258,7 @@ def test_steps_in_flight_are_drawn_once_the_step_before_was_read():
         runner, events = llm._engine.model_runner, []
         launch, update = runner.launch, llm._engine.scheduler.update
 
-        def watched_launch(batch: Any) -> Callable[[], Any]:
+        def watched_launch(batch):
             draw = launch(batch)
             events.append(("forward", batch.step_id))
             return lambda: (events.append(("draw", batch.step_id)), draw())[1]

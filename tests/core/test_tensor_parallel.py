@@ -4,8 +4,6 @@ Both engines of this file are float32 on a CPU. In the first, prompts are chunke
 cache; the second has the kernels and the overlap.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What cannot run on several ranks is refused before a process starts, and a rank that is gone ends all."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -55,7 +53,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
 def test_refused_before_anything_is_loaded(folder, no_process, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(folder, **EAGER | options)

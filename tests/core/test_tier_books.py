@@ -1,12 +1,9 @@
 """Books of a tier: what is evicted, forgotten and kept; damaged and foreign files; what a reset leaves."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 from nanovllm.block_manager import digest
-from nanovllm.features.tiers.books import StoredBlock, TierBooks
+from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.directory import CacheDirectory
 from nanovllm.features.tiers.reading import FileReads, Job, ReadItem, read_place
@@ -26,7 +23,7 @@ ROOT = digest(b"root")
 CONTENT = bytes(range(64))
 
 
-def chain(books: TierBooks, count: int) -> list[StoredBlock]:
+def chain(books, count):
     """Blocks one after another in host memory."""
     nodes = [books.root(ROOT)]
     for number in range(count):
@@ -35,15 +32,15 @@ def chain(books: TierBooks, count: int) -> list[StoredBlock]:
     return nodes[1:]
 
 
-def stored(books: TierBooks, nodes: list[StoredBlock]) -> list[bool]:
+def stored(books, nodes):
     return [0 in node.slots for node in nodes]
 
 
-def directory(path: Path, books: TierBooks | None = None, max_bytes: int = 2**20, **header: str) -> CacheDirectory:
+def directory(path, books=None, max_bytes=2**20, **header):
     return CacheDirectory(path, header or {"model": "ours"}, max_bytes, books or TierBooks([len(CONTENT)], 2**20))
 
 
-def written(path: Path) -> tuple[CacheDirectory, StoredBlock]:
+def written(path):
     """A directory with a block in a file."""
     files = directory(path)
     node = files._books.root(ROOT).child(b"tokens of a block")
@@ -108,7 +105,7 @@ def test_a_read_is_a_hit_if_it_is_right_and_no_reset_came_between_and_else_gives
         take_read(tmp_path / str(number), is_right, is_current, is_right and is_current)
 
 
-def take_read(path: Path, is_right: bool, is_current: bool, is_stored: bool) -> None:
+def take_read(path, is_right, is_current, is_stored):
     files, node = written(path)
     books = files._books
     reads = FileReads(files, books, LoadCosts(), lambda group, slot: memoryview(b""))
@@ -134,7 +131,7 @@ def test_a_place_is_read_if_its_length_and_its_checksum_are_right(tmp_path):
         (place._replace(length=32, checksum=checksum(CONTENT[:32] + bytes(32))), False),
         (place._replace(segment=9), False),
     ):
-        opened: dict[int, int] = {}
+        opened = {}
         target = bytearray(64)
         assert read_place(files, changed, memoryview(target), opened) == is_right
         for file in opened.values():
@@ -145,7 +142,7 @@ def test_a_place_is_read_if_its_length_and_its_checksum_are_right(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def found(path: Path, **header: str) -> int:
+def found(path, **header):
     """Blocks that another process finds there."""
     files = directory(path, **header)
     files.close()

@@ -1,12 +1,8 @@
 """The folder of `prefix_cache_dir` has one writer at a time, and never none; no request waits for its disk."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,17 +18,17 @@ BLOCK_BYTES = 64
 PROMPTS = [[*range(40, 104), *range(5, 16)], [*range(40, 104), *range(20, 29)]]
 
 
-def open_directory(folder: Path, max_bytes: int = 10**6) -> CacheDirectory:
+def open_directory(folder, max_bytes=10**6):
     return CacheDirectory(folder, {"model": 1}, max_bytes, TierBooks([BLOCK_BYTES], max_bytes))
 
 
-def append(directory: CacheDirectory, *tokens: int) -> bool:
+def append(directory, *tokens):
     """Write the first block of a prompt."""
     node = directory._books.root(b"a model and salt").child(bytes(tokens))
     return directory.append(node, 0, b"x" * BLOCK_BYTES)
 
 
-def num_known(directory: CacheDirectory) -> int:
+def num_known(directory):
     """Blocks that a directory has learnt of."""
     return sum(bool(node.places) for root in directory._books.roots.values() for node in root.below())
 
@@ -40,11 +36,11 @@ def num_known(directory: CacheDirectory) -> int:
 class Child:
     """A forked process that lives until it is ended."""
 
-    def __init__(self, by: str, run: Any = lambda: None) -> None:
+    def __init__(self, by, run=lambda: None):
         self._read, self._write = os.pipe()
         has_run, tell = os.pipe()
 
-        def live() -> None:
+        def live():
             run()
             os.write(tell, b"x")
             os.read(self._read, 1)
@@ -52,7 +48,7 @@ class Child:
         if by == "multiprocessing":
             process = multiprocessing.get_context("fork").Process(target=live)
             process.start()
-            self._join: Any = process.join
+            self._join = process.join
         elif (number := os.fork()) == 0:
             try:
                 live()
@@ -62,7 +58,7 @@ class Child:
             self._join = lambda: os.waitpid(number, 0)
         os.read(has_run, 1)
 
-    def end(self) -> None:
+    def end(self):
         os.write(self._write, b"x")
         self._join()
 
@@ -145,7 +141,7 @@ def test_no_engine_writes_to_a_folder_while_it_is_cleared(tmp_path, monkeypatch)
     first.close()
     remove = inspection.remove_segment
 
-    def removing(path: Path, number: int) -> None:
+    def removing(path, number):
         second.take_over(now=True)
         assert not second.is_writer
         remove(path, number)
@@ -159,9 +155,9 @@ def test_no_engine_writes_to_a_folder_while_it_is_cleared(tmp_path, monkeypatch)
 
 def test_the_engine_goes_on_while_a_segment_becomes_durable_and_its_end_waits(tmp_path, monkeypatch):
     may_end, fsync = threading.Event(), os.fsync
-    synced: list[int] = []
+    synced = []
 
-    def slow(file: int) -> None:
+    def slow(file):
         assert may_end.wait(60.0)
         fsync(file)
         synced.append(file)
@@ -181,7 +177,7 @@ def test_the_engine_goes_on_while_a_segment_becomes_durable_and_its_end_waits(tm
 
 
 def test_an_error_of_the_disk_in_the_thread_ends_the_writing_with_a_warning(tmp_path, monkeypatch, caplog):
-    def fail(file: int) -> None:
+    def fail(file):
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(os, "fsync", fail)

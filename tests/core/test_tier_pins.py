@@ -1,18 +1,12 @@
 """Slots of host memory are pinned while a copy that no batch has taken reads or writes them, and no longer."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nanovllm import LLM
-from nanovllm.batch import Copy
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.prefix_tiers import PrefixTiers
@@ -65,7 +59,7 @@ def test_a_load_from_a_slot_whose_store_fails_is_dropped():
     assert books.num_stored == 0
 
 
-def two_idle_blocks(num_slots: int, store: Callable[[list[Copy]], None] = lambda copies: None) -> tuple[Any, Any]:
+def two_idle_blocks(num_slots, store=lambda copies: None):
     """The tiers of a manager that has queued the copies of two idle blocks, and then had no work to schedule."""
     manager, books = TieredBlocks(6, 4), TierBooks([1], num_slots)
     manager.attach(books, LoadCosts(), root_seed="model")
@@ -81,7 +75,7 @@ def two_idle_blocks(num_slots: int, store: Callable[[list[Copy]], None] = lambda
     return manager, idle_work(manager, store)
 
 
-def idle_work(manager: TieredBlocks, store: Callable[[list[Copy]], None]) -> PrefixTiers:
+def idle_work(manager, store):
     """The idle work of an engine with host memory alone."""
     tiers = object.__new__(PrefixTiers)
     tiers.manager, tiers.memory, tiers.books = manager, SimpleNamespace(store=store), manager.books  # type: ignore[assignment]
@@ -90,7 +84,7 @@ def idle_work(manager: TieredBlocks, store: Callable[[list[Copy]], None]) -> Pre
     return tiers
 
 
-def add_idle_block(manager: TieredBlocks, step_id: int = 2) -> None:
+def add_idle_block(manager, step_id=2):
     """Another prompt's block, which no tier has."""
     sequence = make_sequence(range(50, 55))
     manager.allocate(sequence, 1)
@@ -141,7 +135,7 @@ def test_a_slot_is_not_read_before_a_batch_has_taken_the_copy_into_it():
 def test_a_slot_whose_idle_store_fails_is_no_hit():
     """Idle work ends with a warning and requests go on."""
 
-    def fail(copies: list[Copy]) -> None:
+    def fail(copies):
         raise MemoryError("no room for a slab")
 
     manager, tiers = two_idle_blocks(3, fail)
@@ -158,7 +152,7 @@ def test_answers_from_a_tier_smaller_than_the_cache_are_right_after_idle_time():
     cycles = [[[rng.randrange(5, 120) for _ in range(size)] for size in (67, 325, 456)] for _ in range(8)]
     options = {"num_kv_blocks": 31, "max_model_len": 480, "max_num_batched_tokens": 1024, "overlap": True}
 
-    def answers(llm: LLM, idle: Callable[[], None]) -> list[list[int]]:
+    def answers(llm, idle):
         found = []
         for short, long, other in cycles:
             found += token_ids(generate(llm, [short, long], [replace(GREEDY, max_tokens=n) for n in (4, 5)]))
@@ -175,12 +169,12 @@ def test_answers_from_a_tier_smaller_than_the_cache_are_right_after_idle_time():
         books.max_bytes = 20 * books.block_bytes[0]
         engine.tiers.costs.compute = lambda start, count: None  # loads, even if computing is faster
 
-        def idle() -> None:
+        def idle():
             num_queued.append(len(engine.block_manager.copies))
             while engine.use_idle_time(captures=True):
                 pass
 
-        num_queued: list[int] = []
+        num_queued = []
         found = answers(llm, idle)
         assert any(num_queued), "copies wait for a batch"
         assert engine.tiers.stats().num_loaded_blocks > 0

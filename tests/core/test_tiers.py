@@ -1,7 +1,5 @@
 """Prefixes in host memory and in files: the tokens stay the same, with any damage to the files, in any process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -11,8 +9,6 @@ import sys
 import threading
 from array import array
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, i
 from nanovllm.features.tiers import books, prefix_tiers, reading, segments, tiered_blocks
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.directory import CacheDirectory
-from nanovllm.features.tiers.reading import FileReads, Job, ReadItem
+from nanovllm.features.tiers.reading import FileReads
 from nanovllm.kv_cache import HostCopies
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
@@ -37,31 +33,29 @@ OTHERS = [list(range(first, first + 110)) for first in range(3, 120, 9)]  # enou
 HOST = {"prefix_cache_host_bytes": 2**26}
 
 
-def cached(outputs: list[Any]) -> list[int]:
+def cached(outputs):
     return [output.num_cached_tokens for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
 
 
 @pytest.fixture(scope="module")
-def expected(folder: str) -> list[list[int]]:
+def expected(folder):
     with LLM(folder, **OPTIONS) as llm:
         return token_ids(generate(llm, PROMPTS))
 
 
 @pytest.fixture
-def kept(folder: str, tmp_path: Path) -> Path:
+def kept(folder, tmp_path):
     """A directory with the prefixes of an engine that has ended."""
     run_in(folder, tmp_path / "kept")
     return tmp_path / "kept"
 
 
-def run_in(
-    folder: str, directory: Path, prompts: Any = PROMPTS, **options: Any
-) -> tuple[list[list[int]], list[int], Any]:
+def run_in(folder, directory, prompts=PROMPTS, **options):
     """Tokens and numbers of cached tokens of a new engine, and its statistics of tiers."""
     with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options)) as llm:
         outputs = generate(llm, prompts, priority=[*range(len(prompts))])
@@ -95,7 +89,7 @@ def test_evicted_prefixes_come_back_from_host_memory_with_the_same_tokens(family
 def test_a_tier_in_which_nothing_is_found_stores_little_until_something_is(monkeypatch):
     monkeypatch.setattr(books, "MIN_MEMORY", 1)
 
-    def stored(llm: LLM, prompts: list[list[int]]) -> int:
+    def stored(llm, prompts):
         before = llm.stats().tiers.num_stored_blocks
         for prompt in prompts:  # one at a time, so that each has steps of its own
             generate(llm, [prompt])
@@ -146,7 +140,7 @@ def test_every_loaded_block_has_the_bytes_that_were_stored():
         generate(llm, PROMPTS)
         manager, memory = tiers.manager, tiers.memory
 
-        def contents() -> dict[bytes, bytes]:
+        def contents():
             entries = manager.entries.values()
             return {
                 e.block_hash: memory.read_block(0, next(iter(manager.holders[e.prefix_id]))).tobytes() for e in entries
@@ -221,7 +215,7 @@ def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
 
 
 def test_events_name_the_medium_of_stored_blocks(monkeypatch, tmp_path):
-    batches: list[Any] = []
+    batches = []
     monkeypatch.setattr(KvEventPublisher, "receive", lambda self, events: batches.append(in_schema(events)))
     with open_llm(num_kv_blocks=40, kv_events=f"ipc://{tmp_path}/events", **HOST) as llm:
         generate(llm, PROMPTS)
@@ -252,7 +246,7 @@ def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected
         "print([o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs])\n"
     )  # nobody closes it: the prefixes are saved as the process ends
 
-    def run() -> str:
+    def run():
         command = [sys.executable, "-c", program, str(tmp_path / "kept")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -261,16 +255,16 @@ def test_a_new_process_begins_with_the_prefixes_of_a_former_one(folder, expected
 
 
 def test_steps_wait_for_files_in_turns_between_which_a_request_can_be_aborted(folder, kept, monkeypatch):
-    waits: list[float] = []
+    waits = []
 
     class NeverSet(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, timeout=None):
             waits.append(timeout)
             return False
 
     begin = FileReads.start
 
-    def start(reads: FileReads, items: list[ReadItem]) -> Job:
+    def start(reads, items):
         job = begin(reads, items)
         job.is_done = NeverSet()
         return job
@@ -319,7 +313,7 @@ def test_a_salted_prefix_is_found_with_its_salt_alone(folder, tmp_path):
     assert b"salt" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
 
-def flipped_bits(data: bytes) -> list[int]:
+def flipped_bits(data):
     """Bits of a file, each of the first bytes and some of all others: K and V take most of it."""
     num_bits = 8 * len(data)
     return [*range(min(num_bits, 4096)), *range(4096, num_bits, 7919)]
@@ -339,7 +333,7 @@ def test_a_flipped_bit_is_a_miss_and_never_wrong(suffix, folder, kept):
     content = {record.block_hash: right_content(segment, record.place) for record in records}
     tokens = {record.block_hash: record.tokens for record in records}
 
-    def found() -> dict[bytes, bytes]:
+    def found():
         books = TierBooks(sizes, 2**26)
         directory = CacheDirectory(kept, header, 2**30, books)
         directory.close()
@@ -361,7 +355,7 @@ def test_a_flipped_bit_is_a_miss_and_never_wrong(suffix, folder, kept):
     assert num_misses == len(flipped_bits(right))
 
 
-def right_content(segment: Path, place: segments.Place) -> bytes:
+def right_content(segment, place):
     with segment.open("rb") as file:
         file.seek(place.offset)
         return file.read(place.length)
@@ -426,7 +420,7 @@ def test_other_weights_of_the_same_config_are_another_model(folder, kept, tmp_pa
 def test_a_full_disk_stops_the_writing_and_nothing_else(folder, expected, tmp_path, monkeypatch, caplog):
     write, left = os.write, [20_000]
 
-    def fill(file: int, data: Any) -> int:
+    def fill(file, data):
         left[0] -= len(data)
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -444,7 +438,7 @@ def test_a_full_disk_stops_the_writing_and_nothing_else(folder, expected, tmp_pa
 def test_a_read_only_directory_is_read_with_a_warning(folder, expected, kept, monkeypatch, caplog):
     open_file, before = os.open, sorted(path.name for path in kept.iterdir())
 
-    def read_only(path: Any, flags: int, *mode: int) -> int:
+    def read_only(path, flags, *mode):
         if flags & (os.O_RDWR | os.O_WRONLY) and str(path).startswith(str(kept)):
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         return open_file(path, flags, *mode)
@@ -513,7 +507,7 @@ def test_a_folder_is_not_cleared_under_an_engine_that_writes(folder, tmp_path, c
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(("options", "message"), [
+@pytest.mark.parametrize("options, message", [
     ({"prefix_cache_host_bytes": 2**60}, r"_bytes is 1,152,921,504,606,846,976 bytes, but the machine"),
     ({"prefix_cache_dir": __file__ + "/in"}, r"test_tiers.py/in', which cannot be made: '.*test_tiers.py' is not"),
     ({"prefix_cache_dir": __file__}, r"which is a file"),
@@ -548,5 +542,5 @@ def test_a_folder_that_others_may_enter_is_named(tmp_path, caplog, mode):
     assert folder.stat().st_mode & 0o777 == mode
 
 
-def mode_lines(folder: Path, mode: int) -> list[str]:
+def mode_lines(folder, mode):
     return [f"prefix_cache_dir {folder} has mode 0755"] if mode == 0o755 else []

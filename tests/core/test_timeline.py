@@ -1,16 +1,10 @@
 """The timeline's page and picture show what the trace holds; the page runs in a real browser."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib import colors, image
-from playwright.sync_api import Browser, Page
 
 from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
@@ -22,19 +16,13 @@ from tests.support import traces
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 # Four requests in a pool that is too small for three.
-OPTIONS: dict[str, Any] = {
-    "enforce_eager": True,
-    "block_size": 16,
-    "num_kv_blocks": 14,
-    "max_model_len": 160,
-    "max_num_seqs": 3,
-}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 14, "max_model_len": 160, "max_num_seqs": 3}
 
 Colour = tuple[int, int, int]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
+def path(tmp_path_factory):
     """A trace of requests that preempt each other."""
     path = tmp_path_factory.mktemp("traces") / "out.json"
     with TraceWriter(path) as trace, LLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **OPTIONS) as llm:
@@ -44,7 +32,7 @@ def path(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
+def large(tmp_path_factory):
     """A page of 1,000 requests in 10,000 steps."""
     folder = tmp_path_factory.mktemp("large")
     assert traces.simulate(folder / "large.json", 1000) > 10_000
@@ -82,7 +70,7 @@ def test_a_trace_that_was_cut_short_is_read_as_far_as_it_goes(path, tmp_path, at
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text, named",
     [
         ("", "not a trace"),
         ("{}", "not a trace"),
@@ -145,10 +133,10 @@ def test_a_page_asks_for_nothing_and_a_name_cannot_leave_its_place(path):
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_page(browser):
     pages, problems = [], []
 
-    def open_page(file: Path, scheme: Any = "light", width: int = 1200) -> Page:
+    def open_page(file, scheme="light", width=1200):
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         pages.append(page)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -164,12 +152,12 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 @pytest.fixture
-def file(path: Path, tmp_path: Path) -> Path:
+def file(path, tmp_path):
     (tmp_path / "run.html").write_text(to_html({"out.json": read_trace(path)}), encoding="utf-8")
     return tmp_path / "run.html"
 
 
-def colours(page: Page) -> dict[Colour, int]:
+def colours(page):
     """How many pixels of the canvas have which colour."""
     counts = page.evaluate(
         """() => {
@@ -185,19 +173,19 @@ def colours(page: Page) -> dict[Colour, int]:
     return {tuple(map(int, key.split(","))): count for key, count in counts.items()}
 
 
-def named(page: Page, name: str) -> Colour:
+def named(page, name):
     value = page.evaluate("(name) => getComputedStyle(document.documentElement).getPropertyValue('--' + name)", name)
     return tuple(bytes.fromhex(value.strip().removeprefix("#")))
 
 
-def details_at(page: Page, time: float, y: float) -> str:
+def details_at(page, time, y):
     """What is shown when the pointer rests at a time of the run and a height of the canvas."""
     box = page.locator("canvas").bounding_box()
     page.mouse.move(box["x"] + page.evaluate("(time) => charts[0].toX(time)", time), box["y"] + y)
     return page.locator("#tip").inner_text()
 
 
-def shown(page: Page) -> tuple[float, float]:
+def shown(page):
     page.evaluate("() => new Promise(requestAnimationFrame)")
     return tuple(page.evaluate("() => [view.start, view.end]"))
 

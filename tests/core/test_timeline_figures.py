@@ -1,18 +1,13 @@
 """A timeline's figures are the engine's own metrics; its page searches, pins steps, compares runs and takes touch."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
-from nanovllm import LLM, RequestOutput, SamplingParams, TraceWriter
+from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.observability.timeline_figures import RunFigures
@@ -21,7 +16,7 @@ from tests.support.live_pages import UNNAMED, live_pages
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 # A pool that is too small for three, and a budget that cuts prompts into chunks.
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True,
     "block_size": 16,
     "num_kv_blocks": 14,
@@ -31,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def record(path: Path, **options: Any) -> list[RequestOutput]:
+def record(path, **options):
     """Trace requests that are cut into chunks, find a cached prefix, and preempt each other."""
     with (
         TraceWriter(path) as trace,
@@ -43,7 +38,7 @@ def record(path: Path, **options: Any) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Two traces, and their pages: one.html and both.html."""
     folder = tmp_path_factory.mktemp("figures")
     record(folder / "small.json")
@@ -55,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_page(browser):
     with live_pages(browser) as open_page:
         yield open_page
 
@@ -71,7 +66,7 @@ def test_the_figures_of_each_request_are_its_metrics(tmp_path, overlap):
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     # A step's metrics are taken within its update, its record after it.
     slack = 10 + max(step[2 + STEP_VALUES.index("update_us")] for step in run.steps)
-    gaps: list[float] = []
+    gaps = []
     for lane, found, output in zip(run.lanes, figures.requests, outputs, strict=True):
         metrics = output.metrics
         assert len(figures._token_times(lane, found.prompt)) == metrics.num_output_tokens
@@ -120,14 +115,14 @@ def test_the_command_prints_percentiles_and_names_what_it_cannot_draw(folder, tm
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
-def settled(page: Page) -> None:
+def settled(page):
     page.evaluate("() => new Promise(requestAnimationFrame)")
 
 
 def test_a_click_pins_a_step_and_shows_the_chunks_and_requests_that_it_computed(folder, open_page):
     page = open_page((folder / "one.html").as_uri())
     trace, run = traces.read(folder / "small.json"), read_trace(folder / "small.json")
-    chunks: Counter[int] = Counter()
+    chunks = Counter()
     for spans in trace.lanes.values():
         chunks.update(span.arguments["step"] for span in spans if span.state == "prefill")
     number, _ = chunks.most_common(1)[0]
@@ -233,7 +228,7 @@ def test_one_finger_moves_two_zoom_and_a_tap_pins(folder, browser):
     box = page.locator("canvas").bounding_box()
     touches = context.new_cdp_session(page)
 
-    def touch(kind: str, *places: float) -> None:
+    def touch(kind, *places):
         points = [{"x": box["x"] + x, "y": box["y"] + 200, "id": number} for number, x in enumerate(places)]
         touches.send("Input.dispatchTouchEvent", {"type": f"touch{kind}", "touchPoints": points})
 

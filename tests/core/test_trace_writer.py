@@ -1,7 +1,5 @@
 """Traces: each request's states without a gap, each step's tokens, also after failures."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -12,7 +10,6 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ TIGHT = OPTIONS | {"num_kv_blocks": 14, "max_model_len": 160}  # three requests 
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "out.json"
 
 
@@ -107,7 +104,7 @@ def test_several_calls_are_one_trace(path):
 def test_requests_that_end_early_say_why(path, overlap):
     now = [0.0]
 
-    def clock() -> float:
+    def clock():
         now[0] += 0.001
         return now[0]
 
@@ -149,7 +146,7 @@ def test_what_is_open_when_the_trace_is_closed_is_unfinished(path):
 
 
 def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
-    async def serve(trace: TraceWriter) -> None:
+    async def serve(trace):
         async with AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **OPTIONS) as llm:
             async for output in llm.generate([5, 6, 7], params(300), request_id='to "leave"'):
                 if len(output.outputs[0].token_ids) > 3:
@@ -169,7 +166,7 @@ def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
-    records: list[Any] = []
+    records = []
     with TraceWriter(path) as trace:
         llm = LLM(tiny_model(), on_step=records.append, trace=trace, overlap=overlap, **OPTIONS)
         llm.generate(random_prompts(4), params(), use_tqdm=False)
@@ -198,7 +195,7 @@ def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
     assert [event["args"]["used"] for event in trace.counters["blocks"]] == [r.num_used_blocks for r in records]
 
 
-def llm_budget(trace: traces.Trace) -> int:
+def llm_budget(trace):
     """The budget that the engine resolved by itself: the used share of it is told as a counter."""
     percents = [event["args"]["used %"] for event in trace.counters["budget"]]
     (budget,) = {step["budget"] for step in trace.steps}
@@ -215,7 +212,7 @@ def test_a_step_that_failed_is_not_in_the_trace_and_its_requests_go_on(path, mon
         engine.add(engine.input_processor.process_one("a", [5, 6, 7], params(6)))
         execute, calls = engine.model_runner.execute, []
 
-        def failing(batch: Any) -> Any:
+        def failing(batch):
             calls.append(batch)
             if len(calls) == 3:
                 raise MemoryError("no more")
@@ -244,7 +241,7 @@ def test_a_call_that_sigint_ends_ends_in_the_trace_and_the_others_go_on(path, mo
         next(stream), next(stream)
         update = llm._engine.scheduler.update
 
-        def interrupted(*arguments: Any) -> Any:
+        def interrupted(*arguments):
             monkeypatch.undo()
             signal.raise_signal(signal.SIGINT)
             return update(*arguments)

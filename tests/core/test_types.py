@@ -1,7 +1,5 @@
 """What a type checker finds: unknown engine options, values of another type, misspelt finish reasons."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How long OpenMP's threads spin while they wait, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from nanovllm.fast.gpu.rank_runner import computing_with
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(program, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | variables
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
 
@@ -27,7 +25,7 @@ def test_openmp_has_the_count_when_the_engine_is_imported_first():
 
 
 @pytest.mark.parametrize(
-    ("variables", "count"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")], ids=str
+    "variables, count", [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")], ids=str
 )
 def test_the_user_decides_how_threads_wait(variables, count):
     assert run("import os, nanovllm; print(os.environ.get('GOMP_SPINCOUNT'))", **variables).stdout.strip() == count

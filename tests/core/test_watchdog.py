@@ -1,13 +1,9 @@
 """A step that does not end within step_timeout: its requests end with an error that names them, and nothing hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,16 +16,16 @@ from tests.support.tiny_models import random_prompts
 class Hanging:
     """What a step calls: it ends once `may_end` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def __call__(self, _: Any) -> None:
+    def __call__(self, _):
         self.begun.set()
         self.may_end.wait(60.0)
 
 
 @contextlib.contextmanager
-def hanging_steps(llm: Any) -> Iterator[Hanging]:
+def hanging_steps(llm):
     step = Hanging()
     llm.observers.append(OnStep(step))
     try:
@@ -64,7 +60,7 @@ async def test_a_step_that_hangs_ends_its_requests_by_name_and_later_calls_are_r
     assert not llm._engine_thread._engine.requests and llm.is_dead
 
 
-async def ended(thread: threading.Thread) -> bool:
+async def ended(thread):
     return not thread.is_alive()
 
 
@@ -88,7 +84,7 @@ async def test_a_step_that_fails_after_it_was_given_up_changes_nothing(caplog):
     thread = llm._engine_thread._thread
     may_fail = threading.Event()
 
-    def fail(_: Any) -> None:
+    def fail(_):
         may_fail.wait(60.0)
         raise SystemError("late")
 
@@ -116,7 +112,7 @@ async def test_an_engine_whose_steps_end_and_one_without_work_are_left_alone():
         assert await asyncio.gather(*(answer(llm.generate(prompt, GREEDY)) for prompt in prompts)) == answers(prompts)
 
 
-async def idle(thread: Any) -> bool:
+async def idle(thread):
     return thread._busy_since is None
 
 
@@ -128,5 +124,5 @@ async def test_the_watchdog_ends_with_its_engine():
     assert await comes_true(lambda: one_ended(watchdogs))
 
 
-async def one_ended(threads: list[threading.Thread]) -> bool:
+async def one_ended(threads):
     return not all(thread.is_alive() for thread in threads)

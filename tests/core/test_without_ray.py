@@ -1,7 +1,5 @@
 """Without ray, everything but `nanovllm.ray` works, and that says what to install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
