@@ -311,7 +311,7 @@ class Speculation(Observer):
         sequence.num_known_tokens -= num_cut
         if kept and kept[-1] >= 0:  # a negative draw is this row's own error
             sequence.error = None
-        has_blocks = sequence.is_running  # else it was preempted, and does not start before its draws are read
+        has_blocks = sequence.is_running  # a preempted one does not start before its draws are read
         if not is_finite:
             # A draft's NaN may have reached the rows before it, which see whole blocks: drawn again without drafts.
             state.is_off = True
