@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from nanovllm import SamplingParams
 from tests.support.async_llms import (
     ENDLESS,
     GREEDY,
@@ -20,6 +19,7 @@ from tests.support.async_llms import (
     in_engine_steps,
     open_llm,
 )
+from tests.support.llms import greedy
 
 # ----------------------------------------------------------------------------------------------------- leaving a stream
 
@@ -31,7 +31,7 @@ from tests.support.async_llms import (
 async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other_is_hurt(how, overlap, monkeypatch):
     async with open_llm(overlap=overlap) as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
-        neighbour = asyncio.create_task(answer(llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60))))
+        neighbour = asyncio.create_task(answer(llm.generate([5, 6, 7], greedy(60))))
         stream = llm.generate([9] * 100, ENDLESS, request_id="left")
         await anext(stream)
         held = -(-101 // 16)
@@ -55,7 +55,7 @@ async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other
         stats = await llm.stats()  # asked for behind the abort, so not a step more was taken for it
         assert stats.num_used_blocks <= -(-(3 + 60) // 16)
         assert stats.num_running + stats.num_waiting <= 1
-        assert await neighbour == answers([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=60))[0]
+        assert await neighbour == answers([[5, 6, 7]], greedy(60))[0]
         await assert_idle_and_whole(llm)
 
 
@@ -143,7 +143,7 @@ async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
 @bounded
 async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in_one_output(kind):
-    params = SamplingParams(temperature=0.0, max_tokens=200)
+    params = greedy(200)
     async with open_llm() as llm:
         idle = llm.generate([9] * 20, params, output_kind=kind, request_id="idle")
         first = await anext(idle)

@@ -21,6 +21,7 @@ from tests.support.async_llms import (
     in_engine_steps,
     open_llm,
 )
+from tests.support.refusals import invalid
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
@@ -72,7 +73,7 @@ async def test_a_request_can_be_aborted_while_its_prompt_is_prepared():
     async with AsyncLLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm:
         stream = asyncio.create_task(collect(llm.generate("the sea", ENDLESS, request_id="early")))
         await asyncio.to_thread(tokenizer.is_busy.wait)
-        with pytest.raises(ValueError, match="'early' is being prepared"):
+        with invalid("'early' is being prepared"):
             await anext(llm.generate([5], GREEDY, request_id="early"))
         assert await llm.abort("early")
         (output,) = await stream
@@ -184,7 +185,7 @@ async def test_bad_input_raises_before_anything_is_queued(prompt, options, named
 @bounded
 async def test_a_bad_conversation_is_refused(messages):
     async with open_llm() as llm:
-        with pytest.raises(ValueError, match="conversation"):
+        with invalid("conversation"):
             await anext(llm.chat(messages))
 
 
@@ -193,7 +194,7 @@ async def test_a_request_id_that_runs_already_is_refused_and_the_first_goes_on()
     async with open_llm() as llm:
         stream = llm.generate([5, 6, 7], GREEDY, request_id="twin")
         seen = [await anext(stream)]
-        with pytest.raises(ValueError, match="'twin' is running already"):
+        with invalid("'twin' is running already"):
             await anext(llm.generate([8], GREEDY, request_id="twin"))
         seen += await collect(stream)
         assert seen[-1].outputs[0].token_ids == answers([[5, 6, 7]])[0][0]

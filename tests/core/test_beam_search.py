@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm import BeamSearchParams
 from nanovllm.batch import Copy
 from nanovllm.block_manager import digest, root_hash
 from nanovllm.features.beams.books import BeamBooks
 from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.outputs import Logprob
 from tests.support.layer_kinds import model
-from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, token_ids
+from tests.support.llms import GREEDY, assert_idle_and_whole, generate, greedy, open_llm, token_ids
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
 from tests.support.tiny_classes import tiny_class_model
@@ -85,8 +85,8 @@ def test_a_beam_of_one_is_greedy():
 
 def test_other_requests_go_on_with_their_tokens():
     with open_llm(max_num_seqs=5) as llm:
-        expected = token_ids(generate(llm, PROMPTS, SamplingParams(temperature=0.0, max_tokens=40)))
-        streams = [llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=40)) for prompt in PROMPTS]
+        expected = token_ids(generate(llm, PROMPTS, greedy(40)))
+        streams = [llm.stream(prompt, greedy(40)) for prompt in PROMPTS]
         for stream in streams:
             next(stream)
         params = BeamSearchParams(beam_width=4, max_tokens=16)

@@ -9,12 +9,12 @@ from nanovllm.errors import StepError
 from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.serving.replicas.pool_stats import PoolStats
 from tests.support.layer_kinds import WINDOW, expected, model, prompts
-from tests.support.llms import check_engine, fail_in_step
+from tests.support.llms import check_engine, fail_in_step, greedy
 from tests.support.logprobs import assert_right
 from tests.support.tiny_models import tiny_tokenizer
 
 NUM_NEW_TOKENS = 30
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+GREEDY = greedy(NUM_NEW_TOKENS)
 FAMILIES = ("Mistral", "Gemma2", "Gemma3Text", "Cohere2", "GptOss", "Llama4Text")
 OPTIONS = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
 SCARCE = OPTIONS | {"max_num_batched_tokens": 40, "num_kv_blocks": 12}
@@ -92,7 +92,7 @@ def test_samples_and_penalties_are_those_of_an_engine_without_a_prefix_cache(sca
 
 
 def test_log_probabilities_of_prompts_and_outputs_are_those_of_the_model(scarce):
-    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=2)
+    params = greedy(8, logprobs=2, prompt_logprobs=2)
     for output in generate(scarce, params):
         assert_right(model("Gemma3Text"), output, params)
 

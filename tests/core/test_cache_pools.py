@@ -8,6 +8,7 @@ from nanovllm.features.groups.cache_groups import CacheGroups
 from nanovllm.features.groups.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
 from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.layout import LayerTraits, Sight
+from tests.support.refusals import invalid
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
 FULL, WINDOW = CacheGroup((0,), 1000), CacheGroup((1, 2), 5000, StateKind(window=64))
@@ -80,18 +81,18 @@ def test_by_default_no_more_memory_is_taken_than_can_be_used():
 def test_max_model_len_is_lowered_to_the_full_group_unless_it_was_set():
     config, _ = resolve(FULL, WINDOW, kv_cache_memory_bytes=60_000, is_set=False)
     assert 16 <= config.max_model_len < 1600
-    with pytest.raises(ValueError, match=r"1 layers with full attention has .* needs 101"):
+    with invalid(r"1 layers with full attention has .* needs 101"):
         resolve(FULL, WINDOW, kv_cache_memory_bytes=60_000)
 
 
 def test_a_pool_without_room_for_a_window_is_refused():
-    with pytest.raises(ValueError, match=r"2 layers with window 64 has 4 blocks of 16 tokens .* needs 6"):
+    with invalid(r"2 layers with window 64 has 4 blocks of 16 tokens .* needs 6"):
         resolve(WINDOW, num_kv_blocks=4)
 
 
 @pytest.mark.parametrize("share", [0, 1, 1.0, -0.1, float("nan"), "0.5", True])
 def test_a_share_out_of_range_is_refused(share):
-    with pytest.raises(ValueError, match=r"window_pool_share is .* above 0 and at most 0.99"):
+    with invalid(r"window_pool_share is .* above 0 and at most 0.99"):
         EngineConfig(window_pool_share=share)
 
 
@@ -137,5 +138,5 @@ def test_states_alone_have_blocks_without_bytes_for_the_prefix_index():
     assert (names, config.max_model_len) == (100 * 50, 1600)
     _, scarce = resolve(*groups, memory=15_000)
     assert scarce.num_blocks == (101, 3)
-    with pytest.raises(ValueError, match="but all layers"):
+    with invalid("but all layers"):
         resolve(*groups, memory=10**6, window_pool_share=0.5)

@@ -9,11 +9,11 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.features.chat.plain_messages import plain_messages
 from nanovllm.features.chat.template_messages import TemplateMessages
 from nanovllm.features.chat.turn_end import added_ids, turn_end
-from tests.support.llms import OPTIONS
+from tests.support.llms import OPTIONS, greedy
 from tests.support.template_families import FAMILIES
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer
 
@@ -25,8 +25,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-ONE = SamplingParams(temperature=0.0, max_tokens=1)
-FOUR = SamplingParams(temperature=0.0, max_tokens=4)
+ONE = greedy(1)
+FOUR = greedy(4)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def ended(tmp_path):
 
 def test_answers_end_at_each_token_that_config_tokenizer_or_template_names(ended, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanovllm")
-    params = SamplingParams(temperature=0.0, max_tokens=5)
+    params = greedy(5)
     with LLM(ended, **OPTIONS) as llm:
         system, end = llm.tokenizer.convert_tokens_to_ids(["<|system|>", "<|end|>"])
         eos = llm._engine.input_processor.limits.eos_token_ids
@@ -177,13 +177,13 @@ def test_min_tokens_forbids_every_end(ended):
     with LLM(ended, **OPTIONS) as llm:
         ends = {7, 8, *llm.tokenizer.convert_tokens_to_ids(["<|system|>", "<|end|>"])}
         bias = dict.fromkeys(ends, 100.0)
-        params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, logit_bias=bias)
+        params = greedy(6, min_tokens=4, logit_bias=bias)
         (output,) = llm.chat(ASK, params, use_tqdm=False)
         assert not ends & set(output.outputs[0].token_ids[:4]) and output.outputs[0].token_ids[4] in ends
 
 
 def test_a_cut_chat_that_is_resumed_ends_with_its_turn(ended, monkeypatch):
-    params = SamplingParams(temperature=0.0, max_tokens=1)
+    params = greedy(1)
     with LLM(ended, **OPTIONS) as llm:
         end = llm.tokenizer.convert_tokens_to_ids("<|end|>")
         says(llm, [20, end, 21, 22], monkeypatch)
@@ -215,7 +215,7 @@ def test_transformers_ends_at_the_same_tokens(ended):
 def test_replicas_end_chats_at_the_same_token(tmp_path):
     folder = save_tiny(tmp_path / "model")
     end = tiny_tokenizer().convert_tokens_to_ids("<|end|>")
-    params = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={end: 100.0})
+    params = greedy(3, logit_bias={end: 100.0})
     with LLM(str(folder), data_parallel_size=2, **OPTIONS) as llm:
         (chat,) = llm.chat(ASK, params, use_tqdm=False)
         (raw,) = llm.generate([[5, 6]], params, use_tqdm=False)

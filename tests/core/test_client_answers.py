@@ -8,10 +8,10 @@ from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support import structured
 from tests.support.async_llms import bounded, collect
 from tests.support.async_llms import open_llm as open_async_llm
-from tests.support.llms import check_engine, generate, open_llm, shared_llm, token_ids
+from tests.support.llms import check_engine, generate, greedy, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts
 
-LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+LONG = greedy(30, ignore_eos=True)
 SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
 
 
@@ -39,7 +39,7 @@ def test_answers_do_not_depend_on_who_takes_whose_place(overlap, num_kv_blocks):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap):
     form = StructuredOutput(regex="[a-c]{40}")
-    params = SamplingParams(temperature=0.0, max_tokens=80, structured_output=form)
+    params = greedy(80, structured_output=form)
     with structured.open_llm(max_num_seqs=2, overlap=overlap) as llm:
         alone = llm.generate(["x"], params, use_tqdm=False)
         streams = [llm.stream("x", params, client="a") for _ in range(2)]

@@ -8,6 +8,7 @@ import pytest
 from nanovllm.config import BLOCK_SIZES, DEVICE_DEFAULTS
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.one_pool import resolve_pool as resolve_pool_of
+from tests.support.refusals import invalid
 
 POSITIONS = 8192
 
@@ -62,7 +63,7 @@ COUNTS = (
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_count_below_its_least_value_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"{name} is {value}; it must be at least"):
+    with invalid(rf"{name} is {value}; it must be at least"):
         EngineConfig(**{name: value})
 
 
@@ -112,7 +113,7 @@ def test_a_bad_value_is_refused(options, error, message):
 
 
 def test_compiled_attention_contradicts_eager_mode():
-    with pytest.raises(ValueError, match=r"attention_backend='flex' needs compilation.*attention_backend='sdpa'"):
+    with invalid(r"attention_backend='flex' needs compilation.*attention_backend='sdpa'"):
         EngineConfig(attention_backend="flex", enforce_eager=True)
 
 
@@ -203,14 +204,14 @@ def test_a_budget_too_small_for_what_was_asked_for_names_the_numbers_and_the_rem
         rf"max_num_batched_tokens is {budget}, but max_num_seqs \({num_seqs}\).* one block of {block_size} .*"
         rf"Set it to at least {needed}, or lower"
     )
-    with pytest.raises(ValueError, match=message):
+    with invalid(message):
         resolve(**options)
     assert resolve(**options | {"max_num_batched_tokens": needed}).max_num_batched_tokens == needed
 
 
 def test_the_model_bounds_max_model_len():
     assert resolve(max_model_len=POSITIONS).max_model_len == POSITIONS
-    with pytest.raises(ValueError, match=r"max_model_len is 8193, but the model has positions for 8192.* at most 8192"):
+    with invalid(r"max_model_len is 8193, but the model has positions for 8192.* at most 8192"):
         resolve(max_model_len=POSITIONS + 1)
 
 
@@ -223,7 +224,7 @@ def test_a_threshold_below_one_block_is_refused():
 
 
 def test_more_long_partial_prefills_than_partial_prefills_are_refused():
-    with pytest.raises(ValueError, match=r"max_long_partial_prefills is 3, above max_num_partial_prefills \(2\)"):
+    with invalid(r"max_long_partial_prefills is 3, above max_num_partial_prefills \(2\)"):
         resolve(max_num_partial_prefills=2, max_long_partial_prefills=3)
 
 
@@ -270,7 +271,7 @@ def test_no_more_blocks_are_taken_from_the_device_than_can_ever_be_used():
 
 def test_the_pool_holds_one_longest_sequence_beside_the_null_block():
     assert resolve_pool(num_kv_blocks=3, max_model_len=32).max_model_len == 32
-    with pytest.raises(ValueError, match="at most 32 tokens, but max_model_len is 33"):
+    with invalid("at most 32 tokens, but max_model_len is 33"):
         resolve_pool(num_kv_blocks=3, max_model_len=33)
 
 
@@ -283,7 +284,7 @@ def test_a_pool_too_small_names_the_numbers_and_the_largest_max_model_len_that_f
         r"Set max_model_len to at most 64, or give the cache at least 8 blocks \(8,000 bytes\) through num_kv_blocks, "
         r"kv_cache_memory_bytes or gpu_memory_utilization"
     )
-    with pytest.raises(ValueError, match=message):
+    with invalid(message):
         resolve_pool(memory, max_model_len=100, **options)
     assert resolve_pool(memory, max_model_len=64, **options).num_kv_blocks == 5
     assert resolve_pool(num_kv_blocks=8, max_model_len=100).max_model_len == 100
@@ -296,7 +297,7 @@ def test_a_max_model_len_that_nobody_set_yields_to_the_pool():
 
 @pytest.mark.parametrize("memory", [-10_000, 0, 999, 1999])
 def test_a_pool_without_a_block_to_give_is_refused_with_the_size_that_would_do(memory):
-    with pytest.raises(ValueError, match=r"[Gg]ive the cache at least 3 blocks \(3,000 bytes\)") as caught:
+    with invalid(r"[Gg]ive the cache at least 3 blocks \(3,000 bytes\)") as caught:
         resolve_pool(memory, max_model_len=32, max_model_len_is_set=False)
     assert "max_model_len to at most 0" not in str(caught.value)  # no remedy: max_model_len is at least 1
     assert "of -10 blocks" not in str(caught.value)

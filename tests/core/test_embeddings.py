@@ -10,11 +10,12 @@ from nanovllm import EmbeddingParams, ErrorKind, SamplingParams, StepError
 from tests.support import async_llms
 from tests.support.async_llms import bounded
 from tests.support.equality import prompts as edge_prompts
-from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
+from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, greedy, open_llm, token_ids
+from tests.support.refusals import invalid
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model
 
 EMBED = EmbeddingParams()
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+GREEDY = greedy(20, ignore_eos=True)
 
 
 def last_states(model, prompts):
@@ -72,7 +73,7 @@ def test_neighbours_generate_what_they_generate_alone(pool, overlap):
     kinds = [
         GREEDY,
         SamplingParams(seed=5, max_tokens=8, logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=0),
+        greedy(8, prompt_logprobs=0),
         SamplingParams(seed=6, n=2, max_tokens=8, repetition_penalty=1.3),
     ]
     params = [kinds[number % 4] for number in range(len(prompts))]
@@ -176,15 +177,15 @@ def test_a_model_without_a_head_apart_is_refused():
 
     model = tiny_model()
     model.__class__ = Whole
-    with open_llm(model) as llm, pytest.raises(ValueError, match="Whole has no base model apart from its head"):
+    with open_llm(model) as llm, invalid("Whole has no base model apart from its head"):
         llm.embed([1, 2, 3], use_tqdm=False)
 
 
 def test_prompts_that_cannot_be_embedded_are_refused_by_number():
     with open_llm(max_model_len=64) as llm:
-        with pytest.raises(ValueError, match="prompt 1: the prompt has 64 tokens, which leaves no room"):
+        with invalid("prompt 1: the prompt has 64 tokens, which leaves no room"):
             llm.embed([[1], [1] * 64], use_tqdm=False)
-        with pytest.raises(ValueError, match="truncate_prompt_tokens is 0; it must be at least 1"):
+        with invalid("truncate_prompt_tokens is 0; it must be at least 1"):
             llm.embed([1], truncate_prompt_tokens=0)
         assert llm.embed([], use_tqdm=False) == []
 
@@ -204,7 +205,7 @@ async def test_asynchronous_ones_are_the_same_beside_streams():
             (output,) = await async_llms.collect(llm.generate(prompts[1], EMBED, output_kind=kind))
             assert_embeddings([output], expected[1:2])
             assert output.outputs[0].text == ""
-        with pytest.raises(ValueError, match="the prompt is empty"):
+        with invalid("the prompt is empty"):
             await llm.embed([])
         await async_llms.assert_idle_and_whole(llm)
 

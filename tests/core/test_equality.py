@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.attention import ATTENTION_NAME
 from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+GREEDY = greedy(NUM_NEW_TOKENS)
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def test_bfloat16_follows_transformers_bfloat16_closely(backend):
         sample = runner.sampler.sample
         runner.sampler.sample = lambda logits, *rest: captured.append(logits.float()) or sample(logits, *rest)
         for prompt in prompts():
-            llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            llm.generate([prompt], greedy(1), use_tqdm=False)
             with torch.no_grad():
                 theirs = module(torch.tensor([prompt], device=DEVICE)).logits[0, -1].float()
             scale = theirs.abs().max()
@@ -167,7 +167,7 @@ def test_perturbing_a_later_token_leaves_earlier_logits_alone():
                 return logits[sample_rows]
 
             binding.forward_step = every_row
-            llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            llm.generate([tokens], greedy(1), use_tqdm=False)
             rows.append(dict(seen))
     for position in range(150):
         torch.testing.assert_close(rows[0][position], rows[1][position], atol=1e-4, rtol=1e-4)

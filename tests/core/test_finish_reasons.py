@@ -3,12 +3,12 @@
 import pytest
 
 from nanovllm import ErrorKind, SamplingParams
-from tests.support.llms import GREEDY, assert_idle_and_whole, generate, open_llm, script, shared_llm, token_ids
+from tests.support.llms import GREEDY, assert_idle_and_whole, generate, greedy, open_llm, script, shared_llm, token_ids
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 
 def greedy_answer(prompt, count=12):
-    return token_ids(generate(shared_llm(), prompt, SamplingParams(temperature=0.0, max_tokens=count)))[0]
+    return token_ids(generate(shared_llm(), prompt, greedy(count)))[0]
 
 
 def test_max_tokens_ends_a_request_by_length():
@@ -21,7 +21,7 @@ def test_max_tokens_ends_a_request_by_length():
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 62, 63])
 def test_max_model_len_ends_a_request_by_length_whatever_max_tokens_asks(length):
     llm = open_llm(max_model_len=64)
-    (output,) = generate(llm, [5] * length, SamplingParams(temperature=0.0, max_tokens=1000))
+    (output,) = generate(llm, [5] * length, greedy(1000))
     assert length + len(output.outputs[0].token_ids) == 64
     assert output.outputs[0].finish_reason == "length"
 
@@ -51,7 +51,7 @@ def test_ignore_eos_goes_on_past_the_end_of_sequence_token():
     prompt = random_prompts(1)[0]
     answer = greedy_answer(prompt)
     llm = open_llm(tiny_model(num_layers=1, eos_token_id=answer[4]))
-    (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    (output,) = generate(llm, prompt, greedy(12, ignore_eos=True))
     assert output.outputs[0].token_ids == answer
     assert output.outputs[0].finish_reason == "length"
 
@@ -59,7 +59,7 @@ def test_ignore_eos_goes_on_past_the_end_of_sequence_token():
 def test_a_stop_token_ends_a_request_even_if_eos_is_ignored():
     prompt = random_prompts(1)[0]
     answer = greedy_answer(prompt)
-    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[answer[3]], ignore_eos=True)
+    params = greedy(12, stop_token_ids=[answer[3]], ignore_eos=True)
     (output,) = generate(shared_llm(), prompt, params)
     assert output.outputs[0].token_ids == answer[: answer.index(answer[3]) + 1]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", answer[3])
@@ -70,7 +70,7 @@ def test_no_end_of_sequence_token_is_drawn_before_min_tokens():
     eos = greedy_answer(prompt)[0]
     llm = open_llm(tiny_model(num_layers=1, eos_token_id=eos))
     assert token_ids(generate(llm, prompt)) == [[eos]]
-    (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=40, min_tokens=30))
+    (output,) = generate(llm, prompt, greedy(40, min_tokens=30))
     assert len(output.outputs[0].token_ids) > 30
     assert eos not in output.outputs[0].token_ids[:30]
 
@@ -78,7 +78,7 @@ def test_no_end_of_sequence_token_is_drawn_before_min_tokens():
 def test_no_stop_token_is_drawn_before_min_tokens():
     prompt = random_prompts(1)[0]
     stop = greedy_answer(prompt)[0]
-    params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=5, stop_token_ids=[stop])
+    params = greedy(12, min_tokens=5, stop_token_ids=[stop])
     (output,) = generate(shared_llm(), prompt, params)
     assert stop not in output.outputs[0].token_ids[:5]
 
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_cannot_decode_ends_its_request_with_an_error_and_no_ot
         return decode(ids, **options)
 
     monkeypatch.setattr(llm.tokenizer, "decode", failing)
-    for params in (GREEDY, SamplingParams(temperature=0.0, max_tokens=12, stop="never seen")):
+    for params in (GREEDY, greedy(12, stop="never seen")):
         outputs = generate(llm, prompts, params)
         assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
         assert "piece id is out of range" in outputs[1].error
@@ -184,7 +184,7 @@ def test_an_output_of_a_stream_does_not_change_after_it_was_given():
 def test_an_end_of_sequence_token_outside_the_vocabulary_is_never_looked_for():
     model = tiny_model()
     model.generation_config.eos_token_id = [VOCAB_SIZE + 7, VOCAB_SIZE]
-    params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=4)  # suppresses them until then
+    params = greedy(4, min_tokens=4)  # suppresses them until then
     assert len(token_ids(generate(open_llm(model), [5, 6, 7], params))[0]) == 4
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StructuredOutput
 from tests.support import structured
-from tests.support.llms import assert_idle_and_whole, fail_in_step, open_llm, token_ids
+from tests.support.llms import assert_idle_and_whole, fail_in_step, greedy, open_llm, token_ids
 from tests.support.replicas import REPLICAS, completions, tiny_folder
 from tests.support.tiny_models import random_prompts
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("programs_are_forked")
 ON = {"itl_goal": 1e-3, "ttft_goal": 30.0, "client_weights": {"b": 2.0, "c": 0.5}}
 FEW_SLOTS = {"max_num_seqs": 4, "max_num_batched_tokens": 96}
 PROMPTS = random_prompts(9, low=3, high=110, seed=8)
-LONG = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-LONGER = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+LONG = greedy(16, ignore_eos=True)
+GREEDY = greedy(8)
+LONGER = greedy(40, ignore_eos=True)
 FORM = StructuredOutput(regex="[a-c]{10}")
 
 Answer = Callable[[LLM, list[str]], Any]
@@ -61,7 +61,7 @@ class Near:
 
 
 def log_probabilities(llm, clients):
-    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
+    params = greedy(8, logprobs=2, prompt_logprobs=1)
     outputs = llm.generate(PROMPTS, params, client=clients, use_tqdm=False)
     tokens = [token for o in outputs for token in [*o.outputs[0].token_ids, *o.prompt_token_ids[1:]]]
     entries = [entry for o in outputs for entry in [*o.outputs[0].logprobs, *o.prompt_logprobs[1:]]]

@@ -11,12 +11,12 @@ from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.states.state_layers import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
-from tests.support.llms import check_engine, fail_in_step
+from tests.support.llms import check_engine, fail_in_step, greedy
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
 NUM_TOKENS = 4
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = greedy(NUM_TOKENS, ignore_eos=True)
 # Around chunks of 64, short of a convolution's width, and with a token alone, which is no decode.
 LENGTHS = (1, 3, 63, 64, 65, 130, 200)
 OPTIONS = {
@@ -81,7 +81,7 @@ def test_a_binding_that_is_closed_hands_the_module_back(class_name):
 CROSSED = (60, 64, 125, 190)
 SCARCE = OPTIONS | {"max_model_len": 224, "num_kv_blocks": 10}
 ANSWER = 14
-SINGLE = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+SINGLE = greedy(ANSWER, ignore_eos=True)
 
 
 def crossed_prompts(class_name):
@@ -174,7 +174,7 @@ def test_padding_and_other_sequences_do_not_reach_a_state():
 
 def test_embeddings_and_logprobs_of_prompts_are_the_models_own():
     model, prompt = tiny_class_model("LaraMiniForCausalLM"), prompts_of("LaraMiniForCausalLM")[5]
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    params = greedy(1, prompt_logprobs=0)
     with LLM(model, **OPTIONS) as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         (embedded,) = llm.embed([prompt], normalize=False, use_tqdm=False)

@@ -11,14 +11,14 @@ import pytest
 import nanovllm
 from nanovllm import LLM, EngineDeadError, SamplingParams
 from nanovllm.features.interrupts import InterruptsHeld, interrupts_let_through
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 # A pool in which the two requests below preempt each other.
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 13, "max_model_len": 160}
 PROMPT, OTHER = random_prompts(2, low=90, high=90, seed=3)
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=["\0never\0"])
+PARAMS = greedy(8, ignore_eos=True, stop=["\0never\0"])
 
 
 pytestmark = pytest.mark.usefixtures("sigint_is_heeded")

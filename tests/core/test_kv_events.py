@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import zmq
 
-from nanovllm import SamplingParams
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.kv_events import kv_events
@@ -23,7 +22,8 @@ from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from tests.engine.blocks import A, B, C, D, computed, make_manager, release
 from tests.support.async_llms import collect
 from tests.support.async_llms import open_llm as open_async_llm
-from tests.support.llms import generate, open_llm
+from tests.support.llms import generate, greedy, open_llm
+from tests.support.refusals import invalid
 from tests.support.scheduling import Loop, make_group_scheduler
 
 # The schema as vLLM documents it to subscribers, since 0.24: an array, whose events are maps with a tag.
@@ -288,7 +288,7 @@ def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context
             llm.reset_prefix_cache()
         for start in range(0, 200, 10):
             prompt = [*range(start, start + 33)]
-            generate(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=8))
+            generate(llm, [prompt], greedy(8))
         router.read_all()
         assert set(router.tokens) == {as_number(block_hash) for block_hash in manager.entries}
         assert router.tokens[as_number(PromptHashes(prompt, 16, hash_seed=manager.hash_seed)[1])] == tuple(prompt[:32])
@@ -306,7 +306,7 @@ def test_an_async_engine_publishes_until_it_is_closed(context, endpoint):
             router = Router(context, endpoint)
             while not router.socket.poll(50):
                 await llm.reset_prefix_cache()
-            await collect(llm.generate(list(range(40)), SamplingParams(temperature=0.0, max_tokens=2)))
+            await collect(llm.generate(list(range(40)), greedy(2)))
         return router
 
     router = asyncio.run(run())
@@ -451,7 +451,7 @@ def test_without_its_packages_the_error_names_the_extra(missing, monkeypatch, en
 def test_an_endpoint_that_is_taken_is_named(context):
     with context.socket(zmq.PUB) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        with pytest.raises(ValueError, match=rf"kv_events is 'tcp://\*:{port}', which cannot be bound: .*in use"):
+        with invalid(rf"kv_events is 'tcp://\*:{port}', which cannot be bound: .*in use"):
             KvEventPublisher(EngineConfig(kv_events=f"tcp://*:{port}"))
 
 
@@ -459,7 +459,7 @@ def test_the_endpoint_is_free_again_after_a_model_that_does_not_load(context):
     with context.socket(zmq.PUB) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
     for _ in range(2):
-        with pytest.raises(ValueError, match="max_model_len is 10000000"):
+        with invalid("max_model_len is 10000000"):
             open_llm(kv_events=f"tcp://*:{port}", max_model_len=10_000_000)
 
 
@@ -507,5 +507,5 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
 def test_ports_that_replicas_would_share_are_refused():
     options = {"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:5558"}
     EngineConfig.from_options(**options)
-    with pytest.raises(ValueError, match=r"5558.*at least 2 apart"):
+    with invalid(r"5558.*at least 2 apart"):
         EngineConfig.from_options(**options, data_parallel_size=2)

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.engine import LaunchedStep
 from nanovllm.fast.gpu.rank_runner import RankRunner
 from nanovllm.features.logprobs.logprobs import StepLogprobs
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 PROMPT = [5, 9, 200, 31]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=30, structured_output=form("json_schema"))
+PARAMS = greedy(30, structured_output=form("json_schema"))
 
 
 def begin(llm):

@@ -15,12 +15,13 @@ from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.serving.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
+from tests.support.refusals import invalid
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+GREEDY = greedy(16, ignore_eos=True)
 
 
 def open_llm(**options):
@@ -93,18 +94,18 @@ def test_a_calibration_begins_the_predictions(tmp_path):
         assert costs.fit.cost == CALIBRATION.cost_model.step_cost(overlap=False)
         assert costs.fit.cost.fixed == pytest.approx(0.01 + 2e-4)
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other.json', which is no calibration \(KeyError"):
+    with invalid(r"other.json', which is no calibration \(KeyError"):
         open_llm(itl_goal=60.0, step_costs=str(tmp_path / "other.json"))
 
 
 def test_a_request_may_wait_longer_and_not_less():
     with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0), use_tqdm=False)
-        with pytest.raises(ValueError, match=r"itl_goal of a request is 50 s, and that of the engine is 60 s; "):
+        with invalid(r"itl_goal of a request is 50 s, and that of the engine is 60 s; "):
             llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
-        with pytest.raises(ValueError, match="ttft_goal of a request is 50 s, and that of the engine is 90 s"):
+        with invalid("ttft_goal of a request is 50 s, and that of the engine is 90 s"):
             llm.generate([[1, 2, 3]], SamplingParams(ttft_goal=50.0), use_tqdm=False)
-    with open_llm() as llm, pytest.raises(ValueError, match=r"is 50 s, and that of the engine is none; "):
+    with open_llm() as llm, invalid(r"is 50 s, and that of the engine is none; "):
         llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
 
 
@@ -113,10 +114,10 @@ def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the
         budget = llm._engine.scheduler.budget
         budget.itl_goal, budget.ttft_goal = 30.0, 45.0  # as "auto" has them once the machine is faster
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0), use_tqdm=False)
-        with pytest.raises(ValueError, match=r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
+        with invalid(r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
             llm.generate([[1, 2, 3]], SamplingParams(itl_goal=29.0), use_tqdm=False)
         budget.itl_goal = 90.0
-        with pytest.raises(ValueError, match=r"itl_goal of a request is 80 s, and that of the engine is 90 s; "):
+        with invalid(r"itl_goal of a request is 80 s, and that of the engine is 90 s; "):
             llm.generate([[1, 2, 3]], SamplingParams(itl_goal=80.0), use_tqdm=False)
 
 
@@ -131,14 +132,14 @@ def test_the_front_of_replicas_compares_with_the_goals_that_they_reported():
 @pytest.mark.parametrize("name", ["itl_goal", "ttft_goal"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-4])
 def test_goals_are_times_of_at_least_a_millisecond(name, value):
-    with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number of at least 0.001"):
+    with invalid(rf"{name} is .*; it must be a finite number of at least 0.001"):
         EngineConfig(**({"itl_goal": 1.0} | {name: value}))
-    with pytest.raises(ValueError, match=rf"{name} is .*; it must be a finite number of at least 0.001"):
+    with invalid(rf"{name} is .*; it must be a finite number of at least 0.001"):
         SamplingParams(**{name: value})
 
 
 def test_a_goal_of_ttft_needs_one_of_itl_which_may_be_automatic():
-    with pytest.raises(ValueError, match=r"ttft_goal is 1.0, but no itl_goal is set"):
+    with invalid(r"ttft_goal is 1.0, but no itl_goal is set"):
         EngineConfig(ttft_goal=1.0)
     both = EngineConfig(itl_goal="auto", ttft_goal=1.0)
     assert [both.resolve_limits(device, 4096).ttft_goal for device in ("cpu", "cuda")] == [1.0, 1.0]
@@ -183,7 +184,7 @@ def test_a_machine_that_is_busy_at_start_is_measured_again(seconds, is_kept):
         if is_kept:
             assert learned() == 0.05
         else:
-            with pytest.raises(ValueError, match=r"itl_goal is 0.05 s, but a step of one block of .* takes 0.2 s"):
+            with invalid(r"itl_goal is 0.05 s, but a step of one block of .* takes 0.2 s"):
                 learned()
 
 
@@ -202,7 +203,7 @@ def test_a_start_takes_a_slow_step_of_each_kind_once():
 
 
 def test_a_goal_below_a_step_of_one_block_is_refused_at_load():
-    with pytest.raises(ValueError, match=r"itl_goal is 0.001 s, but a step of one block of 256 tokens takes"):
+    with invalid(r"itl_goal is 0.001 s, but a step of one block of 256 tokens takes"):
         open_llm(itl_goal=1e-3, block_size=256, num_kv_blocks=9)
 
 

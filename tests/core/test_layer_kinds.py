@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.fast.attention.layer_traits import first_beyond
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
+from tests.support.llms import greedy
 from tests.support.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+GREEDY = greedy(NUM_NEW_TOKENS)
 OPTIONS = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
 BACKENDS = {"sdpa": {"enforce_eager": True}, "cpp": {"attention_backend": "cpp"}, "flex": {"attention_backend": "flex"}}
 # With each shape the C++ kernels are compiled, and with each kind FlexAttention.
@@ -90,7 +91,7 @@ def test_sinks_of_a_live_module_are_those_that_its_owner_has_set():
 def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW}), **BACKENDS["sdpa"]) as llm:
         assert all(first_beyond(layer.traits) is None for layer in llm._engine.model_runner.binding.layers)
-        short = SamplingParams(temperature=0.0, max_tokens=WINDOW // 2)
+        short = greedy(WINDOW // 2)
         (answer,) = llm.generate(prompts()[:1], short, use_tqdm=False)
     assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm import LLM, SamplingParams, StepError
+from nanovllm import LLM, StepError
 from nanovllm import attention as operator
+from tests.support.llms import greedy
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+GREEDY = greedy(12)
 PROMPTS = random_prompts(3, low=40, high=100)
 
 
@@ -502,7 +503,7 @@ def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_toke
         scale_in_place(model)
         *_, last = stream
     with open_llm(copy.deepcopy(model)) as fresh:
-        rest = generate(fresh, [PROMPTS[0] + first], SamplingParams(temperature=0.0, max_tokens=7))
+        rest = generate(fresh, [PROMPTS[0] + first], greedy(7))
     assert last.outputs[0].token_ids == first + rest[0]
 
 

@@ -4,16 +4,16 @@ from contextlib import suppress
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.errors import StepError
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
-from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
+from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, greedy, open_llm, token_ids
 from tests.support.tiny_models import save_tiny
 
 PROMPT = list(range(40, 75))
-LONG = SamplingParams(temperature=0.0, max_tokens=40)
-SHORT = SamplingParams(temperature=0.0, max_tokens=12)
+LONG = greedy(40)
+SHORT = greedy(12)
 
 
 def stream_of(llm, num_tokens):
@@ -76,7 +76,7 @@ def test_a_request_survives_the_failed_step_of_its_fork(number, monkeypatch):
         expected = token_ids(generate(llm, [PROMPT], LONG))[0]
         llm.reset_prefix_cache()
         stream, output = stream_of(llm, 8)
-        fork = llm.fork(output.request_id, 40, SamplingParams(temperature=0.0, max_tokens=12))
+        fork = llm.fork(output.request_id, 40, greedy(12))
         fail_in_step(monkeypatch, llm, number, ValueError("this step fails"))
         tokens = []
         with pytest.raises(Exception, match="this step fails"):

@@ -16,6 +16,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model_runner import StepPaths
 from nanovllm.scheduler import WaitingQueue, WholeBudget
 from tests.support.llms import generate, open_llm, token_ids
+from tests.support.refusals import invalid
 
 
 @pytest.mark.parametrize(
@@ -31,13 +32,13 @@ from tests.support.llms import generate, open_llm, token_ids
 )
 def test_an_option_without_its_folder_is_refused_by_name(module, options, monkeypatch):
     monkeypatch.setitem(sys.modules, f"nanovllm.{module}", None)
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.* is set, and nanovllm.{module}, which it needs"):
+    with invalid(f"{next(iter(options))}.* is set, and nanovllm.{module}, which it needs"):
         open_llm(**options)
 
 
 def test_the_folder_of_an_option_is_missed_before_a_model_is_looked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "nanovllm.features.speculation.build", None)
-    with pytest.raises(ValueError, match=r"^speculation is set, and nanovllm\.features\.speculation\.build,"):
+    with invalid(r"^speculation is set, and nanovllm\.features\.speculation\.build,"):
         nanovllm.build.build_engine("no-such-model", None, None, {"speculation": "suffix"})
 
 
@@ -61,7 +62,7 @@ def test_without_faster_steps_shares_and_records_the_engine_has_its_own(monkeypa
         assert type(llm._engine.model_runner.paths) is StepPaths
         assert token_ids(generate(llm, prompts)) == expected
         assert llm.stats().num_output_tokens == 24
-        with pytest.raises(ValueError, match=r"built without `nanovllm\.observability`"):
+        with invalid(r"built without `nanovllm\.observability`"):
             llm._engine.observers.append(print)
 
 

@@ -9,10 +9,10 @@ import functools
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, StepError
+from nanovllm import LLM, StepError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.block_checks import check_scheduler
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -76,19 +76,19 @@ def test_every_step_is_launched_before_the_one_before_is_read(monkeypatch):
         monkeypatch.setattr(
             scheduler, "update", lambda batch, *drawn: events.append(("read", batch.step_id)) or update(batch, *drawn)
         )
-        llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+        llm.generate([[5, 6, 7]], greedy(6), use_tqdm=False)
     # The token of step 6 is its last by length, so no step is launched for nothing.
     launches = [("launch", 1), *(event for n in range(1, 6) for event in (("launch", n + 1), ("read", n))), ("read", 6)]
     assert events == launches
 
 
 def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_shows():
-    params = SamplingParams(temperature=0.0, max_tokens=60)
+    params = greedy(60)
     with open_llm() as llm:
         (whole,) = answers(llm, [[5, 6, 7]], params)
         stop = whole[0][20]
         before = llm.stats()
-        seen = list(llm.stream([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=(stop,))))
+        seen = list(llm.stream([5, 6, 7], greedy(60, stop_token_ids=(stop,))))
         after = llm.stats()
         first = whole[0].index(stop)
         assert seen[-1].outputs[0].token_ids == whole[0][: first + 1]
@@ -100,16 +100,16 @@ def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_s
 
 def test_a_stream_that_is_closed_frees_its_blocks_while_a_step_is_in_flight():
     with open_llm() as llm:
-        stream = llm.stream([5] * 40, SamplingParams(temperature=0.0, max_tokens=100))
+        stream = llm.stream([5] * 40, greedy(100))
         next(stream)
         assert llm._engine._in_flight
         stream.close()
         assert_idle_and_whole(llm)
-        assert answers(llm, [[9] * 50], SamplingParams(temperature=0.0, max_tokens=9))
+        assert answers(llm, [[9] * 50], greedy(9))
 
 
 def test_an_aborted_neighbour_changes_nothing():
-    params = SamplingParams(temperature=0.0, max_tokens=30)
+    params = greedy(30)
     with open_llm() as llm:
         (alone,) = answers(llm, [[5, 6, 7]], params)
     with open_llm() as llm:
@@ -127,7 +127,7 @@ def test_an_aborted_neighbour_changes_nothing():
 @pytest.mark.parametrize("fails_in", ["launch", "result"])
 @pytest.mark.parametrize("number", [1, 2, 3, 7])
 def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number):
-    prompts, params = [[5] * 20, [6] * 35], SamplingParams(temperature=0.0, max_tokens=12)
+    prompts, params = [[5] * 20, [6] * 35], greedy(12)
     with open_llm() as llm:
         right = answers(llm, prompts, params)
         llm.reset_prefix_cache()
@@ -166,7 +166,7 @@ def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbour_goes_on():
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[99] = float("nan")
-    params = SamplingParams(temperature=0.0, max_tokens=20)
+    params = greedy(20)
     with open_llm(model) as llm:
         (alone,) = answers(llm, [[5, 6, 7]], params)
         bad, good = answers(llm, [[4, 99, 3] * 20, [5, 6, 7]], params)
@@ -178,7 +178,7 @@ def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbour_goes_on():
 def test_weights_that_change_between_tokens_of_a_stream_count_from_the_next_token_on():
     """Also for the step that was in flight when they changed."""
     model, prompt = tiny_model(), [5, 6, 7, 8]
-    params = SamplingParams(temperature=0.0, max_tokens=20)
+    params = greedy(20)
     with open_llm(model) as llm:
         stream = llm.stream(prompt, params)
         seen = [next(stream) for _ in range(4)][-1].outputs[0].token_ids
@@ -187,14 +187,14 @@ def test_weights_that_change_between_tokens_of_a_stream_count_from_the_next_toke
                 parameter.copy_(parameter.flip(0))
         *_, last = stream
     with open_llm(model) as llm:
-        (rest,) = answers(llm, [prompt + seen], SamplingParams(temperature=0.0, max_tokens=20 - len(seen)))
+        (rest,) = answers(llm, [prompt + seen], greedy(20 - len(seen)))
     assert last.outputs[0].token_ids == seen + rest[0]
 
 
 def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
     """No weight moves, and the prefix cache would still hold what the module computed before."""
     model, prompt = tiny_model(), [5, 6, 7, 8] * 9
-    params = SamplingParams(temperature=0.0, max_tokens=12)
+    params = greedy(12)
     with open_llm(model) as llm:
         before = answers(llm, [prompt], params)
         model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
@@ -205,9 +205,9 @@ def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
 
 def test_blocks_that_fill_while_in_flight_are_found_afterwards():
     with open_llm() as llm:
-        (first,) = answers(llm, [[5] * 20], SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True))
+        (first,) = answers(llm, [[5] * 20], greedy(45, ignore_eos=True))
         turn = [5] * 20 + first[0] + [9, 9]
-        (output,) = llm.generate([turn], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+        (output,) = llm.generate([turn], greedy(2), use_tqdm=False)
         assert output.num_cached_tokens == (20 + 45 - 1) // 16 * 16
 
 

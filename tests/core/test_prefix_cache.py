@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from tests.support.llms import generate, open_llm, shared_llm, token_ids
+from nanovllm import LLM
+from tests.support.llms import generate, greedy, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model
 
 
@@ -23,7 +23,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token(length, cached):
 
 def test_a_follow_up_finds_the_generated_tokens_in_the_prefix_cache_too():
     llm, prompt = open_llm(), random_prompts(1, low=20, high=20)[0]
-    (first,) = generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=30))
+    (first,) = generate(llm, prompt, greedy(30))
     (follow_up,) = generate(llm, prompt + first.outputs[0].token_ids + [5, 6])
     assert follow_up.num_cached_tokens == 48  # 49 tokens are computed: the last one drawn has no KV yet
 
@@ -64,7 +64,7 @@ def test_stats_count_prefix_cache_queries_and_hits_once_per_request():
 
 def test_stats_count_steps_and_scheduled_tokens():
     llm = open_llm(enable_prefix_caching=False)
-    generate(llm, [[5] * 10, [6] * 20], SamplingParams(temperature=0.0, max_tokens=4))
+    generate(llm, [[5] * 10, [6] * 20], greedy(4))
     stats = llm.stats()
     assert (stats.num_steps, stats.num_failed_steps) == (4, 0)
     assert stats.num_scheduled_tokens == 10 + 20 + 2 * 3
@@ -73,7 +73,7 @@ def test_stats_count_steps_and_scheduled_tokens():
 def test_stats_count_blocks_taken_for_other_content_as_evictions():
     llm = open_llm(max_model_len=64, num_kv_blocks=6)
     for prompt in random_prompts(4, low=40, high=60):
-        generate(llm, prompt, SamplingParams(temperature=0.0, max_tokens=2))
+        generate(llm, prompt, greedy(2))
     assert llm.stats().prefix_cache_evictions > 0
 
 

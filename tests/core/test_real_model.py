@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.default_model import ensure_default_model
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts, tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_default_cache")
@@ -51,7 +51,7 @@ def expected(number, num_tokens):
 def check_tokens(numbers, *, num_tokens=NUM_NEW_TOKENS, together=True, warm=False, **options):
     right = {number: expected(number, num_tokens) for number in numbers}
     reference_model.cache_clear()  # 540 MB, before the engine takes as much twice
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    params = greedy(num_tokens)
     batches = [numbers] if together else [[number] for number in numbers]
     options = {"dtype": "float32", "max_model_len": 2048} | options
     with LLM(**options) as llm:
@@ -128,7 +128,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
             captured.append(logits.clone()) or sample(logits, *rest)
         )
         for number, theirs, exact in zip(SUBSET, *references, strict=True):
-            llm.generate([prompts()[number]], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            llm.generate([prompts()[number]], greedy(1), use_tqdm=False)
             own = captured[-1][0].float()
             assert (own - theirs).abs().max() < 1.0, f"prompt {number}"
             differences.append(mean_error(own, theirs))

@@ -11,7 +11,7 @@ from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.features.resume.resumption import Resumed, ResumedSample
 from nanovllm.outputs import OutputKind, RequestMetrics
 from tests.support import structured
-from tests.support.llms import open_llm
+from tests.support.llms import greedy, open_llm
 from tests.support.tiny_models import random_prompts
 
 PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
@@ -133,9 +133,9 @@ def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(llms, name, end):
 def test_what_was_computed_before_a_cut_comes_from_the_prefix_cache():
     steps = []
     with open_llm(on_step=steps.append) as llm:
-        (cut,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=41), use_tqdm=False)
+        (cut,) = llm.generate(PROMPT, greedy(41), use_tqdm=False)
         steps.clear()
-        list(llm.resume(cut, SamplingParams(temperature=0.0, max_tokens=1)))
+        list(llm.resume(cut, greedy(1)))
         # 40 + 41 tokens: five full blocks of 16 are found, and the newest token's K and V were never computed.
         assert [step.num_prefill_tokens + step.num_decode_tokens for step in steps] == [1]
 

@@ -15,7 +15,7 @@ from nanovllm.features.tiers import segments
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from tests.support.class_cases import own_answers
-from tests.support.llms import check_engine, fail_in_step
+from tests.support.llms import check_engine, fail_in_step, greedy
 from tests.support.scheduling import Loop
 from tests.support.tiers import make_tiered_scheduler
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
@@ -26,7 +26,7 @@ FAMILIES = ("Qwen3NextForCausalLM", "FalconH1ForCausalLM", "Mamba2ForCausalLM", 
 DELTA = FAMILIES[0]
 SIZE, NUM_TOKENS = 64, 4  # of a block, and of an answer
 SHARED = 2 * SIZE + 5
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = greedy(NUM_TOKENS, ignore_eos=True)
 OPTIONS = {
     "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2, "num_kv_blocks": 12, "block_size": SIZE,
     "max_num_batched_tokens": 90,

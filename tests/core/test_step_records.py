@@ -10,14 +10,14 @@ from nanovllm.build import build_engine
 from nanovllm.observability.timeline import read_trace
 from nanovllm.serving.server.live.engine_snapshot import STEP_VALUES, step_row
 from tests.support.layer_kinds import WINDOW, model, prompts
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 
 
 def params(max_tokens=12):
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return greedy(max_tokens)
 
 
 def open_llm(records, **options):

@@ -13,11 +13,13 @@ from tests.support.llms import (
     ends_within,
     fail_in_step,
     generate,
+    greedy,
     open_llm,
     script,
     shared_llm,
     token_ids,
 )
+from tests.support.refusals import invalid
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
@@ -40,12 +42,12 @@ def test_a_chat_template_of_a_file_leaves_the_callers_tokenizer_as_it_was(tmp_pa
     with LLM(tiny_model(), tokenizer=tokenizer, chat_template=path, **OPTIONS) as llm:
         (prompt,) = llm.apply_chat_template([{"role": "user", "content": "hello"}])
         assert tokenizer.decode(prompt) == "say hello" and tokenizer.chat_template == before
-    with pytest.raises(ValueError, match="there is no tokenizer to use it"):
+    with invalid("there is no tokenizer to use it"):
         LLM(tiny_model(), chat_template=path, **OPTIONS)
 
 
 def test_the_deltas_of_a_stream_join_to_the_text_of_generate():
-    prompt, params = random_prompts(1)[0], SamplingParams(temperature=0.0, max_tokens=60)
+    prompt, params = random_prompts(1)[0], greedy(60)
     texts = [output.outputs[0].text for output in shared_llm().stream(prompt, params)]
     shown = ""
     for text in texts:
@@ -115,7 +117,7 @@ def test_a_stream_shows_every_token_even_if_another_call_computed_it_meanwhile()
     llm = open_llm()
     stream = llm.stream([5] * 40, GREEDY)
     seen = [next(stream)]
-    generate(llm, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=100))
+    generate(llm, [5, 6, 7], greedy(100))
     seen += stream
     assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
     assert [output.finished for output in seen] == [False] * 11 + [True]
@@ -186,7 +188,7 @@ def test_a_stream_whose_llm_was_closed_ends_instead_of_turning_for_ever(monkeypa
 
 
 def test_a_bad_prompt_is_refused_by_a_stream_too():
-    with pytest.raises(ValueError, match="empty"):
+    with invalid("empty"):
         next(shared_llm().stream("", GREEDY))
 
 
@@ -210,7 +212,7 @@ def test_threads_that_generate_at_once_each_get_their_own_answers():
 
 def test_outputs_come_as_their_prompts_end_and_equal_those_of_generate():
     prompts, counts = random_prompts(4, seed=8), (9, 2, 12, 5)
-    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in counts]
+    params = [greedy(count) for count in counts]
     found = list(shared_llm().as_completed(prompts, params))
     assert [index for index, _ in found] == [1, 3, 0, 2]
     expected = generate(shared_llm(), prompts, params)
@@ -219,7 +221,7 @@ def test_outputs_come_as_their_prompts_end_and_equal_those_of_generate():
 
 def test_bad_input_raises_at_the_call_and_an_iterator_left_early_ends_the_rest():
     llm = open_llm()
-    with pytest.raises(ValueError, match="prompt 1"):
+    with invalid("prompt 1"):
         llm.as_completed([[5], []], GREEDY)
     outputs = llm.as_completed([[5], [6], [7]], [SamplingParams(max_tokens=n) for n in (2, 100, 100)])
     assert next(outputs)[0] == 0

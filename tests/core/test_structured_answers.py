@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.models.default_model import ensure_default_model
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.structured import EOS, FORMS, check_text, form, model, open_llm, reference
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -250,7 +250,7 @@ def test_a_request_without_structure_asks_for_no_mask(monkeypatch):
         raise AssertionError("a mask was asked for")
 
     monkeypatch.setattr("nanovllm.features.penalties.penalties.token_masks", refuse)
-    answers(plain_llm(), SamplingParams(temperature=0.0, max_tokens=4, bad_words="a"))
+    answers(plain_llm(), greedy(4, bad_words="a"))
 
 
 def test_steps_in_flight_are_drawn_once_the_step_before_was_read():

@@ -11,13 +11,13 @@ import pytest
 
 from nanovllm import LLM, EmbeddingParams, SamplingParams
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy
 from tests.support.structured import FORMS, check_text, form
 from tests.support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+GREEDY = greedy(NUM_NEW_TOKENS)
 CROWDED = {
     "attention_backend": "sdpa", "enforce_eager": True, "num_kv_blocks": 17, "block_size": 16, "max_model_len": 230,
     "max_num_batched_tokens": 80,

@@ -19,6 +19,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(seed=7, max_tokens=12)
 
 
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
 def open_llm(model: Any = None, **options: Any) -> LLM:
     return LLM(model or tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 

@@ -34,6 +34,10 @@ def answer_of(llm: LLM) -> list[int]:
     return llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
+def invalid(message: str) -> Any:
+    return pytest.raises(ValueError, match=message)
+
+
 def refused(kind: type[Exception], *arguments: Any, llm: LLM | None = None, **options: Any) -> str:
     """Return the message of a refused call of generate; checks that the engine is unchanged and usable."""
     llm = llm or shared_llm()
