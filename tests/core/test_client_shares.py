@@ -30,6 +30,10 @@ def started(loop, num_steps):
     return "".join(names)
 
 
+def one_slot(**options):
+    return make_loop(max_num_seqs=1, enable_prefix_caching=False, **options)
+
+
 def add_many(loop, client, count, **options):
     for number in range(count):
         loop.add(prompt(4, number % 7), client=client, **({"max_tokens": 1} | options))
@@ -47,7 +51,7 @@ def test_one_client_keeps_the_order_of_arrival_and_nothing_is_shared():
 
 
 def test_clients_take_turns_however_many_requests_one_has():
-    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    loop = one_slot()
     add_many(loop, "a", 6)
     add_many(loop, "b", 3)
     assert started(loop, 9) == "abababaaa"
@@ -61,7 +65,7 @@ def test_the_counters_decide_within_a_step_too():
 
 
 def test_a_client_with_twice_the_weight_gets_twice_the_service():
-    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False, client_weights={"b": 2.0})
+    loop = one_slot(client_weights={"b": 2.0})
     add_many(loop, "a", 20)
     add_many(loop, "b", 20)
     assert started(loop, 18).count("b") == 12
@@ -86,7 +90,7 @@ def test_with_ageing_the_level_of_the_oldest_request_goes_first():
 
 
 def test_a_client_that_comes_back_has_saved_up_nothing():
-    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    loop = one_slot()
     add_many(loop, "a", 12)
     add_many(loop, "b", 1)
     started(loop, 8)
@@ -100,13 +104,11 @@ def test_a_client_with_a_running_request_has_saved_up_nothing_either():
     loop = make_loop(max_num_seqs=2, max_model_len=64, enable_prefix_caching=False)
     add_many(loop, "b", 1, max_tokens=50)
     add_many(loop, "a", 40)
-    for _ in range(20):
-        loop.step()
+    loop.steps(20)
     assert served(loop)["b"] < served(loop)["a"]
     add_many(loop, "b", 3)
     assert served(loop)["b"] == served(loop)["a"]
-    for _ in range(30):
-        loop.step()
+    loop.steps(30)
     loop.add(prompt(4), client="b", max_tokens=1)  # where none waits
     assert served(loop)["b"] >= served(loop).get("a", 0.0)
 
@@ -143,8 +145,7 @@ def test_a_failed_step_is_paid_back():
     assert served(loop) == {"a": 8, "b": 8}
     loop.fail()
     assert served(loop) == {"a": 0, "b": 0}
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_tokens_that_no_client_gets_are_not_counted():
@@ -193,7 +194,7 @@ def test_the_costs_are_those_of_construction():
 
 
 def test_an_idle_client_is_remembered_until_the_others_have_caught_up():
-    loop = make_loop(max_num_seqs=1, enable_prefix_caching=False)
+    loop = one_slot()
     loop.add(prompt(20), client="b", max_tokens=1)
     add_many(loop, "a", 5)
     loop.step()
@@ -243,15 +244,13 @@ def test_when_blocks_run_out_the_most_served_client_yields_before_the_youngest()
     loop.add(prompt(9, 2), client="b", max_tokens=20)
     run_until_preemption(loop)
     assert running(loop) == ["0", "2"]
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_many_samples_of_one_client_do_not_hold_all_slots_while_another_waits():
     loop = make_loop(max_num_seqs=8, max_model_len=500, num_kv_blocks=2001)
     add_many(loop, "a", 20, max_tokens=400)
-    for _ in range(20):
-        loop.step()
+    loop.steps(20)
     patient = loop.add(prompt(30, 6), client="b", max_tokens=5)
     num_steps = 0
     while not patient.num_output_tokens:
@@ -271,12 +270,10 @@ def test_a_client_takes_half_of_the_slots_at_once_and_more_only_beyond_the_bound
     add_many(loop, "b", 4, max_tokens=300)
     scheduler = loop.scheduler
     scheduler.waiting.bound = 100.0
-    for _ in range(6):
-        loop.step()
+    loop.steps(6)
     assert running(loop) == ["0", "1", "8", "9"]
     scheduler.waiting.charge(loop.sequences[0], 90)
-    for _ in range(20):
-        loop.step()
+    loop.steps(20)
     assert 0 < scheduler.waiting.gap <= 100.0 and running(loop) == ["0", "1", "8", "9"]
     scheduler.waiting.charge(loop.sequences[0], 90)
     loop.step()
@@ -289,8 +286,7 @@ def test_a_slot_is_paid_for_by_what_is_computed_again(num_kv_blocks, lost):
     loop = make_loop(max_num_seqs=2, num_kv_blocks=num_kv_blocks, max_model_len=60)
     for first in (1, 2):
         loop.add(prompt(20, first), client="a", max_tokens=40)
-    for _ in range(3):
-        loop.step()
+    loop.steps(3)
     loop.add(prompt(13, 3), client="b", max_tokens=40)
     before = served(loop)["b"]
     assert before == served(loop)["a"]
@@ -298,8 +294,7 @@ def test_a_slot_is_paid_for_by_what_is_computed_again(num_kv_blocks, lost):
     loop.launch()
     assert running(loop) == ["0", "2"]
     assert served(loop)["b"] - before == lost + 13
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_more_urgent_request_keeps_its_slot_and_a_less_urgent_one_loses_it():
@@ -307,8 +302,7 @@ def test_a_more_urgent_request_keeps_its_slot_and_a_less_urgent_one_loses_it():
     add_many(loop, "a", 2, max_tokens=50, priority=-1)
     loop.step()
     add_many(loop, "b", 1, max_tokens=50)
-    for _ in range(20):
-        loop.step()
+    loop.steps(20)
     assert running(loop) == ["0", "1"]
     add_many(loop, "c", 1, max_tokens=3, priority=-2)
     loop.step()
@@ -322,8 +316,7 @@ def test_with_ageing_an_older_request_keeps_its_slot():
     loop.step()
     loop.now = 8.0
     add_many(loop, "b", 1, max_tokens=2)
-    for _ in range(10):
-        loop.step()
+    loop.steps(10)
     assert running(loop) == ["0"] and loop.scheduler.stats.num_preemptions == 0
 
 
@@ -372,11 +365,9 @@ def test_the_sequence_that_yields_its_slot_is_found_without_a_look_at_each():
 def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth):
     loop = make_loop(max_num_seqs=2, num_kv_blocks=401)
     add_many(loop, "a", 4, max_tokens=50)
-    for _ in range(3):
-        loop.step()
+    loop.steps(3)
     add_many(loop, "b", 2, max_tokens=30)
-    loop.drain(depth)
-    loop.check_outputs()
+    loop.finish(depth)
     assert loop.seen["slots taken"] > 0
 
 
@@ -403,8 +394,7 @@ def test_a_slot_is_not_taken_for_a_request_that_lacks_blocks_even_then():
     for _ in range(7):
         assert list(chunks(loop.step())) == ["0", "1"]
     assert loop.scheduler.stats.num_preemptions == 0
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_slot_is_taken_for_the_blocks_that_come_with_it():
@@ -417,8 +407,7 @@ def test_a_slot_is_taken_for_the_blocks_that_come_with_it():
     while not loop.sequences[2].num_output_tokens:
         loop.step()
     assert loop.scheduler.stats.num_preemptions == 1 and loop.sequences[0].num_preemptions == 0
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_slot_is_taken_beside_a_prefill_in_progress_from_a_sequence_that_decodes():
@@ -426,15 +415,12 @@ def test_a_slot_is_taken_beside_a_prefill_in_progress_from_a_sequence_that_decod
     loop = make_loop(max_num_seqs=3, max_num_batched_tokens=12, max_model_len=200, num_kv_blocks=401)
     add_many(loop, "a", 2, max_tokens=100)
     loop.add(prompt(100, 5), client="a", max_tokens=50)
-    for _ in range(3):
-        loop.step()
+    loop.steps(3)
     add_many(loop, "b", 1, max_tokens=2)
-    for _ in range(3):
-        loop.step()
+    loop.steps(3)
     assert loop.sequences[3].is_finished and 0 < loop.sequences[2].num_computed_tokens < 100
     assert [s.num_preemptions for s in loop.sequences] == [0, 1, 0, 0]
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
     assert loop.seen["slots taken"] > 0
 
 
@@ -452,10 +438,8 @@ def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alo
 
 def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
     loop = make_loop(max_num_batched_tokens=64, max_num_seqs=7)
-    cut = loop.scheduler.block_manager.cut
-    monkeypatch.setattr(
-        loop.scheduler.block_manager, "cut", lambda s, start, end: start if s.client == "a" else cut(s, start, end)
-    )
+    cut = loop.manager.cut
+    monkeypatch.setattr(loop.manager, "cut", lambda s, start, end: start if s.client == "a" else cut(s, start, end))
     loop.add(prompt(12), client="a")
     loop.add(prompt(10, 1), client="b")
     assert chunks(loop.step()) == {"1": (0, 10)}
@@ -545,13 +529,11 @@ def test_a_client_whose_only_sequence_ran_undisturbed_has_saved_up_no_service_on
     loop.add(prompt(4), client="b", max_tokens=36)
     for number in range(60):
         loop.add(prompt(36, number % 7), client="a", max_tokens=1)
-    for _ in range(35):
-        loop.step()
+    loop.steps(35)
     assert served(loop)["a"] - served(loop)["b"] > 2 * loop.scheduler.waiting.bound
     loop.scheduler.preempt_all()
     assert loop.scheduler.waiting.gap == loop.scheduler.waiting.bound
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bound():
@@ -569,8 +551,7 @@ def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bo
         loop.step()
         gaps.append(loop.scheduler.waiting.gap)
     assert 30.0 < max(gaps) <= 60.0
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def first_token_waits(client):

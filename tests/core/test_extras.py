@@ -130,7 +130,7 @@ def attempt(name, call):
 
 main(["models"])
 with LLM(tiny_model(), tokenizer=byte_tokenizer(), **OPTIONS) as llm:
-    params = greedy(4, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     before = llm.generate("hello", params, use_tqdm=False)
     attempt("a form", lambda: llm.generate("hello", SamplingParams(structured_output={"regex": "a+"}), use_tqdm=False))
     after = llm.generate("hello", params, use_tqdm=False)

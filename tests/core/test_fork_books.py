@@ -34,8 +34,7 @@ def test_a_sample_goes_on_alone_once_the_one_that_computed_its_prompt_ends(make,
     loop = Loop(make())
     first, second = loop.add_samples(2, [n % 7 for n in range(length)])
     first.max_num_tokens = length + 1
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
     assert first.num_output_tokens == 1 and second.num_output_tokens == MAX_MODEL_LEN - length
 
 
@@ -51,8 +50,7 @@ def test_a_fork_goes_on_from_read_steps_alone(has_failed):
         loop.launch()
     loop.read()
     assert loop.fork(source, 8, max_tokens=3).is_running
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens():
@@ -63,8 +61,7 @@ def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens():
     first = loop.fork(source, 7, max_tokens=5)
     second = loop.fork(first, 7, max_tokens=6)
     assert first.is_running and second.is_running
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
     assert first.num_cached_tokens == second.num_cached_tokens == 6
 
 
@@ -78,8 +75,7 @@ def test_a_fork_of_a_fork_whose_copy_is_undone_computes_its_tokens():
     second = loop.fork(first, 7, max_tokens=6)
     assert first.is_running and second.is_running
     loop.fail()
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_fork_waits_where_it_cannot_go_on_from_its_source():

@@ -64,15 +64,13 @@ def test_a_failed_step_moves_the_window_back_over_blocks_that_are_still_there():
     loop.launch()
     loop.fail()  # both; the mock model checks every read of what follows
     assert [sequence.num_computed_tokens for sequence in loop.scheduler.running] == [20]
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
 
 
 def test_chunked_attention_lets_go_of_whole_chunks():
     loop = make_loop(StateKind(chunk=16))
     loop.add(tokens(4), max_tokens=60)
-    for _ in range(14):
-        loop.step()
+    loop.steps(14)
     (sequence,) = loop.scheduler.running
     assert sequence.num_computed_tokens == 17
     assert held(loop.scheduler, 0) == 2  # its own, and the last full one
@@ -266,8 +264,7 @@ def test_the_smallest_pools_finish_every_request_among_many():
     loop = Loop(make_group_scheduler(groups, sizes, max_model_len=60, max_num_batched_tokens=24, max_num_seqs=8))
     for number in range(8):
         loop.add(tokens(6, number), max_tokens=50)
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
     assert loop.scheduler.stats.num_preemptions > 0
 
 

@@ -23,8 +23,7 @@ def prompt(length, first=0):
 
 
 def finish(loop):
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 # ----------------------------------------------------------------------------------------------------- the loop

@@ -31,12 +31,25 @@ def states_of(sequence):
     return {index: block for index, block in enumerate(tables_of(sequence)[1]) if block}
 
 
+def lose_step(loop):
+    loop.launch()
+    loop.fail()
+
+
 def hits(loop, prompt, **params):
     """Tokens of a new request that come from the cache; it is run to its end."""
     before = loop.scheduler.stats.prefix_cache_hits
     loop.add(prompt, **({"max_tokens": 1} | params))
     loop.drain()
     return loop.scheduler.stats.prefix_cache_hits - before
+
+
+def after_steps(count, prompt, **limits):
+    """A loop whose only request has run for so many steps."""
+    loop = make_loop(**limits)
+    sequence = loop.add(prompt, max_tokens=20)
+    loop.steps(count)
+    return loop, sequence
 
 
 def chunks_until_end(loop):
@@ -88,8 +101,7 @@ def test_two_slots_a_sequence_are_enough_with_overlap_too():
     loop = make_loop(num_slots=8, max_num_seqs=4)
     for number in range(4):
         loop.add([number, *tokens(10)], max_tokens=40)
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
     assert loop.scheduler.stats.num_preemptions == 0
 
 
@@ -103,8 +115,7 @@ def test_the_smallest_pools_finish_every_request_among_many():
     loop = make_loop(num_slots=2, num_blocks=15, max_model_len=60, max_num_batched_tokens=24, max_num_seqs=8)
     for number in range(8):
         loop.add(tokens(6, number), max_tokens=50)
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
 
 
 def test_requests_start_while_each_can_have_two_slots():
@@ -119,9 +130,7 @@ def test_requests_start_while_each_can_have_two_slots():
 
 @pytest.mark.parametrize("num_slots, kept", [(2, [3]), (3, [2, 3])])
 def test_only_a_lack_of_slots_makes_a_sequence_give_up_a_state(num_slots, kept):
-    loop = make_loop(num_slots=num_slots)
-    sequence = loop.add(tokens(14), max_tokens=20)
-    loop.step()
+    loop, sequence = after_steps(1, tokens(14), num_slots=num_slots)
     loop.manager.trim(sequence)
     loop.step()
     assert list(states_of(sequence)) == [2, 3]
@@ -185,7 +194,7 @@ def test_a_conversation_hits_its_last_boundary_in_every_turn():
     for turn in range(8):
         before = loop.scheduler.stats.prefix_cache_hits
         sequence = loop.add(conversation, max_tokens=11)
-        loop.drain(depth=2)
+        loop.drain(2)
         found = loop.scheduler.stats.prefix_cache_hits - before
         assert found == num_computed // 4 * 4
         num_computed = len(sequence.token_ids) - 1  # the last token was drawn, not computed
@@ -195,8 +204,7 @@ def test_a_conversation_hits_its_last_boundary_in_every_turn():
 def test_a_state_before_the_last_boundary_stays_findable_and_is_evicted_first():
     loop = make_loop(num_slots=6)
     sequence = loop.add(tokens(5), max_tokens=60)
-    for _ in range(26):
-        loop.step()
+    loop.steps(26)
     group, entries = loop.manager.groups[1], loop.manager.entries
     found = [n for n in range(1, 8) if group.find(entries[sequence.block_hashes[n - 1]])]
     assert (sequence.num_computed_tokens, found) == (29, [1, 4, 5, 6, 7])  # the prompt's end ages like others
@@ -205,11 +213,9 @@ def test_a_state_before_the_last_boundary_stays_findable_and_is_evicted_first():
 def test_a_state_that_was_found_ages_like_others():
     loop = make_loop(num_slots=8)
     sequence = loop.add(tokens(5), max_tokens=60)
-    for _ in range(14):
-        loop.step()
+    loop.steps(14)
     loop.add([*sequence.token_ids[:12], 6], max_tokens=1)
-    for _ in range(24):
-        loop.step()
+    loop.steps(24)
     group, entries = loop.manager.groups[1], loop.manager.entries
     found = [n for n in range(1, 11) if group.find(entries[sequence.block_hashes[n - 1]])]
     assert (sequence.num_computed_tokens, found) == (41, [1, 3, 6, 7, 8, 9, 10])
@@ -244,8 +250,7 @@ def test_a_common_prefix_of_requests_that_arrive_together_is_computed_once():
     system = tokens(512)
     for number in range(64):
         loop.add([*system, *(divmod(number, 8) * 16)], max_tokens=2)
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
     assert [s.num_cached_tokens for s in loop.sequences] == [0] + [512] * 63
 
 
@@ -259,8 +264,8 @@ def test_samples_of_one_prompt_compute_it_once():
 
 def test_a_request_waits_for_the_state_that_the_step_writes_and_others_start():
     loop = make_loop()
-    for own in ([1], [2]):
-        loop.add([*tokens(20), *own], max_tokens=1)
+    for own in (1, 2):
+        loop.add([*tokens(20), own], max_tokens=1)
     loop.add([6, *tokens(20)], max_tokens=1)
     assert chunks(loop.launch()) == {"0": (0, 20), "2": (0, 20)}
     assert chunks(loop.launch()) == {"0": (20, 21), "2": (20, 21), "1": (20, 21)}
@@ -268,16 +273,16 @@ def test_a_request_waits_for_the_state_that_the_step_writes_and_others_start():
 
 def test_a_request_waits_for_each_chunk_of_the_one_that_computes_its_prefix():
     loop = make_loop(long_prefill_token_threshold=8, max_num_batched_tokens=16, max_num_seqs=8)
-    for own in ([1], [2]):
-        loop.add([*tokens(24), *own], max_tokens=1)
+    for own in (1, 2):
+        loop.add([*tokens(24), own], max_tokens=1)
     placed = [chunks(loop.step()) for _ in range(3)]
     assert placed == [{"0": (0, 16)}, {"0": (16, 24)}, {"0": (24, 25), "1": (24, 25)}]
 
 
 def test_a_request_does_not_wait_for_a_state_that_is_lost():
     loop = make_loop()
-    for own in ([1], [2]):
-        loop.add([*tokens(20), *own], max_tokens=1)
+    for own in (1, 2):
+        loop.add([*tokens(20), own], max_tokens=1)
     loop.launch()
     loop.abort(loop.sequences[0])
     loop.fail()
@@ -286,8 +291,8 @@ def test_a_request_does_not_wait_for_a_state_that_is_lost():
 
 def test_a_state_is_kept_where_waiting_requests_part():
     loop = make_loop()
-    for own in ([1], [2], [3]):
-        loop.add([*tokens(12), *own, *tokens(20, 3)], max_tokens=1)
+    for own in (1, 2, 3):
+        loop.add([*tokens(12), own, *tokens(20, 3)], max_tokens=1)
     loop.add([*tokens(8), 5, 5, *tokens(20)], max_tokens=1)
     loop.drain()
     assert [s.num_cached_tokens for s in loop.sequences] == [0, 12, 12, 8]
@@ -366,73 +371,52 @@ def test_a_state_that_a_waiting_request_wants_is_evicted_last():
 
 
 def test_a_failed_step_returns_a_sequence_to_its_last_boundary():
-    loop = make_loop()
-    sequence = loop.add(tokens(14), max_tokens=20)
-    for _ in range(5):
-        loop.step()
+    loop, sequence = after_steps(5, tokens(14))
     assert sequence.num_computed_tokens == 17
-    loop.launch()
-    loop.fail()
+    lose_step(loop)
     assert (sequence.num_computed_tokens, sequence.is_running, list(states_of(sequence))) == (16, True, [3])
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_failed_step_that_began_at_a_boundary_returns_there():
-    loop = make_loop()
-    sequence = loop.add(tokens(15), max_tokens=20)
-    for _ in range(3):
-        loop.step()
+    loop, sequence = after_steps(3, tokens(15))
     assert sequence.num_computed_tokens == 16
-    loop.launch()
-    loop.fail()
+    lose_step(loop)
     assert (sequence.num_computed_tokens, sequence.is_running) == (16, True)
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_sequence_without_a_state_at_a_boundary_starts_again():
     loop = make_loop()
     sequence = loop.add(tokens(2), max_tokens=8)
     loop.step()
-    loop.launch()
-    loop.fail()
+    lose_step(loop)
     assert (sequence.num_computed_tokens, sequence.is_running) == (0, False)
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_sequence_that_gave_its_boundary_up_starts_again():
-    loop = make_loop(num_slots=2)
-    sequence = loop.add(tokens(14), max_tokens=20)
-    for _ in range(3):
-        loop.step()
+    loop, sequence = after_steps(3, tokens(14), num_slots=2)
     assert sequence.num_computed_tokens == 15
     loop.launch()
     loop.launch()  # from 16 on; the pool has no third slot
     assert list(states_of(sequence)) == [3, 4]
     loop.fail()
     assert (sequence.num_computed_tokens, sequence.is_running) == (0, False)
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
 
 
 def test_a_failed_chunk_returns_to_the_chunk_before():
     loop = make_loop(long_prefill_token_threshold=16, max_num_batched_tokens=16, max_num_seqs=4)
     sequence = loop.add(tokens(60), max_tokens=8)
     loop.step()
-    loop.launch()
-    loop.fail()
+    lose_step(loop)
     assert sequence.num_computed_tokens == 16
-    loop.drain()
-    loop.check_outputs()
+    loop.finish()
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_boundary():
-    loop = make_loop()
-    sequence = loop.add(tokens(14), max_tokens=20)
-    for _ in range(5):
-        loop.step()
+    loop, sequence = after_steps(5, tokens(14))
     loop.scheduler.preempt_all()
     assert chunks(loop.launch()) == {"0": (16, 18)}
     loop.read()
@@ -442,10 +426,7 @@ def test_a_preempted_sequence_goes_on_from_its_last_boundary():
 
 
 def test_an_aborted_sequence_leaves_its_last_boundary_to_others():
-    loop = make_loop()
-    sequence = loop.add(tokens(14), max_tokens=20)
-    for _ in range(5):
-        loop.step()
+    loop, sequence = after_steps(5, tokens(14))
     known = list(sequence.token_ids)
     loop.abort(sequence)
     assert hits(loop, known) == 16
@@ -457,8 +438,7 @@ def test_an_aborted_sequence_leaves_its_last_boundary_to_others():
 def test_a_layout_names_the_slots_that_each_entry_reads_and_writes():
     loop = make_loop()
     old = loop.add(tokens(6), max_tokens=9)
-    for _ in range(4):
-        loop.step()
+    loop.steps(4)
     assert old.num_computed_tokens == 8
     (kept,), new = states_of(old).values(), loop.add(tokens(22, 1), max_tokens=1)
     layout = with_groups(build_layout(loop.launch().entries, 4), [False, True], 4)

@@ -36,42 +36,16 @@ def test_no_chunk_passes_a_cut_even_where_budget_is_left(threshold):
     assert placed == [(0, 12), (12, 24), (24, 36), (36, 40)]
 
 
-def test_a_failed_step_returns_a_sequence_to_its_last_kept_state():
-    loop = make_loop()
-    sequence = loop.add(range(28), max_tokens=8)
-    for _ in range(5):
-        loop.step()
-    assert sequence.num_computed_tokens == 30
-    loop.launch()
-    loop.fail()
-    assert (sequence.num_computed_tokens, sequence.is_running, len(sequence.block_table)) == (24, True, 6)
-    loop.drain()
-    loop.check_outputs()
-
-
-def test_a_sequence_without_a_kept_state_starts_again():
-    loop = make_loop()
-    sequence = loop.add(range(6), max_tokens=8)
-    loop.step()
-    loop.launch()
-    loop.fail()
-    assert (sequence.num_computed_tokens, sequence.is_running) == (0, False)
-    loop.drain()
-    loop.check_outputs()
-
-
 def test_a_token_in_flight_is_read_before_its_position_is_computed_again():
     loop = make_loop()
     sequence = loop.add(range(14), max_tokens=20)
-    for _ in range(3):
-        loop.step()
+    loop.steps(3)
     loop.launch()
     loop.launch()
     loop.fail(1)
     assert loop.launch() is None
     loop.read()
-    loop.drain(depth=2)
-    loop.check_outputs()
+    loop.finish(2)
     assert len(sequence.output_token_ids) == 20
 
 

@@ -269,8 +269,7 @@ def test_in_short_steps_the_client_that_was_served_less_comes_first():
     loop = loop_of_single_blocks(max_num_seqs=8)
     for number in (2, 3, 4):
         loop.add([number] * 40, max_tokens=1, client="flood")
-    for _ in range(9):
-        loop.step()
+    loop.steps(9)
     for number in (5, 6):
         loop.add([number] * 8, max_tokens=1, client="one")
     assert [chunked(loop) for _ in range(4)] == [["4"], ["4"], ["1"], ["5"]]

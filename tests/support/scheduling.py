@@ -95,6 +95,14 @@ class Loop(PolicyLoop):
         self.check()
         return target
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def finish(self, depth: int = 1) -> None:
+        self.drain(depth)
+        self.check_outputs()
+
     def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
         self.lost_slot = None
         self._gave_way.clear()
