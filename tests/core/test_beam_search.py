@@ -47,6 +47,12 @@ def assert_equal(module, params, eos=(), **options):
             assert (result.finish_reason == "stop") == (result.tokens[-1] in eos)
 
 
+@pytest.fixture
+def llm():
+    with open_llm() as llm:
+        yield llm
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("width, length, penalty", [(2, 9, 1.0), (4, 24, 1.0), (3, 20, 0.5), (5, 30, 2.0)])
 def test_beams_are_those_of_transformers(width, length, penalty):
@@ -107,41 +113,38 @@ def test_each_step_computes_one_token_a_beam():
     assert [(record.num_decode_tokens, record.num_prefill_tokens) for record in rest] == [(4, 0)] * 23
 
 
-def test_blocks_of_beams_are_found_by_the_hashes_of_their_tokens():
-    with open_llm() as llm:
-        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=40))
-        manager = llm._engine.block_manager
-        hashes = {entry.prefix_id: entry.block_hash for entry in manager.entries.values()}
-        for entry in manager.entries.values():
-            before = hashes.get(entry.parent) or root_hash(manager.hash_seed, entry.parent)
-            assert entry.block_hash == digest(before + entry.tokens)
+def test_blocks_of_beams_are_found_by_the_hashes_of_their_tokens(llm):
+    llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=40))
+    manager = llm._engine.block_manager
+    hashes = {entry.prefix_id: entry.block_hash for entry in manager.entries.values()}
+    for entry in manager.entries.values():
+        before = hashes.get(entry.parent) or root_hash(manager.hash_seed, entry.parent)
+        assert entry.block_hash == digest(before + entry.tokens)
 
 
-def test_text_and_logprobs_are_of_the_tokens():
-    with open_llm() as llm:
-        (output,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6))
-        for result in output.sequences:
-            new = result.tokens[len(PROMPTS[0]) :]
-            assert result.text == llm.tokenizer.decode(result.tokens, skip_special_tokens=True)
-            chosen = [of_token[token].logprob for of_token, token in zip(result.logprobs, new, strict=True)]
-            assert result.cum_logprob == pytest.approx(sum(chosen), abs=1e-4)
+def test_text_and_logprobs_are_of_the_tokens(llm):
+    (output,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6))
+    for result in output.sequences:
+        new = result.tokens[len(PROMPTS[0]) :]
+        assert result.text == llm.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        chosen = [of_token[token].logprob for of_token, token in zip(result.logprobs, new, strict=True)]
+        assert result.cum_logprob == pytest.approx(sum(chosen), abs=1e-4)
 
 
-def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch):
-    with open_llm() as llm:
-        runner = llm._engine.model_runner
-        launch, count = runner.launch, iter(range(100))
+def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch, llm):
+    runner = llm._engine.model_runner
+    launch, count = runner.launch, iter(range(100))
 
-        def fail(batch):
-            if next(count) == 5:
-                raise ValueError("this step fails")
-            return launch(batch)
+    def fail(batch):
+        if next(count) == 5:
+            raise ValueError("this step fails")
+        return launch(batch)
 
-        monkeypatch.setattr(runner, "launch", fail)
-        with pytest.raises(Exception, match="this step fails"):
-            llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=12))
-        assert_idle_and_whole(llm)
-        assert token_ids(generate(llm, PROMPTS[:1], GREEDY))
+    monkeypatch.setattr(runner, "launch", fail)
+    with pytest.raises(Exception, match="this step fails"):
+        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=12))
+    assert_idle_and_whole(llm)
+    assert token_ids(generate(llm, PROMPTS[:1], GREEDY))
 
 
 @pytest.mark.parametrize("options, message", [
@@ -151,11 +154,10 @@ def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch):
     ({"beam_width": 8, "max_tokens": 400}, "8 beams of 435 tokens take 224 blocks and 8 slots, but there are 128"),
     ({"beam_width": 2, "max_tokens": 500}, "max_tokens=500 has 535 tokens, but max_model_len is 512"),
 ], ids=["no beam", "no token", "noise", "too many blocks", "too long"])  # fmt: skip
-def test_bad_options_are_refused_with_the_numbers(options, message):
-    with open_llm() as llm:
-        with pytest.raises(ValueError, match=message):
-            llm.beam_search(PROMPTS, BeamSearchParams(**options))
-        assert_idle_and_whole(llm)
+def test_bad_options_are_refused_with_the_numbers(options, message, llm):
+    with pytest.raises(ValueError, match=message):
+        llm.beam_search(PROMPTS, BeamSearchParams(**options))
+    assert_idle_and_whole(llm)
 
 
 def test_models_with_recurrent_states_are_refused():

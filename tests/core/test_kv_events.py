@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import threading
 import time
@@ -144,6 +145,10 @@ class Published:
     def __exit__(self, *_):
         self.observers.notify("engine_closed")
 
+    def hold(self, tokens, **options):
+        computed(self.manager, tokens, **options)
+        self.step()
+
     def step(self):
         self.observers.notify("step_ended", None, None)
 
@@ -157,6 +162,23 @@ def subscribed(published, context, endpoint, topic=""):
     router.numbers.clear()
     router.batches.clear()
     return router
+
+
+@pytest.fixture
+def replay(tmp_path):
+    return f"ipc://{tmp_path}/replay"
+
+
+@pytest.fixture
+def heard(context, endpoint):
+    """What is published at the endpoint, and a router that has joined."""
+
+    @contextlib.contextmanager
+    def begin(num_blocks=8, **options):
+        with Published(num_blocks, kv_events=endpoint, **options) as published:
+            yield published, subscribed(published, context, endpoint)
+
+    return begin
 
 
 def within(seconds, holds):
@@ -181,7 +203,7 @@ def test_a_chain_is_one_event_and_so_are_blocks_removed_in_a_row():
         AllForgotten(),
     ]
     stored, removed, cleared = in_schema(events)
-    assert stored["block_hashes"] == [as_number(first), as_number(second), as_number(third)]
+    assert stored["block_hashes"] == [*map(as_number, (first, second, third))]
     assert stored["parent_block_hash"] is None and stored["block_size"] == 4 and len(stored["token_ids"]) == 12
     assert removed["block_hashes"] == [as_number(third), as_number(second)]
     assert cleared == {"type": "AllBlocksCleared"}
@@ -237,13 +259,11 @@ def test_the_events_of_states_follow_their_slots():
     assert index.held == set(manager.entries), "replicas are chosen by blocks"
 
 
-def test_every_event_decodes_by_the_structs_of_vllm(context, endpoint):
-    with Published(2, kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
+def test_every_event_decodes_by_the_structs_of_vllm(heard):
+    with heard(2) as (published, router):
         before = time.time()
         release(published.manager, computed(published.manager, [*A, *B], cache_salt="salt"))
-        computed(published.manager, D)  # evicts the second block
-        published.step()
+        published.hold(D)  # evicts the second block
         published.manager.reset_prefix_cache()
         router.read(2)
         one, two = router.batches
@@ -257,21 +277,17 @@ def test_every_event_decodes_by_the_structs_of_vllm(context, endpoint):
         assert one.data_parallel_rank == two.data_parallel_rank == 0
 
 
-def test_a_salt_may_hold_any_text(context, endpoint):
-    with Published(kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
-        computed(published.manager, A, cache_salt="\ud800é")
-        published.step()
+def test_a_salt_may_hold_any_text(heard):
+    with heard() as (published, router):
+        published.hold(A, cache_salt="\ud800é")
         router.read()
         assert router.batches[0].events[0].extra_keys == [("\\ud800é",)]
 
 
-def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(context, endpoint, caplog):
-    with Published(kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
+def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(heard, caplog):
+    with heard() as (published, router):
         published.publisher.receive([Findable(b"", None, b"not int32", "")])
-        computed(published.manager, A)
-        published.step()
+        published.hold(A)
         router.read()
         assert f"batch {router.numbers[0] - 1} of KV events is lost" in caplog.text
 
@@ -315,21 +331,17 @@ def test_an_async_engine_publishes_until_it_is_closed(context, endpoint):
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-kv-events"]
 
 
-def test_what_an_engine_has_queued_is_sent_when_it_closes(context, endpoint):
-    with Published(kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
-        computed(published.manager, A)
-        published.step()
+def test_what_an_engine_has_queued_is_sent_when_it_closes(heard):
+    with heard() as (published, router):
+        published.hold(A)
     router.read()
     assert len(router.tokens) == 1
     assert not published.publisher._thread.is_alive()
 
 
-def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(context, endpoint):
-    with Published(kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
-        computed(published.manager, A)
-        published.step()
+def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(heard, endpoint):
+    with heard() as (published, router):
+        published.hold(A)
         router.read()
         assert len(router.tokens) == 1
     with Published(kv_events=endpoint) as published:
@@ -342,12 +354,10 @@ def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(con
 # ------------------------------------------------------------------------------------------------------------ replay
 
 
-def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context, endpoint, tmp_path):
-    replay = f"ipc://{tmp_path}/replay"
+def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context, endpoint, replay):
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
         for tokens in (A, B, C):
-            computed(published.manager, tokens)
-            published.step()
+            published.hold(tokens)
         assert within(5.0, lambda: len(replayed(context, replay, 0)) == 5)
         *batches, (end, payload) = replayed(context, replay, 0)
         assert [number for number, _ in batches] == [0, 1, 2, 3]
@@ -361,37 +371,31 @@ def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context, endpoint,
         assert [number for number, _ in replayed(context, replay, 4)] == [-1]
 
 
-def test_old_batches_are_not_kept_for_replay(context, endpoint, tmp_path, monkeypatch):
+def test_old_batches_are_not_kept_for_replay(context, endpoint, replay, monkeypatch):
     monkeypatch.setattr(kv_events, "MAX_REPLAYED", 2)
-    replay = f"ipc://{tmp_path}/replay"
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
         for tokens in (A, B, C, D):
-            computed(published.manager, tokens)
-            published.step()
+            published.hold(tokens)
         assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [3, 4, -1])
 
 
-def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(context, endpoint, tmp_path, caplog):
-    replay = f"ipc://{tmp_path}/replay"
+def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(context, endpoint, replay, caplog):
     with Published(kv_events=endpoint, kv_events_replay=replay) as published:
         with context.socket(zmq.DEALER) as socket:
             socket.connect(replay)
             socket.send(b"all of it")
             assert within(5.0, lambda: "an empty frame and one of 8 bytes" in caplog.text)
-        computed(published.manager, A)
-        published.step()
+        published.hold(A)
         assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [0, 1, -1])
 
 
 # ------------------------------------------------------------------------------------------------- slow subscribers
 
 
-def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(context, endpoint, tmp_path, monkeypatch):
+def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(heard, context, replay, monkeypatch):
     monkeypatch.setattr(kv_events, "MAX_UNSENT", 1)
     context.setsockopt(zmq.RCVHWM, 1)
-    replay = f"ipc://{tmp_path}/replay"
-    with Published(2, kv_events=endpoint, kv_events_replay=replay) as published:
-        router = subscribed(published, context, endpoint)
+    with heard(2, kv_events_replay=replay) as (published, router):
         first = published.publisher._next_sequence
         num_batches, longest = 3000, 0.0
         for number in range(num_batches):
@@ -410,9 +414,8 @@ def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(context,
         assert numbers == [*range(missing, first + num_batches), -1]
 
 
-def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(context, endpoint, caplog):
-    with Published(kv_events=endpoint) as published:
-        router = subscribed(published, context, endpoint)
+def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(heard, caplog):
+    with heard() as (published, router):
         published.publisher._queue.maxsize = 2
         stuck, may_go_on = threading.Event(), threading.Event()
         encode = published.publisher._encode
@@ -425,14 +428,12 @@ def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers
         published.publisher._encode = slow
         first = published.publisher._next_sequence
         for tokens in (A, B, C, D, [5] * 4):
-            computed(published.manager, tokens)
-            published.step()
+            published.hold(tokens)
             stuck.wait()
         assert caplog.text.count(f"batch {first + 3} is lost") == 1
         may_go_on.set()
         router.read_all()
-        computed(published.manager, [6] * 4)
-        published.step()
+        published.hold([6] * 4)
         router.read()
         assert [number - first for number in router.numbers] == [0, 1, 2, 5]
 
@@ -478,8 +479,7 @@ def test_the_rank_moves_the_ports_and_is_told(context, endpoint):
     assert endpoint_of_rank("tcp://*:5557", 0) == "tcp://*:5557"
     with Published(kv_events=endpoint, kv_events_rank=2) as published:
         router = subscribed(published, context, f"{endpoint}_dp2")
-        computed(published.manager, A)
-        published.step()
+        published.hold(A)
         router.read()
         assert router.batches[-1].data_parallel_rank == 2
 

@@ -62,11 +62,26 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def before(model):
+    return Snapshot(model)
+
+
+@pytest.fixture
+def llm(model):
+    with open_llm(model) as llm:
+        yield llm
+
+
 # -------------------------------------------------------------------------------------------------------------- no copy
 
 
-def test_the_modules_own_parameters_are_used_without_a_copy():
-    model = tiny_model()
+def test_the_modules_own_parameters_are_used_without_a_copy(model):
     storages = [parameter.data_ptr() for parameter in model.parameters()]
     with open_llm(model) as llm:
         generate(llm)
@@ -104,9 +119,7 @@ def test_a_dtype_that_is_the_modules_own_is_accepted():
     ],
     ids=str,
 )
-def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(options, named):
-    model = tiny_model()
-    before = Snapshot(model)
+def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(options, named, model, before):
     with pytest.raises(ValueError) as caught:
         open_llm(model, **options)
     assert all(part in str(caught.value) for part in named)
@@ -116,35 +129,25 @@ def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(optio
 # ---------------------------------------------------------------------------------------------------- between the calls
 
 
-def test_opening_changes_nothing_on_the_module():
-    model = tiny_model()
-    before = Snapshot(model)
+def test_opening_changes_nothing_on_the_module(model, before):
     llm = open_llm(model)
     assert_untouched(model, before)
     llm.close()
 
 
-def test_after_a_call_the_module_is_exactly_as_it_was():
-    model = tiny_model()
-    before = Snapshot(model)
-    with open_llm(model) as llm:
-        generate(llm)
-        assert_untouched(model, before)
+def test_after_a_call_the_module_is_exactly_as_it_was(model, before, llm):
+    generate(llm)
+    assert_untouched(model, before)
 
 
-def test_between_two_tokens_of_a_stream_the_module_is_exactly_as_it_was():
-    model = tiny_model()
-    before = Snapshot(model)
-    with open_llm(model) as llm:
-        stream = llm.stream(PROMPTS[0], GREEDY)
-        next(stream)
-        assert_untouched(model, before)
-        stream.close()
+def test_between_two_tokens_of_a_stream_the_module_is_exactly_as_it_was(model, before, llm):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    assert_untouched(model, before)
+    stream.close()
 
 
-def test_closing_leaves_nothing_behind():
-    model = tiny_model()
-    before = Snapshot(model)
+def test_closing_leaves_nothing_behind(model, before):
     llm = open_llm(model)
     generate(llm)
     llm.close()
@@ -178,8 +181,7 @@ def test_the_owner_keeps_the_only_reference_once_the_llm_is_closed_and_gone():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "interrupt"])
-def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error):
-    model = tiny_model()
+def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error, model):
     llm = open_llm(model)
     expected = generate(llm)
 
@@ -198,9 +200,7 @@ def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error):
     assert_untouched(model, before)
 
 
-def test_an_llm_that_could_not_be_built_leaves_nothing_behind():
-    model = tiny_model()
-    before = Snapshot(model)
+def test_an_llm_that_could_not_be_built_leaves_nothing_behind(model, before):
     with pytest.raises(ValueError, match="num_kv_blocks"):
         open_llm(model, num_kv_blocks=3)
     assert_untouched(model, before)
@@ -217,8 +217,7 @@ def test_a_model_that_is_refused_by_the_probe_is_left_as_it_was():
     assert_untouched(model, before)
 
 
-def test_the_modules_own_generate_works_between_calls_and_gives_the_same_as_before():
-    model = tiny_model()
+def test_the_modules_own_generate_works_between_calls_and_gives_the_same_as_before(model):
     expected = by_its_own_generate(model)
     with open_llm(model) as llm:
         for _ in range(2):
@@ -226,8 +225,7 @@ def test_the_modules_own_generate_works_between_calls_and_gives_the_same_as_befo
             assert by_its_own_generate(model) == expected
 
 
-def test_the_attention_implementation_is_the_owners_between_calls():
-    model = tiny_model()
+def test_the_attention_implementation_is_the_owners_between_calls(model):
     model.set_attn_implementation("eager")
     with open_llm(model) as llm:
         generate(llm)
@@ -256,8 +254,7 @@ def test_dropout_of_a_module_in_training_mode_is_off_inside_a_step_and_on_again_
         assert all(module.training for module in model.modules())
 
 
-def test_the_owners_forward_hooks_stay_and_run():
-    model = tiny_model()
+def test_the_owners_forward_hooks_stay_and_run(model):
     calls = []
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     before = Snapshot(model)
@@ -267,8 +264,7 @@ def test_the_owners_forward_hooks_stay_and_run():
     assert len(calls) > 12
 
 
-def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call():
-    model = tiny_model()
+def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call(model):
     layer = model.model.layers[0]
     layer._compiled_call_impl = compiled = lambda *args, **kwargs: layer._call_impl(*args, **kwargs)
     with open_llm(model) as llm:
@@ -277,9 +273,8 @@ def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call():
     assert layer._compiled_call_impl is compiled
 
 
-def test_the_owners_compiled_calls_are_not_used_for_our_passes():
+def test_the_owners_compiled_calls_are_not_used_for_our_passes(model):
     """They would be compiled again, for shapes and an attention that the owner never asked for."""
-    model = tiny_model()
     calls = []
 
     def compiled(*args, **kwargs):
@@ -294,22 +289,19 @@ def test_the_owners_compiled_calls_are_not_used_for_our_passes():
         assert calls == ["sdpa"]
 
 
-def test_the_callers_autocast_does_not_reach_our_passes():
-    model = tiny_model()
+def test_the_callers_autocast_does_not_reach_our_passes(model):
     expected = by_a_fresh_engine(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), open_llm(model) as llm:
         assert llm._engine.model_runner.binding.dtype == torch.float32
         assert generate(llm) == expected
 
 
-def test_gradients_flow_while_the_llm_is_open():
-    model = tiny_model()
-    with open_llm(model) as llm:
-        generate(llm)
-        ids = torch.tensor([PROMPTS[0]])
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        assert torch.is_grad_enabled()
+def test_gradients_flow_while_the_llm_is_open(model, llm):
+    generate(llm)
+    ids = torch.tensor([PROMPTS[0]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert torch.is_grad_enabled()
 
 
 def test_the_loss_and_gradients_are_those_of_a_module_that_no_llm_ever_touched():
@@ -358,23 +350,19 @@ def test_training_while_the_llm_is_open_learns_what_it_learns_without():
     assert losses[0] == losses[1]
 
 
-def test_the_prefix_cache_is_kept_while_the_weights_stay():
-    model = tiny_model()
-    with open_llm(model) as llm:
-        generate(llm)
-        by_its_own_generate(model)
-        model.train()
-        model.eval()
-        assert all(num_cached(llm))
+def test_the_prefix_cache_is_kept_while_the_weights_stay(model, llm):
+    generate(llm)
+    by_its_own_generate(model)
+    model.train()
+    model.eval()
+    assert all(num_cached(llm))
 
 
-def test_the_prefix_cache_is_kept_over_a_backward_pass_without_a_step():
-    model = tiny_model()
-    with open_llm(model) as llm:
-        generate(llm)
-        ids = torch.tensor([PROMPTS[0]])
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert all(num_cached(llm))
+def test_the_prefix_cache_is_kept_over_a_backward_pass_without_a_step(model, llm):
+    generate(llm)
+    ids = torch.tensor([PROMPTS[0]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(num_cached(llm))
 
 
 def scale_in_place(model):
@@ -445,57 +433,48 @@ CHANGES = [
 
 @pytest.mark.costly
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change):
-    model = tiny_model()
-    with open_llm(model) as llm:
-        before = generate(llm)
-        change(model)
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
-        answers = [output.outputs[0].token_ids for output in outputs]
-        assert answers == by_a_fresh_engine(model)
-        assert answers != before
+def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change, model, llm):
+    before = generate(llm)
+    change(model)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers == by_a_fresh_engine(model)
+    assert answers != before
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("replace", ["data", "parameter"])
-def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_again(replace):
+def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_again(replace, model, llm):
     """The allocator gives the address of the weights before last to the newest ones."""
-    model = tiny_model()
     layer = model.model.layers[0].mlp.down_proj
-    with open_llm(model) as llm:
-        generate(llm)
-        for round_ in range(12):
-            for _ in range(2 + round_ % 3):
-                if replace == "data":
-                    layer.weight.data = layer.weight.data * 1.01
-                else:
-                    layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
-            assert num_cached(llm) == [0, 0, 0]
+    generate(llm)
+    for round_ in range(12):
+        for _ in range(2 + round_ % 3):
+            if replace == "data":
+                layer.weight.data = layer.weight.data * 1.01
+            else:
+                layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
+        assert num_cached(llm) == [0, 0, 0]
 
 
-def test_the_prefix_cache_is_dropped_once_for_each_change():
-    model = tiny_model()
-    with open_llm(model) as llm:
-        generate(llm)
-        scale_in_place(model)
-        assert not any(num_cached(llm))
-        assert all(num_cached(llm))
+def test_the_prefix_cache_is_dropped_once_for_each_change(model, llm):
+    generate(llm)
+    scale_in_place(model)
+    assert not any(num_cached(llm))
+    assert all(num_cached(llm))
 
 
-def test_an_edit_that_leaves_no_trace_needs_weights_changed():
-    model = tiny_model()
-    with open_llm(model) as llm:
-        generate(llm)
-        model.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
-        llm.weights_changed()
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
-        assert [output.outputs[0].token_ids for output in outputs] == by_a_fresh_engine(model)
+def test_an_edit_that_leaves_no_trace_needs_weights_changed(model, llm):
+    generate(llm)
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
+    llm.weights_changed()
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+    assert [output.outputs[0].token_ids for output in outputs] == by_a_fresh_engine(model)
 
 
-def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_token_on():
-    model = tiny_model()
+def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_token_on(model):
     with open_llm(model) as llm:
         stream = llm.stream(PROMPTS[0], GREEDY)
         for _ in range(5):
@@ -507,8 +486,7 @@ def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_toke
     assert last.outputs[0].token_ids == first + rest[0]
 
 
-def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module():
-    model = tiny_model()
+def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module(model):
     with open_llm(model) as first, open_llm(model, block_size=32, num_kv_blocks=65) as second:
         assert generate(first) == generate(second)
         scale_in_place(model)
@@ -517,8 +495,7 @@ def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module():
         assert generate(second) == expected
 
 
-def test_two_llms_on_one_module_stream_in_turns():
-    model = tiny_model()
+def test_two_llms_on_one_module_stream_in_turns(model):
     expected = by_a_fresh_engine(model)
     before = Snapshot(model)
     with open_llm(model) as first, open_llm(model) as second:
@@ -529,8 +506,7 @@ def test_two_llms_on_one_module_stream_in_turns():
     assert_untouched(model, before)
 
 
-def test_two_llms_on_one_module_generate_from_two_threads():
-    model = tiny_model()
+def test_two_llms_on_one_module_generate_from_two_threads(model):
     expected = by_a_fresh_engine(model)
     before = Snapshot(model)
     answers = []
@@ -549,8 +525,7 @@ def test_two_llms_on_one_module_generate_from_two_threads():
     assert_untouched(model, before)
 
 
-def test_closing_one_of_two_llms_on_a_module_leaves_the_other_one_usable():
-    model = tiny_model()
+def test_closing_one_of_two_llms_on_a_module_leaves_the_other_one_usable(model):
     first, second = open_llm(model), open_llm(model)
     expected = generate(first)
     first.close()
@@ -561,8 +536,7 @@ def test_closing_one_of_two_llms_on_a_module_leaves_the_other_one_usable():
 # ------------------------------------------------------------------------------------------------------ compiled layers
 
 
-def test_with_compiled_layers_too_the_module_is_its_owners_between_calls_and_new_weights_count():
-    model = tiny_model()
+def test_with_compiled_layers_too_the_module_is_its_owners_between_calls_and_new_weights_count(model):
     layer = model.model.layers[0]
     layer._compiled_call_impl = compiled = lambda *args, **kwargs: layer._call_impl(*args, **kwargs)
     optimizer = adamw(model)
