@@ -13,7 +13,7 @@ from nanovllm import LLM
 from nanovllm.features.chat.plain_messages import plain_messages
 from nanovllm.features.chat.template_messages import TemplateMessages
 from nanovllm.features.chat.turn_end import added_ids, turn_end
-from tests.support.llms import OPTIONS, greedy
+from tests.support.llms import OPTIONS, generate, greedy
 from tests.support.template_families import FAMILIES
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer
 
@@ -139,13 +139,13 @@ def test_answers_end_at_each_token_that_config_tokenizer_or_template_names(ended
         for token_id in (7, 8, system, end):
             says(llm, [20, token_id, 21, 22, 23, 24], monkeypatch)
             is_end = token_id != end
-            (raw,) = llm.generate([[5, 6]], params, use_tqdm=False)
+            (raw,) = generate(llm, [[5, 6]], params)
             assert (raw.outputs[0].finish_reason == "stop") is is_end
             prompts = llm.apply_chat_template(ASK)
             for output in (
                 *llm.chat(ASK, params, use_tqdm=False),
-                *llm.generate(prompts, params, use_tqdm=False),
-                *llm.generate(prompts[0], params, use_tqdm=False),
+                *generate(llm, prompts, params),
+                *generate(llm, prompts[0], params),
                 [*llm.stream(prompts[0], params)][-1],
             ):
                 assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("stop", [20, token_id])
@@ -167,7 +167,7 @@ def test_the_end_of_a_turn_is_no_text_where_it_is_no_special_token(monkeypatch, 
     with LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm:
         says(llm, [20, 21, end, 22], monkeypatch)
         (ids,) = llm.apply_chat_template(ASK)
-        outputs = [*llm.stream(ids, FOUR)] if streamed else llm.generate(ids, FOUR, use_tqdm=False)
+        outputs = [*llm.stream(ids, FOUR)] if streamed else generate(llm, ids, FOUR)
         assert outputs[-1].outputs[0].token_ids == [20, 21, end]
         assert outputs[-1].outputs[0].text == llm.tokenizer.decode([20, 21])
         assert all(not output.outputs[0].text.endswith(spelling) for output in outputs)
@@ -196,7 +196,7 @@ def test_transformers_ends_at_the_same_tokens(ended):
     """Greedy answers to raw prompts, where the library is given the same list."""
     with LLM(ended, **OPTIONS) as llm:
         eos = list(llm._engine.input_processor.limits.eos_token_ids)
-        outputs = llm.generate([[number] for number in range(30, 50)], replace(ONE, max_tokens=20), use_tqdm=False)
+        outputs = generate(llm, [[number] for number in range(30, 50)], replace(ONE, max_tokens=20))
     module = AutoModelForCausalLM.from_pretrained(ended)
     for output in outputs:
         ids = torch.tensor([output.prompt_token_ids])
@@ -218,7 +218,7 @@ def test_replicas_end_chats_at_the_same_token(tmp_path):
     params = greedy(3, logit_bias={end: 100.0})
     with LLM(str(folder), data_parallel_size=2, **OPTIONS) as llm:
         (chat,) = llm.chat(ASK, params, use_tqdm=False)
-        (raw,) = llm.generate([[5, 6]], params, use_tqdm=False)
+        (raw,) = generate(llm, [[5, 6]], params)
     assert chat.outputs[0].token_ids == [end] and raw.outputs[0].token_ids == [end] * 3
 
 

@@ -41,11 +41,11 @@ def test_a_structured_output_that_loses_its_place_goes_on_where_it_was(overlap):
     form = StructuredOutput(regex="[a-c]{40}")
     params = greedy(80, structured_output=form)
     with structured.open_llm(max_num_seqs=2, overlap=overlap) as llm:
-        alone = llm.generate(["x"], params, use_tqdm=False)
+        alone = generate(llm, ["x"], params)
         streams = [llm.stream("x", params, client="a") for _ in range(2)]
         for stream in streams:
             next(stream)
-        llm.generate(["y"], LONG, client="b", use_tqdm=False)
+        generate(llm, ["y"], LONG, client="b")
         assert llm.stats().num_preemptions > 0
         assert token_ids([list(stream)[-1] for stream in streams]) == token_ids(alone) * 2
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from nanovllm import LLM
 from nanovllm.attention import ATTENTION_NAME
 from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, greedy, submit
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
 GREEDY = greedy(NUM_NEW_TOKENS)
@@ -218,7 +218,7 @@ def test_a_poisoned_request_stopped_half_way_through_its_prompt_harms_no_success
     wanted = reference(module, CLEAN)
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        engine.add(engine.input_processor.process_one("poisoned", poisoned_prompt(150), GREEDY))
+        submit(engine, "poisoned", poisoned_prompt(150), GREEDY)
         while engine.scheduler.in_flight or engine.stats().num_scheduled_tokens < 96:
             engine.step()  # two chunks of 48: past the poisoned token at 75, before the end
         if how == "preempted":
@@ -233,7 +233,7 @@ def test_the_next_request_with_a_poisoned_prefix_fails_as_well_instead_of_answer
     module = poisoned_model()
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        engine.add(engine.input_processor.process_one("poisoned", poisoned_prompt(150), GREEDY))
+        submit(engine, "poisoned", poisoned_prompt(150), GREEDY)
         while engine.stats().num_scheduled_tokens < 96:
             engine.step()
         engine.abort("poisoned")

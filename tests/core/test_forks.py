@@ -16,6 +16,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.build import build_engine
 from nanovllm.errors import ForkedChildError
 from nanovllm.observability.trace_writer import TraceWriter
+from tests.support.llms import generate, submit
 from tests.support.tiny_models import tiny_model
 
 pytestmark = [
@@ -107,14 +108,14 @@ def test_a_child_forked_within_a_step_is_refused_by_every_call_and_its_parent_go
     outputs = []
     with LLM(tiny_model(), on_step=on_step, **OPTIONS) as llm:
         stream = llm.stream([6, 7], DRAWS)
-        thread = threading.Thread(target=lambda: outputs.extend(llm.generate([5, 6, 7], DRAWS, use_tqdm=False)))
+        thread = threading.Thread(target=lambda: outputs.extend(generate(llm, [5, 6, 7], DRAWS)))
         thread.start()
         is_in_step.wait()
 
         def use():
             assert_refused(
                 {
-                    "generate": lambda: llm.generate([5], DRAWS, use_tqdm=False),
+                    "generate": lambda: generate(llm, [5], DRAWS),
                     "chat": lambda: llm.chat([{"role": "user", "content": "a"}]),
                     "stream": lambda: llm.stream([5], DRAWS),
                     "next": lambda: next(stream),
@@ -141,7 +142,7 @@ def test_a_child_forked_within_a_step_is_refused_by_every_call_and_its_parent_go
 
 def test_a_stream_that_a_child_forgets_goes_on_in_the_parent():
     with LLM(tiny_model(), **OPTIONS) as llm:
-        alone = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
+        alone = generate(llm, [5, 6, 7], SamplingParams(temperature=0, max_tokens=12))[0]
         stream = llm.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=12))
         next(stream)
 
@@ -158,12 +159,12 @@ def test_a_stream_that_a_child_forgets_goes_on_in_the_parent():
 
 def test_an_engine_is_refused_in_a_child_and_closes_quietly():
     with closing(build_engine(tiny_model(), None, None, OPTIONS)) as engine:
-        engine.add(engine.input_processor.process_one("a", [5, 6], DRAWS))
+        submit(engine, "a", [5, 6], DRAWS)
 
         def use():
             assert_refused(
                 {
-                    "add_request": lambda: engine.add(engine.input_processor.process_one("b", [5], DRAWS)),
+                    "add_request": lambda: submit(engine, "b", [5], DRAWS),
                     "step": engine.step,
                     "abort": lambda: engine.abort("a"),
                     "stats": engine.stats,
@@ -206,7 +207,7 @@ def test_a_trace_that_a_child_closes_goes_on_in_the_parent(tmp_path):
 
 def tokens_of(seed):
     with LLM(tiny_model(), **OPTIONS, **seed) as llm:
-        return bytes(token_id % 256 for token_id in llm.generate([5], DRAWS, use_tqdm=False)[0].outputs[0].token_ids)
+        return bytes(token_id % 256 for token_id in generate(llm, [5], DRAWS)[0].outputs[0].token_ids)
 
 
 def test_engines_draw_by_the_option_seed_alone_in_whatever_process():

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StructuredOutput
 from tests.support import structured
-from tests.support.llms import assert_idle_and_whole, fail_in_step, greedy, open_llm, token_ids
+from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, greedy, open_llm, token_ids
 from tests.support.replicas import REPLICAS, completions, tiny_folder
 from tests.support.tiny_models import random_prompts
 
@@ -43,9 +43,7 @@ def generated(params=GREEDY, **options):
 
 
 def cached(llm, clients):
-    both = [
-        completions(llm.generate(PROMPTS, GREEDY, client=each, use_tqdm=False)) for each in (clients, clients[::-1])
-    ]
+    both = [completions(generate(llm, PROMPTS, GREEDY, client=each)) for each in (clients, clients[::-1])]
     assert llm.stats().prefix_cache_hits > 0
     return both
 
@@ -62,7 +60,7 @@ class Near:
 
 def log_probabilities(llm, clients):
     params = greedy(8, logprobs=2, prompt_logprobs=1)
-    outputs = llm.generate(PROMPTS, params, client=clients, use_tqdm=False)
+    outputs = generate(llm, PROMPTS, params, client=clients)
     tokens = [token for o in outputs for token in [*o.outputs[0].token_ids, *o.prompt_token_ids[1:]]]
     entries = [entry for o in outputs for entry in [*o.outputs[0].logprobs, *o.prompt_logprobs[1:]]]
     return completions(outputs), Near([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
@@ -92,14 +90,14 @@ def aborted(llm, clients):
 
 def timed_out(llm, clients):
     timeouts = [1e-9 if number % 3 == 0 else 600.0 for number in range(len(PROMPTS))]
-    outputs = llm.generate(PROMPTS, GREEDY, client=clients, timeout=timeouts, use_tqdm=False)
+    outputs = generate(llm, PROMPTS, GREEDY, client=clients, timeout=timeouts)
     assert {output.outputs[0].finish_reason for output in outputs[::3]} == {"timeout"}
     return [completions(outputs)[number] for number in range(len(PROMPTS)) if number % 3]
 
 
 def embedded(llm, clients):
     outputs = llm.embed(PROMPTS, client=clients, use_tqdm=False)
-    beside = llm.generate(PROMPTS, GREEDY, client=clients, use_tqdm=False)
+    beside = generate(llm, PROMPTS, GREEDY, client=clients)
     return completions(beside), Near([output.embedding for output in outputs])
 
 
@@ -113,7 +111,7 @@ def after_a_failed_step(llm, clients):
     with pytest.MonkeyPatch.context() as patch:
         fail_in_step(patch, llm, 6, RuntimeError("boom"))
         with pytest.raises(StepError):
-            llm.generate(PROMPTS, GREEDY, client=clients, use_tqdm=False)
+            generate(llm, PROMPTS, GREEDY, client=clients)
     return generated()(llm, clients)
 
 

@@ -10,6 +10,7 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.serving.server.metrics import EngineFigures
 from nanovllm.serving.streaming.heartbeat import Heartbeat
 from tests.support.class_cases import own_answers
+from tests.support.llms import generate
 from tests.support.replicas import completions
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
@@ -48,7 +49,7 @@ def expected(model):
 
 
 def answers(llm, params=GREEDY):
-    return [output.outputs[0].token_ids for output in llm.generate(prompts(), params, use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in generate(llm, prompts(), params)]
 
 
 def chosen(model, prompt, change):
@@ -84,8 +85,8 @@ def test_goals_shares_and_priorities_change_no_token(model, expected, options):
 def test_samples_drawn_with_a_seed_are_the_same_behind_a_prefix(model):
     params = [SamplingParams(seed=number, max_tokens=NUM_TOKENS, ignore_eos=True, n=2) for number in range(4)]
     with LLM(model, **OPTIONS) as llm, LLM(model, enable_prefix_caching=False, **OPTIONS) as uncached:
-        found = [completions(llm.generate(prompts(), params, use_tqdm=False)) for _ in range(2)]
-        assert found[0] == found[1] == completions(uncached.generate(prompts(), params, use_tqdm=False))
+        found = [completions(generate(llm, prompts(), params)) for _ in range(2)]
+        assert found[0] == found[1] == completions(generate(uncached, prompts(), params))
 
 
 def test_processors_and_allowed_tokens_are_applied(model):
@@ -105,7 +106,7 @@ def test_processors_and_allowed_tokens_are_applied(model):
 
 def test_logprobs_of_answers_are_those_of_whole_passes(model, expected):
     with LLM(model, **OPTIONS) as llm:
-        outputs = llm.generate(prompts(), replace(GREEDY, logprobs=1), use_tqdm=False)
+        outputs = generate(llm, prompts(), replace(GREEDY, logprobs=1))
     for prompt, tokens, output in zip(prompts(), expected, outputs, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()

@@ -11,7 +11,7 @@ from nanovllm import LLM
 from nanovllm.engine import LaunchedStep
 from nanovllm.fast.gpu.rank_runner import RankRunner
 from nanovllm.features.logprobs.logprobs import StepLogprobs
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, generate, greedy
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
 
@@ -32,7 +32,7 @@ def begin(llm):
 def test_a_step_of_a_model_that_was_changed_is_dropped_and_not_drawn(monkeypatch):
     """A GPU's draw would read hidden states of graphs that the change has dropped."""
     with open_llm(overlap=True) as llm:
-        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        expected = generate(llm, [PROMPT], PARAMS)[0].outputs[0].token_ids
         stream, is_changed = begin(llm), []
         forget, draw = llm._engine.model_runner.forget_model, llm._engine._in_flight[-1]._draw
         monkeypatch.setattr(llm._engine.model_runner, "forget_model", lambda: (is_changed.append(True), forget()))
@@ -59,7 +59,7 @@ def test_a_draw_follows_the_stream_of_its_forward_pass(monkeypatch):
 def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_undone(monkeypatch):
     """Of several ranks, where the others wait for it."""
     with open_llm(overlap=True) as llm:
-        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        expected = generate(llm, [PROMPT], PARAMS)[0].outputs[0].token_ids
         stream, engine, calls = begin(llm), llm._engine, []
         draw = LaunchedStep.draw
 
@@ -81,7 +81,7 @@ def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_und
                 next(stream)
         assert calls == ["read", "interrupted"]
         check_engine(llm)
-        assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
+        assert generate(llm, [PROMPT], PARAMS)[0].outputs[0].token_ids == expected
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 def test_ranks_that_wait_for_a_draw_get_it_after_an_interrupt_and_at_the_end(folder, monkeypatch):
     options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 512, "overlap": True}
     with LLM(folder, tensor_parallel_size=2, **options) as llm:
-        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        expected = generate(llm, [PROMPT], PARAMS)[0].outputs[0].token_ids
         stream, engine = begin(llm), llm._engine
         engine.step()
         assert engine._in_flight[-1]._draw is not None

@@ -15,7 +15,7 @@ from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.serving.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, generate, greedy
 from tests.support.refusals import invalid
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -31,7 +31,7 @@ def open_llm(**options):
 def answers(params=GREEDY, **options):
     prompts = random_prompts(9, low=3, high=200)
     with open_llm(max_num_seqs=4, **options) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = generate(llm, prompts, params)
         check_engine(llm)
         assert (llm.stats().budget is None) == ("itl_goal" not in options)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
@@ -61,7 +61,7 @@ def test_samples_structured_answers_and_preemption_beside_a_goal():
 def test_the_fit_learns_from_steps_and_the_statistics_tell():
     with open_llm(itl_goal=60.0) as llm:
         assert llm.stats().budget.error is None
-        llm.generate(random_prompts(4, low=40, high=90), GREEDY, use_tqdm=False)
+        generate(llm, random_prompts(4, low=40, high=90), GREEDY)
         stats = llm.stats().budget
     assert (stats.itl_goal, stats.num_tokens) == (60.0, 1024)
     assert stats.error >= 0.0
@@ -74,7 +74,7 @@ def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_p
         TraceWriter(path) as trace,
         open_llm(itl_goal=60.0, trace=trace, on_step=records.append, max_num_batched_tokens=64, max_num_seqs=4) as llm,
     ):
-        llm.generate(random_prompts(4, low=40, high=90), GREEDY, client="batch", use_tqdm=False)
+        generate(llm, random_prompts(4, low=40, high=90), GREEDY, client="batch")
     assert {record.budget for record in records} == {64}
     assert all(record.predicted_time >= 0.0 for record in records)
     run = read_trace(path)
@@ -83,7 +83,7 @@ def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_p
     assert {step["goal_us"] for step in steps} == {60_000_000}
     assert {lane.spans[0][3]["client"] for lane in run.lanes} == {"batch"}
     with open_llm(on_step=records.append) as llm:
-        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        generate(llm, [[1, 2, 3]], GREEDY)
     assert (records[-1].budget, records[-1].predicted_time) == (1024, None)
 
 
@@ -100,25 +100,25 @@ def test_a_calibration_begins_the_predictions(tmp_path):
 
 def test_a_request_may_wait_longer_and_not_less():
     with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0), use_tqdm=False)
+        generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0))
         with invalid(r"itl_goal of a request is 50 s, and that of the engine is 60 s; "):
-            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
+            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=50.0))
         with invalid("ttft_goal of a request is 50 s, and that of the engine is 90 s"):
-            llm.generate([[1, 2, 3]], SamplingParams(ttft_goal=50.0), use_tqdm=False)
+            generate(llm, [[1, 2, 3]], SamplingParams(ttft_goal=50.0))
     with open_llm() as llm, invalid(r"is 50 s, and that of the engine is none; "):
-        llm.generate([[1, 2, 3]], SamplingParams(itl_goal=50.0), use_tqdm=False)
+        generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=50.0))
 
 
 def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the_start():
     with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
         budget = llm._engine.scheduler.budget
         budget.itl_goal, budget.ttft_goal = 30.0, 45.0  # as "auto" has them once the machine is faster
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0), use_tqdm=False)
+        generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0))
         with invalid(r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
-            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=29.0), use_tqdm=False)
+            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=29.0))
         budget.itl_goal = 90.0
         with invalid(r"itl_goal of a request is 80 s, and that of the engine is 90 s; "):
-            llm.generate([[1, 2, 3]], SamplingParams(itl_goal=80.0), use_tqdm=False)
+            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=80.0))
 
 
 def test_the_front_of_replicas_compares_with_the_goals_that_they_reported():

@@ -8,7 +8,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.fast.attention.layer_traits import first_beyond
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
-from tests.support.llms import greedy
+from tests.support.llms import generate, greedy
 from tests.support.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
@@ -23,7 +23,7 @@ def answers(family, *, rounds=1, **options):
     found = []
     with LLM(model(family), **(OPTIONS | options)) as llm:
         for _ in range(rounds):
-            found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
+            found.append([o.outputs[0].token_ids for o in generate(llm, prompts(), GREEDY)])
         return found, llm.stats()
 
 
@@ -76,7 +76,7 @@ def test_sinks_of_a_live_module_are_those_that_its_owner_has_set():
     with LLM(module, **OPTIONS, **BACKENDS["sdpa"]) as llm:
 
         def answer():
-            return [o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)]
+            return [o.outputs[0].token_ids for o in generate(llm, prompts(), GREEDY)]
 
         assert answer() == expected("GptOss", NUM_NEW_TOKENS)
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW}), **BACKENDS["sdpa"]) as llm:
         assert all(first_beyond(layer.traits) is None for layer in llm._engine.model_runner.binding.layers)
         short = greedy(WINDOW // 2)
-        (answer,) = llm.generate(prompts()[:1], short, use_tqdm=False)
+        (answer,) = generate(llm, prompts()[:1], short)
     assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:
         assert first_beyond(llm._engine.model_runner.binding.layers[0].traits) is not None
@@ -109,5 +109,5 @@ def test_a_layer_of_plain_attention_looks_for_no_attribute_in_vain(monkeypatch):
 
     with LLM(tiny_model(), **OPTIONS, **BACKENDS["sdpa"]) as llm:
         monkeypatch.setattr(torch.nn.Module, "__getattr__", noted)
-        llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+        generate(llm, [1, 2, 3], GREEDY)
     assert not missed

@@ -8,6 +8,7 @@ import pytest
 from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
 from nanovllm.build import build_engine
 from nanovllm.features.groups.block_checks import check_scheduler
+from tests.support.llms import generate
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
@@ -32,6 +33,10 @@ def open_with(clock, **options):
     return build_engine(tiny_model(), tiny_tokenizer(), None, OPTIONS | options, clock=clock)
 
 
+def ask(engine, name, prompt=PROMPT, params=LONG, **options):
+    engine.add(engine.input_processor.process_one(name, prompt, params, **options))
+
+
 def outputs_of(engine, num_steps=None):
     """What comes of so many steps, or of all."""
     while engine.has_unfinished and num_steps != 0:
@@ -45,7 +50,7 @@ def outputs_of(engine, num_steps=None):
 @functools.cache
 def answer(number):
     engine = open_with(Clock())
-    engine.add(engine.input_processor.process_one("alone", (PROMPT, OTHER)[number], LONG))
+    ask(engine, "alone", (PROMPT, OTHER)[number])
     (output,) = outputs_of(engine)
     return output.outputs[0].token_ids
 
@@ -64,8 +69,8 @@ def assert_idle_and_whole(engine):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
     engine = open_with(clock, overlap=overlap)
-    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0))
-    engine.add(engine.input_processor.process_one("other", OTHER, LONG))
+    ask(engine, "late", timeout=5.0)
+    ask(engine, "other", OTHER)
     assert outputs_of(engine, 8) == []
     used = engine.stats().num_used_blocks
     clock.now += 5.0
@@ -84,8 +89,8 @@ def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_
 
 def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
     engine = open_with(clock, max_num_seqs=1)
-    engine.add(engine.input_processor.process_one("first", OTHER, LONG))
-    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=2.0))
+    ask(engine, "first", OTHER)
+    ask(engine, "late", timeout=2.0)
     outputs_of(engine, 3)
     clock.now += 2.0
     (output,) = outputs_of(engine, 1)
@@ -99,7 +104,7 @@ def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
 
 def test_nobody_ends_before_the_deadline(clock):
     engine = open_with(clock)
-    engine.add(engine.input_processor.process_one("in time", PROMPT, LONG, timeout=5.0))
+    ask(engine, "in time", timeout=5.0)
     outputs_of(engine, 10)
     clock.now += 4.999
     (output,) = outputs_of(engine)
@@ -110,7 +115,7 @@ def test_nobody_ends_before_the_deadline(clock):
 def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
     engine = open_with(clock)
     for name, timeout in (("c", 9.0), ("a", 3.0), ("b", 6.0)):
-        engine.add(engine.input_processor.process_one(name, PROMPT, LONG, timeout=timeout))
+        ask(engine, name, timeout=timeout)
     ended = []
     for _ in range(3):
         clock.now += 3.0
@@ -121,9 +126,9 @@ def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
 
 def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(clock):
     engine = open_with(clock)
-    engine.add(engine.input_processor.process_one("name", PROMPT, LONG, timeout=1.0))
+    ask(engine, "name", timeout=1.0)
     engine.abort("name")
-    engine.add(engine.input_processor.process_one("name", PROMPT, LONG))
+    ask(engine, "name")
     clock.now += 10.0
     (output,) = outputs_of(engine)
     assert output.outputs[0].finish_reason == "length"
@@ -132,7 +137,7 @@ def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(c
 
 def test_deadlines_outlive_an_interrupt(clock):
     engine = open_with(clock)
-    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0))
+    ask(engine, "late", timeout=5.0)
     outputs_of(engine, 3)
     engine._is_torn = True  # as an interrupt in the midst of the bookkeeping leaves it
     outputs_of(engine, 2)
@@ -145,7 +150,7 @@ def test_deadlines_outlive_an_interrupt(clock):
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 def test_the_last_output_of_a_stream_says_timeout(clock, kind):
     engine = open_with(clock)
-    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0, output_kind=kind))
+    ask(engine, "late", timeout=5.0, output_kind=kind)
     outputs = outputs_of(engine, 4)
     clock.now += 5.0
     outputs += outputs_of(engine, 1)
@@ -155,7 +160,7 @@ def test_the_last_output_of_a_stream_says_timeout(clock, kind):
 
 def test_a_front_door_passes_timeouts_on():
     with LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
-        outputs = llm.generate([PROMPT, OTHER], LONG, timeout=[1e-9, 1000.0], use_tqdm=False)
+        outputs = generate(llm, [PROMPT, OTHER], LONG, timeout=[1e-9, 1000.0])
         assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length"]
         *_, last = llm.stream(PROMPT, LONG, timeout=1e-9)
         assert last.outputs[0].finish_reason == "timeout"
@@ -165,7 +170,7 @@ def test_a_front_door_passes_timeouts_on():
 def test_a_bad_timeout_is_refused(timeout):
     with LLM(tiny_model(), **OPTIONS) as llm:
         with pytest.raises((TypeError, ValueError), match="timeout"):
-            llm.generate([PROMPT, OTHER], LONG, timeout=timeout, use_tqdm=False)
+            generate(llm, [PROMPT, OTHER], LONG, timeout=timeout)
         assert llm.stats().num_waiting == 0
 
 
@@ -175,42 +180,42 @@ def test_a_bad_timeout_is_refused(timeout):
 def test_one_more_request_than_may_run_and_wait_is_refused_and_leaves_no_trace(clock):
     engine = open_with(clock, max_num_seqs=2, max_queue=3)
     for number in range(5):
-        engine.add(engine.input_processor.process_one(str(number), PROMPT, LONG))
+        ask(engine, str(number))
     for _ in range(2):
         with pytest.raises(QueueFullError, match=r"5 requests.*max_num_seqs \(2\).*max_queue \(3\).*Try again later"):
-            engine.add(engine.input_processor.process_one("one more", PROMPT, LONG))
+            ask(engine, "one more")
         engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (2, 3)
     engine.abort("4")
-    engine.add(engine.input_processor.process_one("one more", PROMPT, LONG))
+    ask(engine, "one more")
     assert {output.request_id for output in outputs_of(engine)} == {"0", "1", "2", "3", "one more"}
 
 
 def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
     with LLM(tiny_model(), max_num_seqs=2, max_queue=1, **OPTIONS) as llm:
         with pytest.raises(QueueFullError):
-            llm.generate([PROMPT] * 4, LONG, use_tqdm=False)
+            generate(llm, [PROMPT] * 4, LONG)
         assert (llm.stats().num_waiting, llm.stats().num_steps) == (0, 0)
-        assert len(llm.generate([PROMPT] * 3, LONG, use_tqdm=False)) == 3
+        assert len(generate(llm, [PROMPT] * 3, LONG)) == 3
 
 
 def test_each_sample_takes_a_place_in_the_queue(clock):
     engine = open_with(clock, max_num_seqs=2, max_queue=0)
     with pytest.raises(QueueFullError, match="with 3 more"):
-        engine.add(engine.input_processor.process_one("three", PROMPT, SamplingParams(n=3, max_tokens=3)))
-    engine.add(engine.input_processor.process_one("two", PROMPT, SamplingParams(n=2, max_tokens=3)))
+        ask(engine, "three", PROMPT, SamplingParams(n=3, max_tokens=3))
+    ask(engine, "two", PROMPT, SamplingParams(n=2, max_tokens=3))
     with pytest.raises(QueueFullError):
-        engine.add(engine.input_processor.process_one("one", PROMPT, LONG))
+        ask(engine, "one")
     assert {output.request_id for output in outputs_of(engine)} == {"two"}
-    engine.add(engine.input_processor.process_one("one", PROMPT, LONG))
+    ask(engine, "one")
     assert engine.stats().num_waiting == 1
 
 
 def test_without_max_queue_there_is_no_limit(clock):
     engine = open_with(clock, max_num_seqs=1)
     for number in range(300):
-        engine.add(engine.input_processor.process_one(str(number), PROMPT, LONG))
+        ask(engine, str(number))
     assert engine.stats().num_waiting == 300
 
 

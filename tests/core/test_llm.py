@@ -134,7 +134,7 @@ def test_the_progress_bar_shows_requests_and_tokens_a_second(capsys):
 
 
 def test_without_the_progress_bar_nothing_is_printed(capsys):
-    shared_llm().generate(random_prompts(3), GREEDY, use_tqdm=False)
+    generate(shared_llm(), random_prompts(3), GREEDY)
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
 

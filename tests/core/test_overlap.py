@@ -12,7 +12,7 @@ import torch
 from nanovllm import LLM, StepError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.block_checks import check_scheduler
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, generate, greedy, submit
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -25,7 +25,7 @@ def open_llm(model=None, **options):
 
 
 def answers(llm, prompts, params):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = generate(llm, prompts, params)
     assert_idle_and_whole(llm)
     return [
         (o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason, o.error)
@@ -44,6 +44,12 @@ def assert_idle_and_whole(llm):
 def expected(pool):
     with open_llm(overlap=False, **POOLS[pool]) as llm:
         return answers(llm, *requests())
+
+
+@pytest.fixture
+def llm():
+    with open_llm() as llm:
+        yield llm
 
 
 @pytest.mark.costly
@@ -76,36 +82,34 @@ def test_every_step_is_launched_before_the_one_before_is_read(monkeypatch):
         monkeypatch.setattr(
             scheduler, "update", lambda batch, *drawn: events.append(("read", batch.step_id)) or update(batch, *drawn)
         )
-        llm.generate([[5, 6, 7]], greedy(6), use_tqdm=False)
+        generate(llm, [[5, 6, 7]], greedy(6))
     # The token of step 6 is its last by length, so no step is launched for nothing.
     launches = [("launch", 1), *(event for n in range(1, 6) for event in (("launch", n + 1), ("read", n))), ("read", 6)]
     assert events == launches
 
 
-def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_shows():
+def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_shows(llm):
     params = greedy(60)
-    with open_llm() as llm:
-        (whole,) = answers(llm, [[5, 6, 7]], params)
-        stop = whole[0][20]
-        before = llm.stats()
-        seen = list(llm.stream([5, 6, 7], greedy(60, stop_token_ids=(stop,))))
-        after = llm.stats()
-        first = whole[0].index(stop)
-        assert seen[-1].outputs[0].token_ids == whole[0][: first + 1]
-        assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, first + 2))
-        assert after.num_output_tokens - before.num_output_tokens == first + 1
-        assert after.num_steps - before.num_steps <= first + 2
-        assert_idle_and_whole(llm)
+    (whole,) = answers(llm, [[5, 6, 7]], params)
+    stop = whole[0][20]
+    before = llm.stats()
+    seen = list(llm.stream([5, 6, 7], greedy(60, stop_token_ids=(stop,))))
+    after = llm.stats()
+    first = whole[0].index(stop)
+    assert seen[-1].outputs[0].token_ids == whole[0][: first + 1]
+    assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, first + 2))
+    assert after.num_output_tokens - before.num_output_tokens == first + 1
+    assert after.num_steps - before.num_steps <= first + 2
+    assert_idle_and_whole(llm)
 
 
-def test_a_stream_that_is_closed_frees_its_blocks_while_a_step_is_in_flight():
-    with open_llm() as llm:
-        stream = llm.stream([5] * 40, greedy(100))
-        next(stream)
-        assert llm._engine._in_flight
-        stream.close()
-        assert_idle_and_whole(llm)
-        assert answers(llm, [[9] * 50], greedy(9))
+def test_a_stream_that_is_closed_frees_its_blocks_while_a_step_is_in_flight(llm):
+    stream = llm.stream([5] * 40, greedy(100))
+    next(stream)
+    assert llm._engine._in_flight
+    stream.close()
+    assert_idle_and_whole(llm)
+    assert answers(llm, [[9] * 50], greedy(9))
 
 
 def test_an_aborted_neighbour_changes_nothing():
@@ -126,40 +130,39 @@ def test_an_aborted_neighbour_changes_nothing():
 
 @pytest.mark.parametrize("fails_in", ["launch", "result"])
 @pytest.mark.parametrize("number", [1, 2, 3, 7])
-def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number):
+def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number, llm):
     prompts, params = [[5] * 20, [6] * 35], greedy(12)
-    with open_llm() as llm:
-        right = answers(llm, prompts, params)
-        llm.reset_prefix_cache()
-        engine, steps = llm._engine, iter(range(1, 1000))
-        execute = engine.model_runner.execute
+    right = answers(llm, prompts, params)
+    llm.reset_prefix_cache()
+    engine, steps = llm._engine, iter(range(1, 1000))
+    execute = engine.model_runner.execute
 
-        def failing(batch):
-            if next(steps) != number:
-                return execute(batch)
-            if fails_in == "launch":
-                raise RuntimeError("no")
-            execute(batch)
-            return Failing()
+    def failing(batch):
+        if next(steps) != number:
+            return execute(batch)
+        if fails_in == "launch":
+            raise RuntimeError("no")
+        execute(batch)
+        return Failing()
 
-        class Failing:
-            def result(self):
-                raise RuntimeError("no")
+    class Failing:
+        def result(self):
+            raise RuntimeError("no")
 
-        monkeypatch.setattr(engine.model_runner, "execute", failing)
-        for name, prompt in enumerate(prompts):
-            engine.add(engine.input_processor.process_one(str(name), prompt, params))
-        with pytest.raises(StepError, match="no"):
-            while engine.has_unfinished:
-                engine.step()
-        assert not engine._in_flight and not engine.scheduler.in_flight
-        check_scheduler(engine.scheduler)
-        while engine.has_unfinished:  # its requests are queued still, and go on
+    monkeypatch.setattr(engine.model_runner, "execute", failing)
+    for name, prompt in enumerate(prompts):
+        submit(engine, str(name), prompt, params)
+    with pytest.raises(StepError, match="no"):
+        while engine.has_unfinished:
             engine.step()
-        outputs = sorted(engine.outputs, key=lambda output: output.request_id)
-        engine.outputs.clear()
-        assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, *_ in right]
-        assert_idle_and_whole(llm)
+    assert not engine._in_flight and not engine.scheduler.in_flight
+    check_scheduler(engine.scheduler)
+    while engine.has_unfinished:  # its requests are queued still, and go on
+        engine.step()
+    outputs = sorted(engine.outputs, key=lambda output: output.request_id)
+    engine.outputs.clear()
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, *_ in right]
+    assert_idle_and_whole(llm)
 
 
 def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbour_goes_on():
@@ -203,12 +206,11 @@ def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
         assert after == answers(llm, [prompt], params) != before
 
 
-def test_blocks_that_fill_while_in_flight_are_found_afterwards():
-    with open_llm() as llm:
-        (first,) = answers(llm, [[5] * 20], greedy(45, ignore_eos=True))
-        turn = [5] * 20 + first[0] + [9, 9]
-        (output,) = llm.generate([turn], greedy(2), use_tqdm=False)
-        assert output.num_cached_tokens == (20 + 45 - 1) // 16 * 16
+def test_blocks_that_fill_while_in_flight_are_found_afterwards(llm):
+    (first,) = answers(llm, [[5] * 20], greedy(45, ignore_eos=True))
+    turn = [5] * 20 + first[0] + [9, 9]
+    (output,) = generate(llm, [turn], greedy(2))
+    assert output.num_cached_tokens == (20 + 45 - 1) // 16 * 16
 
 
 def test_overlap_is_the_default_on_a_gpu_only():

@@ -236,9 +236,9 @@ def test_replicas_import_their_policies_by_name(folder):
         "    def join(self, sequence):\n        super().join(sequence)\n"
         "        pathlib.Path(f'joined-{os.getpid()}').touch()\n"
     )
-    expected = completions(one_engine().generate(PROMPTS, SAMPLED, use_tqdm=False))
+    expected = completions(generate(one_engine(), PROMPTS, SAMPLED))
     with LLM(tiny_folder(), policies={"queue": "noted:Noted"}, **REPLICAS) as llm:
-        assert completions(llm.generate(PROMPTS, SAMPLED, use_tqdm=False)) == expected
+        assert completions(generate(llm, PROMPTS, SAMPLED)) == expected
         assert {path.name for path in folder.glob("joined-*")} == {f"joined-{number}" for number in process_ids(llm)}
         assert llm.config.policies == {"queue": "noted:Noted"}
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.default_model import ensure_default_model
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, generate, greedy
 from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts, tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_default_cache")
@@ -57,7 +57,7 @@ def check_tokens(numbers, *, num_tokens=NUM_NEW_TOKENS, together=True, warm=Fals
     with LLM(**options) as llm:
         for _ in range(2 if warm else 1):
             for batch in batches:
-                outputs = llm.generate([prompts()[number] for number in batch], params, use_tqdm=False)
+                outputs = generate(llm, [prompts()[number] for number in batch], params)
                 for number, output in zip(batch, outputs, strict=True):
                     assert output.outputs[0].token_ids == right[number], f"prompt {number}, {options}"
         check_engine(llm)
@@ -128,7 +128,7 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
             captured.append(logits.clone()) or sample(logits, *rest)
         )
         for number, theirs, exact in zip(SUBSET, *references, strict=True):
-            llm.generate([prompts()[number]], greedy(1), use_tqdm=False)
+            generate(llm, [prompts()[number]], greedy(1))
             own = captured[-1][0].float()
             assert (own - theirs).abs().max() < 1.0, f"prompt {number}"
             differences.append(mean_error(own, theirs))
@@ -158,7 +158,7 @@ def test_real_text_is_as_likely_as_by_transformers_in_float32(quantization, nats
     expected_means = [likelihoods.mean().item() for likelihoods in log_likelihoods_by_transformers(texts)]
     reference_model.cache_clear()
     with LLM(max_model_len=2048, quantization=quantization) as llm:
-        outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        outputs = generate(llm, texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
     means = [
         mean(report[token_id].logprob for report, token_id in zip(output.prompt_logprobs[1:], text[1:], strict=True))
         for output, text in zip(outputs, texts, strict=True)

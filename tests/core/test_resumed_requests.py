@@ -11,7 +11,7 @@ from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.features.resume.resumption import Resumed, ResumedSample
 from nanovllm.outputs import OutputKind, RequestMetrics
 from tests.support import structured
-from tests.support.llms import greedy, open_llm
+from tests.support.llms import generate, greedy, open_llm
 from tests.support.tiny_models import random_prompts
 
 PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
@@ -119,9 +119,9 @@ def test_what_had_not_begun_begins_anew(llms):
 def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(llms, name, end):
     llm, _ = llms
     params = replace(PARAMS[name], max_tokens=100)
-    (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
+    (whole,) = generate(llm, PROMPT, params)
     if end == "length":
-        (cut,) = llm.generate(PROMPT, replace(params, max_tokens=41), use_tqdm=False)
+        (cut,) = generate(llm, PROMPT, replace(params, max_tokens=41))
     else:
         with closing(llm.stream(PROMPT, params)) as stream:
             cut = list(islice(stream, 41))[-1]
@@ -133,7 +133,7 @@ def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(llms, name, end):
 def test_what_was_computed_before_a_cut_comes_from_the_prefix_cache():
     steps = []
     with open_llm(on_step=steps.append) as llm:
-        (cut,) = llm.generate(PROMPT, greedy(41), use_tqdm=False)
+        (cut,) = generate(llm, PROMPT, greedy(41))
         steps.clear()
         list(llm.resume(cut, greedy(1)))
         # 40 + 41 tokens: five full blocks of 16 are found, and the newest token's K and V were never computed.
@@ -143,17 +143,17 @@ def test_what_was_computed_before_a_cut_comes_from_the_prefix_cache():
 def test_a_structured_answer_that_was_cut_ends_in_its_form():
     params = SamplingParams(seed=3, max_tokens=60, structured_output=StructuredOutput(regex="[a-c]{30}"))
     with structured.open_llm() as llm:
-        (cut,) = llm.generate(PROMPT, replace(params, max_tokens=8), use_tqdm=False)
+        (cut,) = generate(llm, PROMPT, replace(params, max_tokens=8))
         *_, last = llm.resume(cut, params)
     assert re.fullmatch("[a-c]{30}", last.outputs[0].text) and last.outputs[0].finish_reason == "stop"
 
 
 def test_what_cannot_go_on_is_refused_with_the_reason(llms):
     llm, _ = llms
-    (ended,) = llm.generate(PROMPT, replace(PARAMS["stop"], min_tokens=0, max_tokens=400), use_tqdm=False)
-    (full,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, ignore_eos=True), use_tqdm=False)
-    (several,) = llm.generate(PROMPT, PARAMS["samples"], use_tqdm=False)
-    (cut,) = llm.generate(PROMPT, PARAMS["greedy"], use_tqdm=False)
+    (ended,) = generate(llm, PROMPT, replace(PARAMS["stop"], min_tokens=0, max_tokens=400))
+    (full,) = generate(llm, PROMPT, SamplingParams(temperature=0.0, ignore_eos=True))
+    (several,) = generate(llm, PROMPT, PARAMS["samples"])
+    (cut,) = generate(llm, PROMPT, PARAMS["greedy"])
     for output, params, words in (
         (ended, None, "finish_reason is 'stop'"),
         (full, None, r"512 tokens and fill max_model_len \(512\)"),

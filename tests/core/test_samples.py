@@ -14,7 +14,7 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.sampling_params import sample_seeds
 from tests.support.chi_squared import SIGNIFICANCE, p_value
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, submit
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
@@ -185,7 +185,7 @@ def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(*failing[fails], fails_once(getattr(*failing[fails]), number))
                 engine, params = llm._engine, SamplingParams(seed=47, n=4, max_tokens=40, ignore_eos=True)
-                engine.add(engine.input_processor.process_one("r", prompt, params))
+                submit(engine, "r", prompt, params)
                 while engine.has_unfinished:
                     with suppress(StepError):
                         engine.step()
@@ -199,7 +199,7 @@ def opened(llm, prompt, *, priority=0, **params):
     """Sequences of a request that the engine has taken."""
     engine, params = llm._open_engine(), SamplingParams(seed=1, **params)
     name = f"{len(engine.requests)}"
-    engine.add(engine.input_processor.process_one(name, prompt, params, priority=priority))
+    submit(engine, name, prompt, params, priority=priority)
     return list(engine.requests[name].sequences)
 
 
@@ -278,7 +278,7 @@ def test_a_stream_shows_all_samples_after_each_step(overlap):
 def test_an_abort_ends_all_samples_together(overlap):
     with open_llm(overlap=overlap, max_num_seqs=3) as llm:
         engine = llm._engine
-        engine.add(engine.input_processor.process_one("r", [5, 6, 7], SamplingParams(n=5, max_tokens=100)))
+        submit(engine, "r", [5, 6, 7], SamplingParams(n=5, max_tokens=100))
         for _ in range(4):
             engine.step()
         output = engine.abort("r")

@@ -1,5 +1,6 @@
 """Recurrent states in host memory and in files: tokens are those of `transformers`, and a state replaces its prefix."""
 
+import contextlib
 import json
 import random
 from functools import cache
@@ -15,7 +16,7 @@ from nanovllm.features.tiers import segments
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
 from tests.support.class_cases import own_answers
-from tests.support.llms import check_engine, fail_in_step, greedy
+from tests.support.llms import check_engine, fail_in_step, generate, greedy
 from tests.support.scheduling import Loop
 from tests.support.tiers import make_tiered_scheduler
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
@@ -69,7 +70,7 @@ def save(class_name, folder):
 
 def answers(llm, prompts=PROMPTS):
     """Tokens and numbers of cached tokens."""
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = generate(llm, prompts, GREEDY)
     check_books(llm)
     return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
 
@@ -82,6 +83,16 @@ def check_books(llm):
 
 def open_saved(folder, **options):
     return LLM(folder, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+@contextlib.contextmanager
+def evicted(class_name=DELTA, **options):
+    """An engine whose prefixes are in host memory alone, and the model's own answers."""
+    model, expected = model_and_answers(class_name)
+    with LLM(model, **OPTIONS, **HOST, **options) as llm:
+        answers(llm)
+        answers(llm, OTHERS)
+        yield llm, expected
 
 
 def contents(llm):
@@ -124,10 +135,7 @@ def test_tokens_are_those_of_transformers_without_tiers_with_them_and_from_a_for
 
 def test_a_state_alone_is_loaded_for_a_whole_prefix():
     """Mamba has no K and V: its blocks are but tokens."""
-    model, expected = model_and_answers("Mamba2ForCausalLM")
-    with LLM(model, **OPTIONS, **HOST) as llm:
-        answers(llm)
-        answers(llm, OTHERS)
+    with evicted("Mamba2ForCausalLM") as (llm, expected):
         found, cached = answers(llm, PROMPTS[:1])
         assert found == expected[:1] and cached == [2 * SIZE]
         tiers = llm._engine.tiers
@@ -274,10 +282,7 @@ def test_preempted_requests_find_their_states_in_host_memory(overlap):
 @pytest.mark.costly
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_failed_step_with_loads_leaves_no_wrong_state(monkeypatch, number):
-    model, expected = model_and_answers(DELTA)
-    with LLM(model, **OPTIONS, overlap=True, **HOST) as llm:
-        answers(llm)
-        answers(llm, OTHERS)
+    with evicted(overlap=True) as (llm, expected):
         with monkeypatch.context() as patch:
             fail_in_step(patch, llm, number, RuntimeError("once"))
             with pytest.raises((StepError, RuntimeError)):
@@ -287,15 +292,12 @@ def test_a_failed_step_with_loads_leaves_no_wrong_state(monkeypatch, number):
 
 
 def test_samples_and_aborted_streams_change_no_token():
-    model, expected = model_and_answers(DELTA)
-    with LLM(model, **OPTIONS, **HOST) as llm:
-        answers(llm)
-        answers(llm, OTHERS)
+    with evicted() as (llm, expected):
         aborted = llm.stream(PROMPTS[1], GREEDY)
         next(aborted)
         aborted.close()
         samples = SamplingParams(n=2, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, samples, use_tqdm=False)
+        outputs = generate(llm, PROMPTS, samples)
         assert [[sample.token_ids for sample in output.outputs] for output in outputs] == [[e, e] for e in expected]
         assert llm.stats().tiers.num_loaded_blocks > 0
         check_books(llm)
@@ -323,10 +325,8 @@ def test_events_tell_states_in_host_memory_from_k_and_v(monkeypatch, tmp_path):
         batches.append(in_schema(events, publisher._kinds))
 
     monkeypatch.setattr(KvEventPublisher, "receive", receive)
-    model, _ = model_and_answers(DELTA)
-    with LLM(model, **OPTIONS, kv_events=f"ipc://{tmp_path}/events", **HOST) as llm:
-        answers(llm)
-        answers(llm, OTHERS)
+    with evicted(kv_events=f"ipc://{tmp_path}/events"):
+        pass
     events = [event for batch in batches for event in batch if event.get("medium") == "CPU"]
     stored = [event for event in events if event["type"] == "BlockStored"]
     assert {event["kv_cache_spec_kind"] for event in stored} == {"full_attention", "mamba"}

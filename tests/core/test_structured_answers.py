@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.models.default_model import ensure_default_model
-from tests.support.llms import check_engine, greedy
+from tests.support.llms import check_engine, generate, greedy
 from tests.support.structured import EOS, FORMS, check_text, form, model, open_llm, reference
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -29,7 +29,7 @@ def results(outputs):
 
 
 def answers(llm, params, prompts=None):
-    outputs = llm.generate(PROMPTS if prompts is None else prompts, params, use_tqdm=False)
+    outputs = generate(llm, PROMPTS if prompts is None else prompts, params)
     check_engine(llm)
     assert llm.stats().num_used_blocks == 0
     return outputs
@@ -82,7 +82,7 @@ def test_greedy_tokens_of_the_default_model_equal_those_of_transformers_with_llg
     expected = reference(module, tokenizer, kind, prompt, 40, eos=tokenizer.eos_token_id)
     for overlap in (False, True):
         with LLM(module, tokenizer=tokenizer, enforce_eager=True, max_model_len=256, overlap=overlap) as llm:
-            (output,) = llm.generate([prompt], params_of(kind, max_tokens=40), use_tqdm=False)
+            (output,) = generate(llm, [prompt], params_of(kind, max_tokens=40))
         assert output.outputs[0].token_ids == expected
         if output.outputs[0].finish_reason == "stop":
             check_text(kind, output.outputs[0].text)
@@ -267,7 +267,7 @@ def test_steps_in_flight_are_drawn_once_the_step_before_was_read():
         llm._engine.scheduler.update = lambda batch, *drawn: (
             events.append(("read", batch.step_id)), update(batch, *drawn)
         )[1]  # fmt: skip
-        (output,) = llm.generate([PROMPTS[0]], params_of("regex"), use_tqdm=False)
+        (output,) = generate(llm, [PROMPTS[0]], params_of("regex"))
     assert output.outputs[0].finish_reason == "stop"
     assert events[:9] == [
         ("forward", 1), ("draw", 1), ("forward", 2), ("read", 1), ("draw", 2),

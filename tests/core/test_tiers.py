@@ -1,5 +1,6 @@
 """Prefixes in host memory and in files: the tokens stay the same, with any damage to the files, in any process."""
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,7 @@ from nanovllm.features.tiers.reading import FileReads
 from nanovllm.kv_cache import HostCopies
 from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
-from tests.support.llms import OPTIONS, check_engine, generate, open_llm, token_ids
+from tests.support.llms import OPTIONS, check_engine, generate, open_llm, submit, token_ids
 from tests.support.tiny_models import save_tiny
 
 SHARED = list(range(40, 104))  # four blocks of 16
@@ -55,9 +56,22 @@ def kept(folder, tmp_path):
     return tmp_path / "kept"
 
 
+def open_in(folder, directory, **options):
+    return LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options))
+
+
+@contextlib.contextmanager
+def evicted(**options):
+    """An engine whose prompts are in host memory alone."""
+    with open_llm(num_kv_blocks=40, **HOST, **options) as llm:
+        generate(llm, PROMPTS)
+        generate(llm, OTHERS)
+        yield llm
+
+
 def run_in(folder, directory, prompts=PROMPTS, **options):
     """Tokens and numbers of cached tokens of a new engine, and its statistics of tiers."""
-    with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(directory)} | options)) as llm:
+    with open_in(folder, directory, **options) as llm:
         outputs = generate(llm, prompts, priority=[*range(len(prompts))])
         check_engine(llm)
         llm._engine.tiers.books.check()
@@ -176,10 +190,8 @@ def test_a_reset_and_changed_weights_make_stored_prefixes_unreachable():
 
 
 def test_loads_that_are_slower_than_computing_do_not_happen():
-    with open_llm(num_kv_blocks=40, **HOST) as llm:
+    with evicted() as llm:
         costs = llm._engine.tiers.costs
-        generate(llm, PROMPTS)
-        generate(llm, OTHERS)
         costs.rates["host"], costs.compute = 1e3, lambda start, count: 1e-3
         assert cached(generate(llm, PROMPTS[0])) == [0]
         assert costs.num_loads == 0 and costs.num_recomputes > 0
@@ -204,9 +216,7 @@ def test_the_time_to_compute_a_prefix_is_that_of_its_steps(monkeypatch):
 
 def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
     path = tmp_path / "trace.json"
-    with TraceWriter(path) as trace, open_llm(num_kv_blocks=40, trace=trace, **HOST) as llm:
-        generate(llm, PROMPTS)
-        generate(llm, OTHERS)
+    with TraceWriter(path) as trace, evicted(trace=trace) as llm:
         llm._engine.tiers.costs.rates["host"] = 1e9
         generate(llm, PROMPTS[0])
     (event,) = [event for event in json.loads(path.read_text()) if event.get("name") == "prefix"]
@@ -217,9 +227,7 @@ def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
 def test_events_name_the_medium_of_stored_blocks(monkeypatch, tmp_path):
     batches = []
     monkeypatch.setattr(KvEventPublisher, "receive", lambda self, events: batches.append(in_schema(events)))
-    with open_llm(num_kv_blocks=40, kv_events=f"ipc://{tmp_path}/events", **HOST) as llm:
-        generate(llm, PROMPTS)
-        generate(llm, OTHERS)
+    with evicted(kv_events=f"ipc://{tmp_path}/events") as llm:
         hashes = {as_number(name) for name in llm._engine.block_manager.entries}
         llm.reset_prefix_cache()
         generate(llm, PROMPTS)
@@ -272,10 +280,10 @@ def test_steps_wait_for_files_in_turns_between_which_a_request_can_be_aborted(fo
     monkeypatch.setattr(FileReads, "start", start)
     monkeypatch.setattr(FileReads, "_run", lambda self: None)
     monkeypatch.setattr(reading, "MAX_WAIT_SECONDS", 1e6)
-    with LLM(folder, **(OPTIONS | {"prefix_cache_dir": str(kept)})) as llm:
+    with open_in(folder, kept) as llm:
         engine = llm._engine
         for name, prompt in zip("ab", PROMPTS, strict=True):
-            engine.add(engine.input_processor.process_one(name, prompt, SamplingParams(max_tokens=2)))
+            submit(engine, name, prompt, SamplingParams(max_tokens=2))
         for _ in range(3):
             engine.step()
         assert len(waits) == 3 and all(0 < wait <= reading.TURN_SECONDS for wait in waits)
@@ -285,7 +293,7 @@ def test_steps_wait_for_files_in_turns_between_which_a_request_can_be_aborted(fo
 
 
 def test_a_forked_child_writes_nothing(folder, tmp_path):
-    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as llm:
+    with open_in(folder, tmp_path) as llm:
         generate(llm, PROMPTS)
         child = os.fork()
         if child == 0:
@@ -305,7 +313,7 @@ def test_files_are_their_owners_alone(kept):
 
 def test_a_salted_prefix_is_found_with_its_salt_alone(folder, tmp_path):
     for salt in ("a", "b", "a", ""):
-        with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as llm:
+        with open_in(folder, tmp_path) as llm:
             found = cached(generate(llm, PROMPTS[0], cache_salt=salt))
             assert found == [64 if salt == "a" and llm.stats().tiers.num_read_blocks else 0]
             if salt == "":
@@ -450,9 +458,9 @@ def test_a_read_only_directory_is_read_with_a_warning(folder, expected, kept, mo
 
 
 def test_one_process_writes_while_others_read(folder, expected, tmp_path):
-    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as first:
+    with open_in(folder, tmp_path) as first:
         generate(first, PROMPTS)
-        with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS) as second:
+        with open_in(folder, tmp_path) as second:
             assert first._engine.tiers.directory.is_writer and not second._engine.tiers.directory.is_writer
             while first._engine.tiers.save_idle():  # as a server does when no request runs
                 pass
@@ -463,8 +471,7 @@ def test_one_process_writes_while_others_read(folder, expected, tmp_path):
 
 @programs_are_forked()
 def test_replicas_share_a_directory(folder, expected, kept):
-    options = {"prefix_cache_dir": str(kept), "data_parallel_size": 2, "routing": "round-robin"}
-    with LLM(folder, **(OPTIONS | options)) as llm:
+    with open_in(folder, kept, data_parallel_size=2, routing="round-robin") as llm:
         outputs = generate(llm, PROMPTS)
         assert token_ids(outputs) == expected and cached(outputs) == [64, 64]
         assert llm.stats().tiers.num_read_blocks == 8  # four by each
@@ -499,7 +506,7 @@ def test_the_command_lists_verifies_and_clears(kept, capsys):
 
 
 def test_a_folder_is_not_cleared_under_an_engine_that_writes(folder, tmp_path, capsys):
-    with LLM(folder, prefix_cache_dir=str(tmp_path), **OPTIONS):
+    with open_in(folder, tmp_path):
         assert main(["cache", "clear", str(tmp_path)]) == 2
     assert "End it first" in capsys.readouterr().err
 
@@ -527,7 +534,7 @@ def test_sampled_tokens_are_the_same_too(folder, kept):
     params = SamplingParams(seed=3, max_tokens=12)
     with LLM(folder, **OPTIONS) as llm:
         expected = token_ids(generate(llm, PROMPTS, params))
-    with LLM(folder, prefix_cache_dir=str(kept), **OPTIONS) as llm:
+    with open_in(folder, kept) as llm:
         assert token_ids(generate(llm, PROMPTS, params)) == expected
 
 

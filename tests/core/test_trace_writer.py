@@ -16,6 +16,7 @@ import pytest
 from nanovllm import LLM, AsyncLLM, StepError, TraceWriter
 from nanovllm.build import build_engine
 from tests.support import traces
+from tests.support.llms import generate, submit
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 from tests.support.traced_llms import OPTIONS, open_llm, params
 
@@ -35,7 +36,7 @@ def test_every_token_of_a_request_is_in_its_lane(path, overlap):
     shared = random_prompts(1, low=64, high=64)[0]
     prompts = [[*shared, *prompt] for prompt in random_prompts(8)]
     with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, max_num_batched_tokens=72, max_num_seqs=4) as llm:
-        outputs = llm.generate(prompts, params(), use_tqdm=False)
+        outputs = generate(llm, prompts, params())
     trace = traces.read(path)
     assert sum(output.num_cached_tokens for output in outputs) > 0
     for output in outputs:
@@ -53,7 +54,7 @@ def test_every_token_of_a_request_is_in_its_lane(path, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_lane_covers_its_request_from_arrival_to_finish_on_the_engines_clock(path, overlap):
     with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, max_num_seqs=2) as llm:
-        outputs = llm.generate(random_prompts(5), params(), use_tqdm=False)
+        outputs = generate(llm, random_prompts(5), params())
     trace = traces.read(path)
     for output in outputs:
         lane, metrics = trace.lane(output.request_id), output.metrics
@@ -69,7 +70,7 @@ def test_a_lane_covers_its_request_from_arrival_to_finish_on_the_engines_clock(p
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pool_that_is_too_small_shows_who_was_preempted_and_what_was_computed_again(path, overlap):
     with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, **TIGHT) as llm:
-        outputs = llm.generate(random_prompts(3, low=40, high=50), params(60), use_tqdm=False)
+        outputs = generate(llm, random_prompts(3, low=40, high=50), params(60))
     trace = traces.read(path)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert any("stalled" in trace.states(output.request_id) for output in outputs)
@@ -84,7 +85,7 @@ def test_a_pool_that_is_too_small_shows_who_was_preempted_and_what_was_computed_
 
 def test_every_sample_has_a_lane_of_its_own(path):
     with TraceWriter(path) as trace, open_llm(trace) as llm:
-        llm.generate(random_prompts(1, low=40, high=40), params(n=3, temperature=1.0), use_tqdm=False)
+        generate(llm, random_prompts(1, low=40, high=40), params(n=3, temperature=1.0))
     trace = traces.read(path)
     assert list(trace.names.values()) == ["0 [0]", "0 [1]", "0 [2]"]
     assert [trace.total(name, "decode", "tokens") for name in trace.names.values()] == [11, 11, 11]
@@ -93,7 +94,7 @@ def test_every_sample_has_a_lane_of_its_own(path):
 def test_several_calls_are_one_trace(path):
     with TraceWriter(path) as trace, open_llm(trace) as llm:
         for _ in range(3):
-            llm.generate(random_prompts(2), params(3), use_tqdm=False)
+            generate(llm, random_prompts(2), params(3))
         assert llm.stats().num_steps == 9
     trace = traces.read(path)
     assert list(trace.names.values()) == ["0", "1", "2", "3", "4", "5"]
@@ -111,10 +112,10 @@ def test_requests_that_end_early_say_why(path, overlap):
     with TraceWriter(path) as writer:
         options = OPTIONS | {"max_num_seqs": 2, "overlap": overlap}
         engine = build_engine(tiny_model(), tiny_tokenizer(), None, options, trace=writer, clock=clock)
-        engine.add(engine.input_processor.process_one("runs", [5, 6, 7], params(40)))
-        engine.add(engine.input_processor.process_one("late", [8, 9], params(40), timeout=0.05))
-        engine.add(engine.input_processor.process_one("waits", [8, 9, 10], params(40)))
-        engine.add(engine.input_processor.process_one("waits too", [8, 9, 10], params(40), timeout=0.02))
+        submit(engine, "runs", [5, 6, 7], params(40))
+        submit(engine, "late", [8, 9], params(40), timeout=0.05)
+        submit(engine, "waits", [8, 9, 10], params(40))
+        submit(engine, "waits too", [8, 9, 10], params(40), timeout=0.02)
         for _ in range(10):
             engine.step()
         engine.abort("runs")
@@ -169,7 +170,7 @@ def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
     records = []
     with TraceWriter(path) as trace:
         llm = LLM(tiny_model(), on_step=records.append, trace=trace, overlap=overlap, **OPTIONS)
-        llm.generate(random_prompts(4), params(), use_tqdm=False)
+        generate(llm, random_prompts(4), params())
         llm.close()
     trace = traces.read(path)
     assert len(records) > 10
@@ -209,7 +210,7 @@ def llm_budget(trace):
 def test_a_step_that_failed_is_not_in_the_trace_and_its_requests_go_on(path, monkeypatch):
     with TraceWriter(path) as writer:
         engine = build_engine(tiny_model(), None, None, OPTIONS, trace=writer)
-        engine.add(engine.input_processor.process_one("a", [5, 6, 7], params(6)))
+        submit(engine, "a", [5, 6, 7], params(6))
         execute, calls = engine.model_runner.execute, []
 
         def failing(batch):
@@ -248,7 +249,7 @@ def test_a_call_that_sigint_ends_ends_in_the_trace_and_the_others_go_on(path, mo
 
         monkeypatch.setattr(llm._engine.scheduler, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts[1], params(), use_tqdm=False)
+            generate(llm, prompts[1], params())
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 12
     trace = traces.read(path)
@@ -261,7 +262,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_requests(caplog):
     writer = TraceWriter(os.devnull)
     writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with open_llm(writer) as llm, caplog.at_level(logging.ERROR, logger="nanovllm"):
-        (output,) = llm.generate([5, 6, 7], params(), use_tqdm=False)
+        (output,) = generate(llm, [5, 6, 7], params())
         assert len(output.outputs[0].token_ids) == 12
         assert "No space left" in llm.stats().hook_error
     assert "the trace '/dev/null' raised" in caplog.text
@@ -325,6 +326,6 @@ def test_limits_that_the_engine_chose_itself_are_in_the_trace(path):
     memory = {"num_kv_blocks": None, "kv_cache_memory_bytes": 2**21}
     options = {name: value for name, value in (OPTIONS | memory).items() if value is not None}
     with TraceWriter(path) as trace, LLM(tiny_model(), trace=trace, **options) as llm:
-        llm.generate([5, 6, 7], params(2), use_tqdm=False)
+        generate(llm, [5, 6, 7], params(2))
         blocks, budget = llm.stats().num_blocks, llm.config.max_num_batched_tokens
     assert {(step["blocks"], step["budget"]) for step in traces.read(path).steps} == {(blocks, budget)}

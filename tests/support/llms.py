@@ -37,6 +37,11 @@ def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> li
     return llm.generate(prompts, params, use_tqdm=False, **options)
 
 
+def submit(engine: Any, name: str, *request: Any, **options: Any) -> None:
+    """Queue a request of this name, as a front door does."""
+    engine.add(engine.input_processor.process_one(name, *request, **options))
+
+
 def token_ids(outputs: list[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
