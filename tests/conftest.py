@@ -6,6 +6,7 @@ one process, `-m full` runs the other cases. A folder that is named has the same
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -18,6 +19,15 @@ import sys
 import types
 
 import pytest
+
+with contextlib.suppress(ModuleNotFoundError):  # on a GPU's machine it may be missing
+    import hypothesis
+
+    # A busy machine is neither a slow test nor slow data.
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
 
