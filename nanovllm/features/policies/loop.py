@@ -220,10 +220,10 @@ class Loop:
         check_scheduler(scheduler)
         check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
         check([item.batch for item in self.in_flight] == list(scheduler.in_flight), "batches in flight are lost")
-        in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)
+        in_flight = Counter(sequence for item in self.in_flight for sequence in item.batch.sampling)
         for sequence in self.sequences:
             check(
-                sequence.num_in_flight_tokens == in_flight[sequence.request_id],
+                sequence.num_in_flight_tokens == in_flight[sequence],
                 f"{sequence} counts {sequence.num_in_flight_tokens} tokens in flight",
             )
             check(sequence.is_finished or sequence.num_computed_tokens <= sequence.num_known_tokens, f"{sequence}")

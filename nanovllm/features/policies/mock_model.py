@@ -75,18 +75,18 @@ class MockModel(MockBlocks):
             for number, (kind, pool) in enumerate(zip(self.kinds, manager.pools, strict=True))
             if kind.record_bytes is None
         }
-        # (step id, request id) -> its block table in each group.
-        self._tables: dict[tuple[int, str], list[list[int]]] = {}
+        # (step id, sequence) -> its block table in each group.
+        self._tables: dict[tuple[int, Sequence], list[list[int]]] = {}
         self.num_forked = 0  # entries that draw from the row of another sample
         self.num_shared_in_step = 0  # Entries that read a slot written by another entry of the same step
-        self._on_device: dict[str, _OnDevice] = {}
-        self._num_drawn: dict[tuple[int, str], int] = {}  # step and request -> tokens that count
-        self._poisons: dict[str, list[Poison]] = {}
+        self._on_device: dict[Sequence, _OnDevice] = {}
+        self._num_drawn: dict[tuple[int, Sequence], int] = {}  # step and sequence -> tokens that count
+        self._poisons: dict[Sequence, list[Poison]] = {}
 
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
         """Write, read and sample; new positions of the requests in `non_finite` become NaN."""
         for entry in batch.entries:
-            key = batch.step_id, entry.sequence.request_id
+            key = batch.step_id, entry.sequence
             self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
         self._check_batch(batch)
         for entry in batch.drafted:
@@ -97,32 +97,37 @@ class MockModel(MockBlocks):
             check(seen == [*known, *entry.draft], f"the rows of {entry.sequence} see other tokens than its drafts")
             self._learn(state, entry.draft, state.prefixes[-1])
         self._copy(batch)
-        written_by: dict[tuple[int, int], str] = {}
+        written_by: dict[tuple[int, int], Sequence] = {}
         for entry in batch.entries:
             self._write(batch, entry, written_by)
         poisoned_states = self._read_states(batch)
         sampled: list[int] = []
         poisoned = False
         for entry in batch.entries:
-            request_id = entry.sequence.request_id
-            state = self._on_device[entry.sequence.request_id]
+            sequence = entry.sequence
+            state = self._on_device[sequence]
             end = entry.start + entry.num_new_tokens
             if entry.num_new_tokens:  # an entry without rows draws from the row of the entry before
                 poisoned = self._reads_poison(batch, entry, written_by)
-                poisoned |= request_id in non_finite or request_id in poisoned_states
+                poisoned |= sequence.request_id in non_finite or sequence in poisoned_states
             if poisoned:
                 self._poison(batch, entry)
             self._write_states(batch, entry, poisoned)
             if entry.num_samples:
-                check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
+                check(end == len(state.token_ids), f"{sequence} samples, but a known token is not computed")
                 drawn = [
-                    NON_FINITE if poisoned else prefix % VOCAB_SIZE for prefix in state.prefixes[-entry.num_samples :]
+                    NON_FINITE if poisoned else self.draw(sequence, state.prefixes[index - 1], index)
+                    for index in range(end - entry.num_samples + 1, end + 1)
                 ]
-                self._num_drawn[batch.step_id, request_id] = self._take(state, drawn)
+                self._num_drawn[batch.step_id, sequence] = self._take(state, drawn)
                 sampled += drawn
             else:
-                check(end < len(state.token_ids), f"{request_id} computed its last known token and does not sample")
+                check(end < len(state.token_ids), f"{sequence} computed its last known token and does not sample")
         return sampled
+
+    def draw(self, sequence: Sequence, prefix: int, position: int) -> int:
+        """The token at a position of a sequence, behind a prefix."""
+        return prefix % VOCAB_SIZE
 
     def _take(self, state: _OnDevice, drawn: list[int]) -> int:
         """Go on by the draws that equal the drafts, and the next one; returns their number. By none after NaN."""
@@ -147,11 +152,11 @@ class MockModel(MockBlocks):
             if block >= 0:
                 self.set_block(group, block, [UNWRITTEN] * self.size_of(group))
         for entry in batch.entries:
-            state = self._on_device[entry.sequence.request_id]
+            state = self._on_device[entry.sequence]
             for position in range(entry.start, entry.start + entry.num_new_tokens):
                 for number, slot in self._slots(batch, entry, position):
                     self.slots[number][slot] = UNWRITTEN
-            if num_drawn := self._num_drawn.pop((batch.step_id, entry.sequence.request_id), 0):
+            if num_drawn := self._num_drawn.pop((batch.step_id, entry.sequence), 0):
                 del state.token_ids[-num_drawn:], state.prefixes[-num_drawn:]
         for states in self.states:
             states.fail(batch)
@@ -159,12 +164,10 @@ class MockModel(MockBlocks):
     def report_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Report a non-finite sequence to the scheduler: its blocks must no longer be findable."""
         running = list(running)
-        for poison in self._poisons.pop(sequence.request_id, ()):
+        for poison in self._poisons.pop(sequence, ()):
             if not poison.is_known:
                 poison.is_known = True
-                poison.holders = {
-                    other.request_id for other in running if poison.block in tables_of(other)[poison.group]
-                }
+                poison.holders = {other for other in running if poison.block in tables_of(other)[poison.group]}
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         entries = batch.entries
@@ -188,7 +191,7 @@ class MockModel(MockBlocks):
                 f"a chunk ends at {end}, inside a block and a sequence",
             )
             check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
-            for kind, table in zip(self.kinds, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
+            for kind, table in zip(self.kinds, self._tables[batch.step_id, entry.sequence], strict=True):
                 check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")
                 if kind.record_bytes is not None:
                     continue
@@ -205,34 +208,34 @@ class MockModel(MockBlocks):
     def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[tuple[int, int]]:
         """The slot of a position in each group of K and V, with the group's number."""
         index, offset = divmod(position, self.block_size)
-        tables = self._tables[batch.step_id, entry.sequence.request_id]
+        tables = self._tables[batch.step_id, entry.sequence]
         return [(number, tables[number][index] * self.block_size + offset) for number in self.slots]
 
-    def _read_states(self, batch: ScheduledBatch) -> set[str]:
-        """Check the states that the batch goes on from; returns the requests that read poison."""
+    def _read_states(self, batch: ScheduledBatch) -> set[Sequence]:
+        """Check the states that the batch goes on from; returns the sequences that read poison."""
         poisoned = set()
         for states in self.states:
             for entry in batch.entries:
-                request_id = entry.sequence.request_id
-                table = self._tables[batch.step_id, request_id][states.number]
-                if states.read(entry, table, self._on_device[request_id].prefixes):
-                    poisoned.add(request_id)
+                sequence = entry.sequence
+                table = self._tables[batch.step_id, sequence][states.number]
+                if states.read(entry, table, self._on_device[sequence].prefixes):
+                    poisoned.add(sequence)
         return poisoned
 
     def _write_states(self, batch: ScheduledBatch, entry: ScheduledSequence, poisoned: bool) -> None:
-        request_id = entry.sequence.request_id
+        sequence = entry.sequence
         end = entry.start + entry.num_new_tokens
         for states in self.states:
-            table = self._tables[batch.step_id, request_id][states.number]
+            table = self._tables[batch.step_id, sequence][states.number]
             state = Poison(states.number, NULL_BLOCK)
-            slot = states.write(
-                batch, entry, table, state if poisoned else self._on_device[request_id].prefixes[end - 1]
-            )
+            slot = states.write(batch, entry, table, state if poisoned else self._on_device[sequence].prefixes[end - 1])
             if poisoned:
                 state.block = slot
-                self._poisons.setdefault(request_id, []).append(state)
+                self._poisons.setdefault(sequence, []).append(state)
 
-    def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
+    def _write(
+        self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], Sequence]
+    ) -> None:
         sequence = entry.sequence
         state = self._state_of(entry.sequence)
         # A token drawn twice, lost or changed makes host and device differ.
@@ -241,13 +244,13 @@ class MockModel(MockBlocks):
         for position in range(entry.start, entry.start + entry.num_new_tokens):
             for number, slot in self._slots(batch, entry, position):
                 check((number, slot) not in written_by, f"slot {slot} is written twice in a step")
-                written_by[number, slot] = sequence.request_id
+                written_by[number, slot] = sequence
                 self.slots[number][slot] = state.prefixes[position]
 
     def _state_of(self, sequence: Sequence) -> _OnDevice:
-        state = self._on_device.get(sequence.request_id)
+        state = self._on_device.get(sequence)
         if state is None:
-            state = self._on_device[sequence.request_id] = _OnDevice([], [])
+            state = self._on_device[sequence] = _OnDevice([], [])
             self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
         return state
 
@@ -259,21 +262,21 @@ class MockModel(MockBlocks):
             state.prefixes.append(prefix)
 
     def _reads_poison(
-        self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]
+        self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], Sequence]
     ) -> bool:
         """Check every slot that the entry attends to in any group; returns whether one of them is poisoned."""
-        request_id = entry.sequence.request_id
+        sequence = entry.sequence
         block_size = self.block_size
-        prefixes = self._on_device[request_id].prefixes
+        prefixes = self._on_device[sequence].prefixes
         end = entry.start + entry.num_new_tokens
         poisoned = shared = False
         for number in self.slots:
-            table = self._tables[batch.step_id, request_id][number]
+            table = self._tables[batch.step_id, sequence][number]
             for index in range(self._first_seen(self.kinds[number], entry) // block_size, -(-end // block_size)):
                 first = index * block_size
                 count = min(block_size, end - first)
                 slot = table[index] * block_size
-                shared |= written_by.get((number, slot), request_id) != request_id
+                shared |= written_by.get((number, slot), sequence) != sequence
                 found = self.slots[number][slot : slot + count]
                 if found != prefixes[first : first + count]:
                     poisoned |= self._is_poison(entry, found, first, f"group {number}, block {table[index]}")
@@ -282,19 +285,19 @@ class MockModel(MockBlocks):
 
     def _is_poison(self, entry: ScheduledSequence, found: list[int | Poison | None], first: int, place: str) -> bool:
         """Whether poison was found at a position from `first` on; the others must hold the KV."""
-        request_id = entry.sequence.request_id
+        sequence = entry.sequence
         poisoned = False
         for position, content in enumerate(found, first):
             if isinstance(content, Poison):
                 poisoned = True
                 check(
                     content.may_be_read_by(entry.sequence),
-                    f"{request_id} found block {content.block}, whose owner had turned non-finite",
+                    f"{sequence} found block {content.block}, whose owner had turned non-finite",
                 )
             else:
                 check(
-                    content == self._on_device[request_id].prefixes[position],
-                    f"{request_id} reads at position {position} what is not its KV (chunk {entry.start} of "
+                    content == self._on_device[sequence].prefixes[position],
+                    f"{sequence} reads at position {position} what is not its KV (chunk {entry.start} of "
                     f"{entry.num_new_tokens}, {place}, {'another' if content else 'nothing'} there)",
                 )
         return poisoned
@@ -304,4 +307,4 @@ class MockModel(MockBlocks):
             for number, slot in self._slots(batch, entry, position):
                 poison = Poison(number, slot // self.block_size)
                 self.slots[number][slot] = poison
-                self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
+                self._poisons.setdefault(entry.sequence, []).append(poison)

@@ -36,11 +36,11 @@ class Poison:
     group: int
     block: int
     is_known: bool = False  # the scheduler knows of it
-    holders: set[str] = field(default_factory=set)  # requests that held the block at that time
+    holders: set[Sequence] = field(default_factory=set)  # sequences that held the block at that time
 
     def may_be_read_by(self, sequence: Sequence) -> bool:
         """Whether a request found it before it was reported, or began as the fork of one that did."""
-        return not self.is_known or any(sample.request_id in self.holders for sample in (sequence, *sequence.samples))
+        return not self.is_known or any(sample in self.holders for sample in (sequence, *sequence.samples))
 
 
 class MockStates:
@@ -51,44 +51,42 @@ class MockStates:
         self._pool = pool
         self._block_size = block_size
         self.slots: list[int | Poison | None] = [UNWRITTEN] * pool.num_blocks
-        self._reads: dict[str, int] = {}  # request id -> slot that the running step reads
-        self._written: dict[int, dict[str, int]] = {}  # step id -> request id -> slot
+        self._reads: dict[Sequence, int] = {}  # sequence -> slot that the running step reads
+        self._written: dict[int, dict[Sequence, int]] = {}  # step id -> sequence -> slot
         self._prefixes: dict[int | str, int] = {}  # prefix id -> hash of the prefix
 
     def read(self, entry: ScheduledSequence, table: list[int], prefixes: list[int]) -> bool:
         """Check the state that an entry reads; returns whether it is poisoned."""
-        request_id = entry.sequence.request_id
-        self._reads.pop(request_id, None)
+        sequence = entry.sequence
+        self._reads.pop(sequence, None)
         if entry.start == 0:
             return False
-        slot = self._reads[request_id] = table[(entry.start - 1) // self._block_size]
+        slot = self._reads[sequence] = table[(entry.start - 1) // self._block_size]
         content = self.slots[slot]
-        check(slot != NULL_BLOCK, f"{request_id} has no state after {entry.start} tokens")
+        check(slot != NULL_BLOCK, f"{sequence} has no state after {entry.start} tokens")
         if isinstance(content, Poison):
             check(
                 content.may_be_read_by(entry.sequence),
-                f"{request_id} found state {slot}, whose owner had turned non-finite",
+                f"{sequence} found state {slot}, whose owner had turned non-finite",
             )
             return True
         kind = "another" if content else "none"
-        check(
-            content == prefixes[entry.start - 1], f"{request_id} reads {kind} for its state after {entry.start} tokens"
-        )
+        check(content == prefixes[entry.start - 1], f"{sequence} reads {kind} for its state after {entry.start} tokens")
         return False
 
     def write(self, batch: ScheduledBatch, entry: ScheduledSequence, table: list[int], state: int | Poison) -> int:
         """Write the state after an entry; returns its slot."""
-        request_id = entry.sequence.request_id
+        sequence = entry.sequence
         end = entry.start + entry.num_new_tokens
         slot = table[(end - 1) // self._block_size]
         written = self._written.setdefault(batch.step_id, {})
-        check(slot != NULL_BLOCK, f"{request_id} has no slot for its state after {end} tokens")
+        check(slot != NULL_BLOCK, f"{sequence} has no slot for its state after {end} tokens")
         check(slot not in written.values(), f"state {slot} is written twice in a step")
-        readers = {e.sequence.request_id for e in batch.entries if self._reads.get(e.sequence.request_id) == slot}
-        check(readers <= {request_id}, f"{request_id} writes state {slot}, which {readers} read")
-        is_in_place = self._reads.get(request_id) == slot
-        check(is_in_place == bool(entry.start % self._block_size), f"{request_id} overwrites a state at a boundary")
-        written[request_id] = slot
+        readers = {e.sequence for e in batch.entries if self._reads.get(e.sequence) == slot}
+        check(readers <= {sequence}, f"{sequence} writes state {slot}, which {readers} read")
+        is_in_place = self._reads.get(sequence) == slot
+        check(is_in_place == bool(entry.start % self._block_size), f"{sequence} overwrites a state at a boundary")
+        written[sequence] = slot
         self.slots[slot] = state
         return slot
 
