@@ -46,7 +46,7 @@ class Resumed:
         own = self.samples[sequence.index]
         sequence.token_ids.extend(own.token_ids)
         sequence.num_known_tokens = sequence.num_counted_tokens = len(sequence.token_ids)
-        if own.logprobs is not None:
+        if sequence.logprobs is not None and own.logprobs is not None:
             sequence.logprobs = list(own.logprobs)
         if sequence.prompt_logprobs is not None and self.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(self.prompt_logprobs)

@@ -113,8 +113,13 @@ class SegmentWriter:
         self.number = number
         self._files = [_create(path) for path in segment_paths(folder, number)]
         self.num_bytes = 0  # size of the segment
-        for file in self._files:
-            _write(file, encode_header(header))
+        try:
+            for file in self._files:
+                _write(file, encode_header(header))
+        except OSError:
+            for file in self._files:
+                os.close(file)
+            raise
         self.num_bytes = os.fstat(self._files[0]).st_size
 
     def append(

@@ -167,7 +167,8 @@ class StoringBlocks(BlockManager):
         chosen: list[tuple[int, StoredBlock]] = []
         slots: list[int] = []
         num_bytes = 0
-        for block, node in self.idle_blocks(group, most):
+        # One block of each content: two sequences may have computed it.
+        for node, block in {node: block for block, node in self.idle_blocks(group, most)}.items():
             if not (self.stores_all and stores_new) and not self.is_worth(node):
                 if self.stores_all:
                     self._passed[group][block] = self.queues[group].pop(block)
