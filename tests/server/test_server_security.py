@@ -40,6 +40,7 @@ def test_without_the_key_nothing_but_health_is_answered():
                 answer = running.post(path, BODY, headers=headers)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
+            assert running.post("/api/chat", BODY, headers=headers).status_code == 401
         assert running.post("/v1/completions", BODY, headers=bearer("right")).status_code == 200
         with running.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
