@@ -41,11 +41,11 @@ MAX_PROCESSES = 4  # each has up to 2 GiB
 LONGEST = (
     "test_every_class", "test_snippets", "test_cpp_attention", "test_processor_classes", "test_byte_products",
     "test_real_model", "test_equality", "test_live_page", "test_replica_deaths", "test_speculated_answers",
-    "test_server_faults", "test_tiers", "test_hybrid_models", "test_deletion", "test_goals_and_shares",
+    "test_server_faults", "test_tiers", "test_hybrid_models", "test_deletion",
     "test_server_attack", "test_product_table", "test_structured_answers", "test_examples", "test_tune_command",
     "test_traffic", "test_default_model_errors", "test_server_schema", "test_live_chat", "test_timeline_figures",
     "test_tensor_parallel", "test_fused_layers", "test_interrupts", "test_server_connections", "test_sampler",
-    "test_cli_pull", "test_tensor_parallel_failures", "test_scheduler_properties", "test_draft_models",
+    "test_cli_pull", "test_tensor_parallel_failures", "test_whole_fuzz", "test_draft_models",
     "test_llm_forks", "test_engine_process", "test_cli_conversation", "test_replica_ranks", "test_drafts_on_ranks",
 )  # fmt: skip
 # Of all processes, start and collection included; a run that takes more fails. CI sets it for the default tier.

@@ -1,14 +1,17 @@
 """Steps in which a sequence draws a run of several tokens: layout, rows, outcome. Batches are built by hand."""
 
+import random
+
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
 from nanovllm.layout import build_layout
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.llms import generate, open_llm
+from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.public_options import make_sequence
-from tests.support.scheduling import make_scheduler
+from tests.support.scheduling import Loop, make_scheduler
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -186,3 +189,34 @@ def test_each_row_of_a_run_draws_the_token_that_follows_it(backend, params):
             values = {token: entry.logprob for token, entry in one_by_one.items()}
             assert {token: entry.logprob for token, entry in reported.items()} == pytest.approx(values, abs=1e-4)
         assert len(other.logprobs) == 1
+
+
+def drafted_step():
+    """A step with right drafts for a sequence of one output token."""
+    scheduler = with_drafts(make_scheduler(), GuessingDrafter(random.Random(0), share_right=1.0))
+    loop = Loop(scheduler)
+    sequence = loop.add(range(6), max_tokens=12)
+    loop.step()
+    batch = scheduler.schedule()
+    assert len(batch.drafted) == 1 and len(batch.sampling) > 2
+    return scheduler, sequence, batch
+
+
+def test_a_row_that_is_not_finite_leaves_no_token_beside_it_and_no_drafts_behind_it():
+    scheduler, sequence, batch = drafted_step()
+    sequence.logprobs = [{}, {}]  # of the first token, and of a row of this step
+    draws = [*sequence.draft, 0]
+    draws[1] = NON_FINITE
+    scheduler.update(batch, draws)
+    assert not sequence.is_running and len(sequence.logprobs) == sequence.num_output_tokens == 1
+    assert scheduler.block_manager.num_findable_blocks == 0
+    assert [entry.draft for entry in scheduler.schedule().entries] == [()]
+    scheduler.update(scheduler.in_flight[0], [0])
+    assert not scheduler.schedule().drafted
+
+
+def test_an_error_of_a_rejected_row_is_none_of_its_request():
+    scheduler, sequence, batch = drafted_step()
+    sequence.error = "of the second row"
+    scheduler.update(batch, [(sequence.draft[0] + 1) % 8, *[NOTHING_LEFT] * len(sequence.draft)])
+    assert sequence.is_running and sequence.error is None and sequence.num_output_tokens == 2

@@ -15,10 +15,11 @@ from nanovllm.features.kv_events.kv_events import KvEventPublisher, in_schema
 from nanovllm.features.tiers import segments
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
+from nanovllm.features.tiers.tiered_blocks import TieredGroups
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine, fail_in_step, generate, greedy
-from tests.support.scheduling import Loop
-from tests.support.tiers import make_tiered_scheduler
+from tests.support.public_options import make_config
+from tests.support.scheduling import Loop, shared_scheduler
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -157,10 +158,11 @@ def test_states_of_a_sequence_that_went_on_are_not_stored():
 
 
 def tiered_loop(kinds, **options):
-    scheduler = make_tiered_scheduler(kinds, [20] * len(kinds), block_size=4, max_model_len=40, max_num_seqs=2)
-    manager = scheduler.block_manager
+    config = make_config(num_kv_blocks=20, max_model_len=40, max_num_seqs=2)
+    limits = {"max_model_len": 40, "max_chunk_tokens": config.long_prefill_token_threshold}
+    manager = TieredGroups(kinds, [20] * len(kinds), 4, **limits)
     manager.attach(TierBooks([1] * len(kinds), 100), LoadCosts(), root_seed="model", stores_while_busy=False, **options)
-    return Loop(scheduler), manager
+    return Loop(shared_scheduler(config, manager)), manager
 
 
 def path_length(node):

@@ -248,3 +248,39 @@ def test_a_reset_leaves_no_copy_no_load_and_no_store_of_former_content():
     manager.reset_prefix_cache()
     assert manager.take_copies(3) == () and books.num_stored == 0
     books.check()
+
+
+# ------------------------------------------------------------------------------------------------------- costs
+
+
+def waiting(compute_seconds, *, num_taken):
+    """A prompt of three blocks, two of them in host memory, and the positions from which costs were asked for."""
+    manager, sequence, asked = TieredBlocks(9, 4), make_sequence(range(12)), list[int]()
+
+    def compute(start, count):
+        asked.append(start)
+        return compute_seconds
+
+    books, costs = TierBooks([1], 8), LoadCosts(compute)
+    costs.rates["host"] = 1.0
+    manager.attach(books, costs, root_seed="model")
+    node = manager.root_of("")
+    for index in range(2):
+        node = node.child(sequence.block_tokens(index, 4))
+        books.hold(node, 0, books.take_slot(0))
+    manager.pop_free(num_taken)
+    return manager, sequence, asked
+
+
+def test_a_prompt_that_is_faster_computed_is_not_asked_for_again_while_it_waits():
+    manager, sequence, asked = waiting(0.1, num_taken=0)
+    assert [manager.lookup(sequence) for _ in range(3)] == [[], [], []] and asked == [0]
+    manager.want(sequence)  # preempted, and queued again
+    assert manager.lookup(sequence) == [] and asked == [0, 0]
+
+
+def test_a_prompt_that_waits_for_blocks_asks_for_no_costs():
+    manager, sequence, asked = waiting(1e9, num_taken=6)
+    assert manager.lookup(sequence) == [] and asked == []
+    manager, sequence, asked = waiting(1e9, num_taken=5)
+    assert len(manager.lookup(sequence)) == 2 and asked == [0]

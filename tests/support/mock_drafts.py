@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceABC
-
-from nanovllm.features.speculation.drafter import Drafter, DraftRequest
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
-from nanovllm.scheduler import Scheduler
 from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix
 
 
-def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) -> Scheduler:
+def with_drafts(scheduler, drafter, *, max_drafts=7):
     scheduler.proposer = Speculation(
         scheduler.config,
         scheduler.block_manager,
@@ -27,13 +21,17 @@ def with_drafts(scheduler: Scheduler, drafter: Drafter, *, max_drafts: int = 7) 
 class GuessingDrafter:
     """Drafts that the mock model draws next, each with the given probability, and in that share of the steps."""
 
-    def __init__(self, rng: random.Random, *, share_right: float, share_of_steps: float = 1.0) -> None:
+    def __init__(self, rng, *, share_right, share_of_steps=1.0):
         self._rng, self._share_right, self._share_of_steps = rng, share_right, share_of_steps
 
-    def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
+    def propose(self, requests):
         return [self._drafts(request) for request in requests]
 
-    def _drafts(self, request: DraftRequest) -> list[int]:
+    def token(self, request, prefix, position):
+        """The token that the model draws."""
+        return prefix % VOCAB_SIZE
+
+    def _drafts(self, request):
         if self._rng.random() >= self._share_of_steps:
             return []
         prefix = empty_prefix(request.cache_salt)
@@ -41,12 +39,12 @@ class GuessingDrafter:
             prefix = extend_prefix(prefix, token_id)
         drafts = []
         for _ in range(self._rng.randint(1, request.max_tokens + 2)):  # too many at times
-            drafts.append(prefix % VOCAB_SIZE)
+            drafts.append(self.token(request, prefix, request.num_tokens + len(drafts)))
             prefix = extend_prefix(prefix, drafts[-1])
         return [d if self._rng.random() < self._share_right else self._rng.randrange(VOCAB_SIZE) for d in drafts]
 
 
-def unchanged(request: DraftRequest, drafts: list[int]) -> list[int]:
+def unchanged(request, drafts):
     return drafts
 
 
@@ -60,15 +58,15 @@ class KnownAnswers:
 
     def __init__(
         self,
-        answers: Mapping[tuple[int, ...], SequenceABC[SequenceABC[int]]],
-        change: Callable[[DraftRequest, list[int]], Iterable[int]] = unchanged,
-    ) -> None:
+        answers,
+        change=unchanged,
+    ):
         self._answers, self._change = answers, change
 
-    def propose(self, requests: SequenceABC[DraftRequest]) -> list[list[int]]:
+    def propose(self, requests):
         return [list(self._change(request, self._continuation(request))) for request in requests]
 
-    def _continuation(self, request: DraftRequest) -> list[int]:
+    def _continuation(self, request):
         answer = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])][request.index]
         start = request.num_tokens - request.num_prompt_tokens
         return list(answer[start : start + request.max_tokens])
