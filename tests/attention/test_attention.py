@@ -25,6 +25,7 @@ def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(backend, sp
     case.check(case.run(backend(case)))
 
 
+@pytest.mark.full
 @BACKENDS
 def test_any_split_of_any_sequences_equals_dense_attention(backend):
     for seed in range(12):

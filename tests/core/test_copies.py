@@ -90,6 +90,7 @@ def test_a_copied_block_has_the_keys_and_values_of_its_source_in_every_layer(set
             assert torch.equal(now[11:], was[11:]) and torch.equal(now[4:9], was[4:9])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reused", [8, 6], ids=["another block", "the source"])
 @pytest.mark.parametrize("setting", ["sdpa", "cpp", "flex", "cache groups"])
 def test_a_step_reads_what_it_copied_though_the_source_has_a_next_owner(setting, reused):

@@ -97,6 +97,7 @@ def test_the_option_chooses_the_front_door(monkeypatch, given):
     assert opened == [EngineProcessLLM if given else AsyncLLM]
 
 
+@pytest.mark.full
 def test_a_gpu_by_its_number_is_refused_with_the_remedy():
     assert front_door({"device": "cuda:1"}, engine_process=False) is AsyncLLM
     with pytest.raises(ValueError, match=r"'cuda:1', which --engine-process does not support.*CUDA_VISIBLE_DEVICES=1"):

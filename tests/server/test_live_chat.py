@@ -81,6 +81,7 @@ def said(page: Page):
     return page.locator(".message.assistant .said").last
 
 
+@pytest.mark.full
 def test_markdown_is_shown_as_headings_lists_tables_and_code(page):
     answer_with(
         page,
@@ -108,6 +109,7 @@ def test_markdown_is_shown_as_headings_lists_tables_and_code(page):
     assert page.evaluate("() => navigator.clipboard.readText()") == "if a < b:\n    pass"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 4000])
 def test_nothing_of_what_the_model_says_runs_or_loads(page, size):
     answer_with(page, HOSTILE, size)
@@ -129,6 +131,7 @@ def test_nothing_of_what_the_model_says_runs_or_loads(page, size):
         expect(page.locator(".message .facts")).to_have_count(1)
 
 
+@pytest.mark.full
 def test_the_browser_refuses_to_parse_text_as_html(running, open_page):
     page = open_page(running.url, allowed="TrustedHTML|Trusted Type|Content Security Policy|violates")
     refused = """() => { try { document.body.innerHTML = "<b>x</b>"; return false; }
@@ -136,6 +139,7 @@ def test_the_browser_refuses_to_parse_text_as_html(running, open_page):
     assert page.evaluate(refused)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text", [">" * 30_000 + "x", "- " * 5_000 + "x", "-   " * 46 + "x", "[" * 3_000, "`" * 9_999, "*a " * 3_000]
 )
@@ -148,6 +152,7 @@ def test_text_that_would_exhaust_a_parser_is_shown_all_the_same(page, text):
     answered(page, 2)
 
 
+@pytest.mark.full
 def test_reasoning_is_apart_from_the_answer(page):
     chunk = {"reasoning_content": "Let me <b>think</b>.", "content": "Paris"}
     event = {"id": "x", "choices": [{"index": 0, "delta": chunk, "finish_reason": "stop"}]}
@@ -159,6 +164,7 @@ def test_reasoning_is_apart_from_the_answer(page):
     shows(page, ".thought .plain", "Let me <b>think</b>.")
 
 
+@pytest.mark.full
 def test_a_question_is_edited_and_an_answer_is_tried_again(page):
     bodies = answer_with(page, "Yes.")
     for number, text in enumerate(("one", "two", "three"), 1):
@@ -182,6 +188,7 @@ def test_a_question_is_edited_and_an_answer_is_tried_again(page):
     expect(question(page)).to_have_value("2")
 
 
+@pytest.mark.full
 def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(page):
     bodies = answer_with(page, "Yes.")
     page.get_by_text("System prompt and sampling").click()
@@ -203,6 +210,7 @@ def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(page):
     expect(page.get_by_label("System prompt", exact=True)).to_have_value("Be short.")
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(page):
     page.get_by_text("System prompt and sampling").click()
     fields = (("Top-p", "0.9"), ("Top-k", "20"), ("Min-p", "0.01"), ("Repetition penalty", "1.1"), ("Seed", "5"))
@@ -217,6 +225,7 @@ def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(p
     assert said(page).inner_text() == first != ""
 
 
+@pytest.mark.full
 def test_conversations_stay_in_the_browser_until_they_are_deleted(page):
     answer_with(page, "Yes.")
     for text in ("first one", "second <b>one</b>"):
@@ -249,6 +258,7 @@ def test_conversations_stay_in_the_browser_until_they_are_deleted(page):
     assert "one" not in page.evaluate("() => Object.keys(localStorage).filter((key) => key.includes('chat')).join()")
 
 
+@pytest.mark.full
 def test_what_others_wrote_into_the_storage_is_passed_over(page):
     page.evaluate(
         """() => { localStorage.setItem("nanovllm-chat-a", "{"); localStorage.setItem("nanovllm-chat-b", '{"id": 1}');
@@ -260,6 +270,7 @@ def test_what_others_wrote_into_the_storage_is_passed_over(page):
     shows(page, "#list", "None yet.")
 
 
+@pytest.mark.full
 def test_a_full_storage_is_told_and_the_answer_is_shown(page):
     page.evaluate(
         """() => { let size = 1 << 22; while (size >= 1) {
@@ -271,6 +282,7 @@ def test_a_full_storage_is_told_and_the_answer_is_shown(page):
     contains(page, "#storage", "no room")
 
 
+@pytest.mark.full
 def test_the_next_request_as_curl_is_what_the_page_would_send(running, page):
     text = 'It\'s $HOME `date` "x" \\ and\na line'
     question(page).fill(text)

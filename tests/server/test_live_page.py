@@ -98,6 +98,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, page,
     assert page.evaluate("() => chat.messages.length") == 0
 
 
+@pytest.mark.full
 def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_page):
     with serving(max_num_seqs=1, max_queue=200, max_model_len=1024) as running:
         page = open_page(running.url)
@@ -113,6 +114,7 @@ def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_
         answered(page, 1)
 
 
+@pytest.mark.full
 def test_stopping_an_answer_frees_the_engine(running, page):
     with slow_steps(running.engine):
         ask(page, max_tokens=900)
@@ -124,6 +126,7 @@ def test_stopping_an_answer_frees_the_engine(running, page):
     answered(page, 2)
 
 
+@pytest.mark.full
 def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, page):
     body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
     with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
@@ -150,6 +153,7 @@ def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_pr
     comes_true(running.is_idle)
 
 
+@pytest.mark.full
 def test_a_goal_and_recurrent_states_are_drawn_where_their_figures_are(open_page):
     options = {"max_model_len": 256, "block_size": 64, "num_kv_blocks": 60, "max_num_seqs": 4, "itl_goal": 5.0}
     with serving(model=tiny_class_model("FalconH1ForCausalLM"), **options) as running:
@@ -167,6 +171,7 @@ def test_a_goal_and_recurrent_states_are_drawn_where_their_figures_are(open_page
         assert page.evaluate(UNNAMED) == []
 
 
+@pytest.mark.full
 def test_prefixes_beyond_the_kv_cache_are_drawn_below_its_blocks(open_page, tmp_path):
     options = {"num_kv_blocks": 25, "prefix_cache_host_bytes": 2**26, "prefix_cache_dir": str(tmp_path / "prefixes")}
     with serving(model=str(save_tiny(tmp_path / "model")), max_model_len=160, **options) as running:
@@ -193,6 +198,7 @@ def test_prefixes_beyond_the_kv_cache_are_drawn_below_its_blocks(open_page, tmp_
         assert page.evaluate(UNNAMED) == []
 
 
+@pytest.mark.full
 def test_the_map_the_rows_and_the_bars_have_tooltips(running, page):
     body = {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True}
     with slow_steps(running.engine), contextlib.closing(raw_stream(running, body)):
@@ -219,6 +225,7 @@ def test_the_map_the_rows_and_the_bars_have_tooltips(running, page):
     comes_true(running.is_idle)
 
 
+@pytest.mark.full
 def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page):
     page = open_page(running.url, allowed="willReadFrequently")
     page.get_by_label("Time shown").select_option("60")
@@ -251,6 +258,7 @@ def count_pixels(page: Page, canvas: str, name: str) -> int:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [NARROW, (820, 1180), WIDE, (2200, 1300)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_page, size, scheme):
@@ -272,6 +280,7 @@ def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_pa
         ) > (0.97 * size[1])
 
 
+@pytest.mark.full
 def test_no_figure_of_a_tile_is_cut_on_a_small_laptop(running, open_page):
     page = open_page(running.url, (1280, 720))
     ask(page, max_tokens=3)
@@ -284,6 +293,7 @@ def test_no_figure_of_a_tile_is_cut_on_a_small_laptop(running, open_page):
     assert cut == [] and page.locator(".tile .more").count() > 3
 
 
+@pytest.mark.full
 def test_a_question_leaves_options_to_the_model(page):
     with page.expect_request("**/v1/chat/completions") as asked:
         question(page).fill(QUESTION)
@@ -293,6 +303,7 @@ def test_a_question_leaves_options_to_the_model(page):
     page.locator("#stop").click()
 
 
+@pytest.mark.full
 def test_everything_is_reached_and_worked_from_the_keyboard(page):
     ask(page, max_tokens=30)
     answered(page, 1)
@@ -309,11 +320,13 @@ def test_everything_is_reached_and_worked_from_the_keyboard(page):
     assert page.evaluate(UNNAMED) == []
 
 
+@pytest.mark.full
 def test_every_form_field_has_a_label(page):
     without = "() => [...document.querySelectorAll('input, textarea, select')].filter((one) => !one.labels.length)"
     assert page.evaluate(without + ".map((one) => one.id)") == []
 
 
+@pytest.mark.full
 def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open_page):
     with serving({"api_key": ("right",)}) as running:
         page = open_page(running.url, allowed="401")
@@ -341,6 +354,7 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open
         state(other, "API key needed")
 
 
+@pytest.mark.full
 def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(open_page):
     with serving(max_num_seqs=1, max_queue=0, max_model_len=1024) as running:
         page = open_page(running.url, allowed="429|400")
@@ -358,6 +372,7 @@ def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(op
         contains(page, ".message .failure", "max_model_len")
 
 
+@pytest.mark.full
 def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
     with serving() as running:
         page = open_page(running.url, allowed="503|ERR_|INCOMPLETE")
@@ -377,6 +392,7 @@ def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
         assert step(page) > 0
 
 
+@pytest.mark.full
 def test_a_server_that_comes_back_is_found(open_page):
     with serving() as first:
         page = open_page(first.url, allowed="503|ERR_|INCOMPLETE")

@@ -271,6 +271,7 @@ def type_in(chat, *lines: str):
         chat.send(f"{line}\r")
 
 
+@pytest.mark.full
 def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     chat.expect(">")
     chat.expect("loading ")  # beside it
