@@ -10,9 +10,10 @@ from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support import structured
 from tests.support.async_llms import bounded, collect
 from tests.support.async_llms import open_llm as open_async_llm
-from tests.support.llms import generate, greedy, open_llm, shared_llm, token_ids
+from tests.support.llms import check_engine, generate, greedy, open_llm, shared_llm, token_ids
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
+from tests.support.tiny_models import random_prompts
 
 LONG = greedy(30, ignore_eos=True)
 SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
@@ -20,6 +21,22 @@ SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
 
 def tokens_of(outputs):
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_kv_blocks", [129, 20])
+def test_answers_do_not_depend_on_who_takes_whose_place(overlap, num_kv_blocks):
+    prompts = random_prompts(4, low=10, high=30, seed=5)
+    params = [SAMPLES, LONG, LONG, SAMPLES]
+    expected = tokens_of([generate(shared_llm(), [p], one)[0] for p, one in zip(prompts, params, strict=True)])
+    pool = {"num_kv_blocks": num_kv_blocks, "max_model_len": 256}
+    with open_llm(max_num_seqs=3, overlap=overlap, client_weights={"c": 2.0}, **pool) as llm:
+        outputs = generate(llm, prompts, params, client=["a", "b", "c", "b"])
+        assert tokens_of(outputs) == expected
+        stats = llm.stats()
+        assert stats.num_preemptions > 0 and (stats.num_clients, stats.client_gap) == (0, 0.0)
+        check_engine(llm)
 
 
 @pytest.mark.costly

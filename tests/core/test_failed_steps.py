@@ -1,11 +1,22 @@
-"""What `LLM` says of a failed step, and does about logits that are not finite."""
+"""`LLM` after a failed step, logits that are not finite, and a device error."""
 
 import pytest
 import torch
 
-from nanovllm import ErrorKind, StepError
-from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, open_llm, shared_llm, token_ids
+from nanovllm import EngineDeadError, ErrorKind, StepError
+from nanovllm.errors import DeviceError
+from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, generate, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts, tiny_model
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_an_error_in_a_step_leaves_the_engine_usable_and_no_block_leaked(monkeypatch, number):
+    llm, prompts = open_llm(max_num_batched_tokens=96, max_num_seqs=8), random_prompts(6, low=20, high=100)
+    fail_in_step(monkeypatch, llm, number, RuntimeError("boom"))
+    with pytest.raises(StepError, match="boom"):
+        generate(llm, prompts)
+    assert_idle_and_whole(llm)
+    assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
 
 
 def test_a_step_error_names_its_requests_and_its_cause(monkeypatch):
@@ -18,6 +29,32 @@ def test_a_step_error_names_its_requests_and_its_cause(monkeypatch):
     assert sorted(caught.value.request_ids) == ["1", "2"]
     assert caught.value.__cause__ is cause
     assert all(part in str(caught.value) for part in ("RuntimeError", "boom", *caught.value.request_ids))
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_an_interrupt_from_the_keyboard_stays_one_and_leaves_no_block_leaked(monkeypatch, number):
+    llm, prompts = open_llm(max_num_batched_tokens=96, max_num_seqs=8), random_prompts(6, low=20, high=100)
+    fail_in_step(monkeypatch, llm, number, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, prompts)
+    assert_idle_and_whole(llm)
+    assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
+
+
+def test_what_a_failed_step_was_to_compute_is_not_found_in_the_prefix_cache(monkeypatch):
+    llm, prompt = open_llm(), random_prompts(1, low=100, high=100)[0]
+    fail_in_step(monkeypatch, llm, 1, RuntimeError("boom"))
+    with pytest.raises(StepError):
+        generate(llm, prompt)
+    assert generate(llm, prompt)[0].num_cached_tokens == 0
+
+
+def test_an_error_in_a_stream_frees_its_blocks(monkeypatch):
+    llm = open_llm()
+    fail_in_step(monkeypatch, llm, 3, RuntimeError("boom"))
+    with pytest.raises(StepError):
+        list(llm.stream([5] * 40, GREEDY))
+    assert_idle_and_whole(llm)
 
 
 def test_a_request_whose_logits_are_not_finite_ends_alone_with_an_error_that_says_so():
@@ -42,3 +79,25 @@ def test_the_blocks_of_a_request_driven_to_nan_harm_no_successor():
     generate(llm, [[7] * 100])
     prompts = [[p for p in prompt if p != 7] for prompt in random_prompts(4, low=20, high=100)]
     assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
+
+
+def kill(monkeypatch, llm):
+    fail_in_step(monkeypatch, llm, 1, DeviceError("the device fell off the bus"))
+    with pytest.raises(StepError, match="fell off the bus"):
+        generate(llm, [5, 6, 7])
+
+
+def test_after_a_device_error_the_engine_is_dead_and_says_why(monkeypatch):
+    llm = open_llm()
+    kill(monkeypatch, llm)
+    with pytest.raises(EngineDeadError, match="fell off the bus"):
+        generate(llm, [5, 6, 7])
+    with pytest.raises(EngineDeadError, match="fell off the bus"):
+        next(llm.stream([5, 6, 7]))
+
+
+def test_a_dead_engine_can_be_closed_and_another_one_opened(monkeypatch):
+    llm = open_llm()
+    kill(monkeypatch, llm)
+    llm.close()
+    assert token_ids(generate(open_llm(), [5, 6, 7])) == token_ids(generate(shared_llm(), [5, 6, 7]))

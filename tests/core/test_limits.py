@@ -112,6 +112,29 @@ def test_nobody_ends_before_the_deadline(clock):
     assert_idle_and_whole(engine)
 
 
+def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
+    engine = open_with(clock)
+    for name, timeout in (("c", 9.0), ("a", 3.0), ("b", 6.0)):
+        ask(engine, name, timeout=timeout)
+    ended = []
+    for _ in range(3):
+        clock.now += 3.0
+        ended += [output.request_id for output in outputs_of(engine, 1)]
+    assert ended == ["a", "b", "c"]
+    assert_idle_and_whole(engine)
+
+
+def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(clock):
+    engine = open_with(clock)
+    ask(engine, "name", timeout=1.0)
+    engine.abort("name")
+    ask(engine, "name")
+    clock.now += 10.0
+    (output,) = outputs_of(engine)
+    assert output.outputs[0].finish_reason == "length"
+    assert_idle_and_whole(engine)
+
+
 def test_deadlines_outlive_an_interrupt(clock):
     engine = open_with(clock)
     ask(engine, "late", timeout=5.0)

@@ -9,9 +9,10 @@ import functools
 import pytest
 import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, StepError
 from nanovllm.features.engine_config import EngineConfig
-from tests.support.llms import check_engine, generate, greedy
+from nanovllm.features.groups.block_checks import check_scheduler
+from tests.support.llms import check_engine, generate, greedy, submit
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -99,6 +100,68 @@ def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_s
     assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, first + 2))
     assert after.num_output_tokens - before.num_output_tokens == first + 1
     assert after.num_steps - before.num_steps <= first + 2
+    assert_idle_and_whole(llm)
+
+
+def test_a_stream_that_is_closed_frees_its_blocks_while_a_step_is_in_flight(llm):
+    stream = llm.stream([5] * 40, greedy(100))
+    next(stream)
+    assert llm._engine._in_flight
+    stream.close()
+    assert_idle_and_whole(llm)
+    assert answers(llm, [[9] * 50], greedy(9))
+
+
+def test_an_aborted_neighbour_changes_nothing():
+    params = greedy(30)
+    with open_llm() as llm:
+        (alone,) = answers(llm, [[5, 6, 7]], params)
+    with open_llm() as llm:
+        neighbour = llm.stream([8] * 33, params)
+        stream = llm.stream([5, 6, 7], params)
+        seen = [next(stream)]
+        next(neighbour)
+        seen.append(next(stream))
+        neighbour.close()
+        seen += stream
+        assert seen[-1].outputs[0].token_ids == alone[0]
+        assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize("fails_in", ["launch", "result"])
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number, llm):
+    prompts, params = [[5] * 20, [6] * 35], greedy(12)
+    right = answers(llm, prompts, params)
+    llm.reset_prefix_cache()
+    engine, steps = llm._engine, iter(range(1, 1000))
+    execute = engine.model_runner.execute
+
+    def failing(batch):
+        if next(steps) != number:
+            return execute(batch)
+        if fails_in == "launch":
+            raise RuntimeError("no")
+        execute(batch)
+        return Failing()
+
+    class Failing:
+        def result(self):
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(engine.model_runner, "execute", failing)
+    for name, prompt in enumerate(prompts):
+        submit(engine, str(name), prompt, params)
+    with pytest.raises(StepError, match="no"):
+        while engine.has_unfinished:
+            engine.step()
+    assert not engine._in_flight and not engine.scheduler.in_flight
+    check_scheduler(engine.scheduler)
+    while engine.has_unfinished:  # its requests are queued still, and go on
+        engine.step()
+    outputs = sorted(engine.outputs, key=lambda output: output.request_id)
+    engine.outputs.clear()
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, *_ in right]
     assert_idle_and_whole(llm)
 
 

@@ -1,12 +1,17 @@
 """Several samples of a request (n): the same tokens under any chunking, preemption and overlap."""
 
 import functools
+import itertools
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import StepError
+from nanovllm.features.groups.block_checks import check_scheduler
+from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.sampling_params import sample_seeds
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine, submit
@@ -157,6 +162,39 @@ def test_ranks_draw_the_samples_of_one_process(tmp_path):
     assert found[0] == found[1]
 
 
+def fails_once(call, number):
+    """The function, whose call of this number fails."""
+    count = itertools.count()
+
+    def counted(*arguments):
+        if next(count) == number:
+            raise RuntimeError("once")
+        return call(*arguments)
+
+    return counted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fails", ["launch", "read"])
+def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
+    """The step that computes the prompt fails, or the one that copies its begun block, or one of those behind."""
+    prompt = random_prompts(1, low=47, high=47)[0]
+    failing = {"launch": (ModelRunner, "launch"), "read": (PendingTokens, "result")}
+    for number in range(4):
+        with open_llm() as llm:
+            with monkeypatch.context() as patch:
+                patch.setattr(*failing[fails], fails_once(getattr(*failing[fails]), number))
+                engine, params = llm._engine, SamplingParams(seed=47, n=4, max_tokens=40, ignore_eos=True)
+                submit(engine, "r", prompt, params)
+                while engine.has_unfinished:
+                    with suppress(StepError):
+                        engine.step()
+                output = engine.outputs.pop()
+            assert llm.stats().num_failed_steps > 0
+            check_scheduler(engine.scheduler)
+        assert tokens_of(output) == each_alone(47, 4)
+
+
 def opened(llm, prompt, *, priority=0, **params):
     """Sequences of a request that the engine has taken."""
     engine, params = llm._open_engine(), SamplingParams(seed=1, **params)
@@ -234,6 +272,30 @@ def test_a_stream_shows_all_samples_after_each_step(overlap):
         for before, after in zip(earlier.outputs, later.outputs, strict=True):
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
             assert after.text.startswith(before.text)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_ends_all_samples_together(overlap):
+    with open_llm(overlap=overlap, max_num_seqs=3) as llm:
+        engine = llm._engine
+        submit(engine, "r", [5, 6, 7], SamplingParams(n=5, max_tokens=100))
+        for _ in range(4):
+            engine.step()
+        output = engine.abort("r")
+        assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 5
+        assert output.finished
+        assert not engine.has_unfinished
+        assert engine.stats().num_used_blocks == engine.stats().num_waiting == 0
+        assert engine.abort("r") is None
+
+
+def test_a_closed_stream_of_samples_frees_all_of_them():
+    with open_llm(overlap=True) as llm:
+        stream = llm.stream([5] * 40, SamplingParams(n=3, max_tokens=100))
+        next(stream)
+        stream.close()
+        stats = llm.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
 def test_a_sample_that_fails_leaves_its_siblings_alone():

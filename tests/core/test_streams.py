@@ -5,12 +5,13 @@ import threading
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StepError
 from tests.support.llms import (
     GREEDY,
     OPTIONS,
     assert_idle_and_whole,
     ends_within,
+    fail_in_step,
     generate,
     greedy,
     open_llm,
@@ -85,6 +86,15 @@ def test_a_stop_string_longer_than_the_text_so_far_is_held_back_whole(monkeypatc
     assert set(texts) == {""}
 
 
+def test_closing_a_stream_frees_its_blocks():
+    llm = open_llm()
+    stream = llm.stream([5] * 40, GREEDY)
+    next(stream)
+    assert llm.stats().num_used_blocks > 0
+    stream.close()
+    assert_idle_and_whole(llm)
+
+
 def test_leaving_a_loop_over_a_stream_leaves_the_llm_usable():
     llm = open_llm()
     for _ in llm.stream([5] * 40, GREEDY):
@@ -119,6 +129,28 @@ def test_streams_of_one_llm_run_interleaved():
     for outputs in zip(*(llm.stream(prompt, GREEDY) for prompt in prompts), strict=True):
         last = token_ids(list(outputs))
     assert last == token_ids(generate(shared_llm(), prompts))
+
+
+def test_closing_one_stream_leaves_another_one_going():
+    llm = open_llm()
+    first, second = (llm.stream([token] * 40, GREEDY) for token in (5, 6))
+    next(first), next(second)
+    first.close()
+    *_, last = second
+    assert token_ids([last]) == token_ids(generate(shared_llm(), [6] * 40))
+    assert_idle_and_whole(llm)
+
+
+def test_a_stream_survives_the_failure_of_a_step_that_another_call_took(monkeypatch):
+    llm = open_llm()
+    stream = llm.stream([5] * 40, GREEDY)
+    next(stream)
+    fail_in_step(monkeypatch, llm, 2, RuntimeError("boom"))
+    with pytest.raises(StepError, match="boom"):
+        generate(llm, random_prompts(3))
+    *_, last = stream
+    assert token_ids([last]) == token_ids(generate(shared_llm(), [5] * 40))
+    assert_idle_and_whole(llm)
 
 
 def test_a_forgotten_stream_that_the_garbage_collector_closes_during_a_step_does_not_hang(monkeypatch):
