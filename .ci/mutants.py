@@ -46,7 +46,7 @@ DEFAULT_TIER = "not slow and not full"
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake, and the tests of which one has to fail by it; without a file, the unmutated project."""
+    """One mistake in one file, and tests of which one must fail by it; no file means the unmutated project."""
 
     area: str
     name: str
