@@ -37,6 +37,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
 SWITCH_SECONDS = sys.getswitchinterval()
 MAX_PROCESSES = 4  # each has up to 2 GiB
+MAX_PROCESSES_OF_A_GPU = 6
+GPU_FOLDER = os.path.join(os.path.dirname(__file__), "gpu")
 # What takes longest begins first, so that no core waits at the end for a file that began late.
 LONGEST = (
     "test_every_class", "test_snippets", "test_cpp_attention", "test_processor_classes", "test_byte_products",
@@ -63,7 +65,7 @@ def pytest_cmdline_main(config):
     """Chooses the tier, and spreads the whole suite over the cores, unless options say otherwise.
 
     A folder has the default tier, a file that is named all of its cases but the slow ones. Whole files go to a process,
-    so that module fixtures are built once and the tests of a file keep their order.
+    so that module fixtures are built once and the tests of a file keep their order; on a GPU the processes share cases.
     """
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the options of the process that started it
@@ -72,15 +74,19 @@ def pytest_cmdline_main(config):
     names_files = not all(os.path.isdir(argument) for argument in config.args)
     if not config.option.markexpr:
         config.option.markexpr = "not slow" if names_files else "not slow and not full"
-    if not is_whole_suite or config.option.usepdb:
+    is_gpu_folder = [os.path.abspath(argument) for argument in config.args] == [GPU_FOLDER]
+    if not (is_whole_suite or is_gpu_folder) or config.option.usepdb:
         return
     if getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = "auto"
-        config.option.maxprocesses = config.option.maxprocesses or MAX_PROCESSES
-        config.option.dist = "loadfile"
+        config.option.maxprocesses = config.option.maxprocesses or (
+            MAX_PROCESSES_OF_A_GPU if is_gpu_folder else MAX_PROCESSES
+        )
+        config.option.dist = "worksteal" if is_gpu_folder else "loadfile"
         config.option.loadscopereorder = False  # files with many tests first
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several processes wait for one another's cores
-        config.stash[FETCH_SECONDS] = _seconds_of_fetching_the_default_model()
+        if is_whole_suite:
+            config.stash[FETCH_SECONDS] = _seconds_of_fetching_the_default_model()
 
 
 @pytest.hookimpl(tryfirst=True)  # the plugin of marks selects by what is marked here

@@ -116,6 +116,7 @@ def test_poisoned_slots_reach_no_token_without_kernels(monkeypatch):
     assert [output.outputs[0].token_ids for output in outputs] == expected(DENSE[0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("class_name", WITH_EXPERTS)
 def test_experts_in_bfloat16_answer_within_graphs_as_without(class_name):
     results = []

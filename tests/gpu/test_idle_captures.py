@@ -74,12 +74,14 @@ WAYS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_idle_time_between_calls_of_every_option_changes_no_answer(folders, way):
     family, *arguments = WAYS[way]
     check(folders[family], "12", *arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.skipif(
     SANITIZER is None, reason="needs compute-sanitizer, which is neither on the path nor in CUDA's folder"

@@ -110,6 +110,7 @@ def test_greedy_tokens_within_graphs_are_those_of_transformers_cold_and_warm(fam
     assert found == 2 * [expected(family, NUM_NEW_TOKENS)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", MODELS)
 def test_small_budgets_and_preemption_change_no_token_without_graphs(family):
     num_blocks = 6 if family == "Mistral" else 14  # of windows alone, no sequence holds more than three
@@ -130,6 +131,7 @@ def test_preemption_changes_no_token_within_graphs(family):
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["GptOss", "DeepseekV2"])
 def test_experts_in_bfloat16_are_captured_and_answer_as_without_graphs(family):
     """The same kernels on the same shapes, so to the last bit."""

@@ -258,6 +258,7 @@ def log_probabilities(module: Any, prompts: list[list[int]]) -> torch.Tensor:
     return torch.cat(parts).cpu()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attention(name, options, monkeypatch):

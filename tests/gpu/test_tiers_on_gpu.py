@@ -37,12 +37,12 @@ class Checked:
         self.num_loads = self.num_stores = 0
         store, load = HostMemory.store, HostMemory.load
 
-        def note(memory: HostMemory, copies: Sequence[Copy]) -> None:
+        def note(memory: HostMemory, copies: Sequence[Copy]) -> Sequence[Copy]:
             for copy in copies:
                 if copy.destination < 0:
                     self.stored[copy.group, ~copy.destination] = memory.read_block(copy.group, copy.source).tobytes()
                     self.num_stores += 1
-            store(memory, copies)
+            return store(memory, copies)
 
         def compare(memory: HostMemory, copies: Sequence[Copy]) -> None:
             load(memory, copies)

@@ -65,6 +65,7 @@ def test_prefixes_return_from_the_memory_and_the_files_of_both_ranks(folder, tmp
             assert (stats.num_read_blocks > 0) == bool(number)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"attention_backend": "flex"}], ids=["eager", "graphs"])
 def test_embeddings_are_those_of_one_gpu(folder, options):
     found = []
@@ -87,6 +88,7 @@ def test_drafts_change_no_token(folder, monkeypatch):
         assert llm.stats().speculation.num_accepted_tokens > 20
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_ends_the_engine(folder):
     with LLM(folder, **SMALL, enforce_eager=True) as llm:
         stream = llm.stream(prompts()[3], SamplingParams(temperature=0.0, max_tokens=400))
