@@ -331,6 +331,8 @@ STREAMED = [
     ("harmony", HARMONY.replace("read", "now") + "<|call|>", "", NOW),
     ("harmony", "<|channel|>commentary<|message|>So.<|end|><|start|>assistant" + HARMONY + '{"path":"/x"}<|call|>',
                 "So.", READ),
+    ("harmony", HARMONY + '{"path": "/x"} as asked<|call|>', " as asked", READ),
+    ("harmony", HARMONY + '{"path": "/x"}}<|call|>', "}", READ),
 ]  # fmt: skip
 
 

@@ -204,7 +204,6 @@ SMUGGLED = {
 }
 
 
-@pytest.mark.costly
 def test_no_request_behind_a_length_of_two_readings_is_answered(parser):
     with serving(HASTY) as running:
         for name, request_bytes in SMUGGLED.items():

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 
 import httpx
 import openai
@@ -107,8 +108,14 @@ def test_without_the_key_a_body_is_not_even_read():
 
 def test_a_body_beyond_the_limit_is_413():
     data = b'{"prompt": "' + b"x" * 18_000 + b'"}'
+
+    def in_two_chunks():
+        yield data[:9_100]
+        time.sleep(0.2)  # else the server reads both as one
+        yield data[9_100:]
+
     with serving({"max_body_bytes": 10_000}) as running, running.http() as http:
-        for content in (data, iter([data[:9_100], data[9_100:]])):
+        for content in (data, in_two_chunks()):
             answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
             assert "10000" in answer.json()["error"]["message"]

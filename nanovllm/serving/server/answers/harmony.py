@@ -29,7 +29,7 @@ _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyStream:
     """Separates thought, content and tool calls of one answer while it streams.
 
-    A call of an unknown tool, or with truncated arguments, is content.
+    A call of an unknown tool, or with truncated arguments, is content; so is text behind whole arguments.
 
     Args:
         tools: schemas of the parameters of the request's tools, by name.
@@ -138,10 +138,12 @@ class HarmonyStream:
             self._call = JsonCall(0, self._tools, (), name)
         call = self._call
         call.read(body, is_last=is_last)
-        is_whole = is_last and call.end is not None and not body[call.end :].strip()
+        is_whole = is_last and call.end is not None
         delta.parts += self._parts.add(call, is_ended=is_whole)
         if is_last:
-            if not is_whole:
-                delta.add_text(body[call.failed or call.end or 0 :] if self._parts.is_begun else body)
+            if is_whole:
+                delta.add_text(body[call.end :] if body[call.end :].strip() else "")
+            else:
+                delta.add_text(body[call.failed or 0 :] if self._parts.is_begun else body)
             self._call = None
             self._parts.drop()
