@@ -112,7 +112,6 @@ def as_standard(schema: Any, *, is_value: bool = True) -> Any:
     return made | {"unevaluatedProperties": False} if is_value else made
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_documents_of_closed_objects_are_those_of_the_standards_keyword(name):
     schema = SCHEMAS[name]
