@@ -4,8 +4,6 @@ A run of the whole suite takes a process a core and the cases that support/defau
 one process, `-m full` runs the other cases. A folder that is named has the same tiers, a file all of its cases.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,13 +1,10 @@
 """Which file may import which, what imports without torch, and how long files, functions and signatures may be."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,7 +24,7 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 60  # one statement a line; .ci/limits.py counts tokens
 MAX_PARAMETERS = 8
 MAX_TEST_LINES = 600
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {}
 LONG_FUNCTIONS = {
     "fast.kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",
     "fast.kernels.decode_pieces_triton.cut_contexts": "a kernel's parameters alone take a quarter of it",
@@ -38,7 +35,7 @@ MANY_PARAMETERS = {
 }
 
 
-def unit_of(name: str) -> str:
+def unit_of(name):
     """The folder at the top, and in `features` and `fast` the part of it; "engine" for the files at the top."""
     top, *rest = name.removesuffix(".__init__").split(".")
     if not rest and top in FILES and top not in ROOTS:
@@ -46,9 +43,9 @@ def unit_of(name: str) -> str:
     return f"{top}.{rest[0]}" if rest and top in SPLIT else top
 
 
-def needs() -> dict[str, set[str]]:
+def needs():
     """Each unit, and the others that its files import, for type checkers alone too; the package's own name aside."""
-    found: dict[str, set[str]] = {unit_of(name): set() for name in FILES}
+    found = {unit_of(name): set() for name in FILES}
     for importer, tree in TREES.items():
         for imported, _, _ in own_imports(tree):
             if imported != "__init__" and importer != "__init__":
@@ -56,7 +53,7 @@ def needs() -> dict[str, set[str]]:
     return {unit: others - {unit} for unit, others in found.items()}
 
 
-def own_imports(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
+def own_imports(tree):
     """(file, name taken from it) of each import of our own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanovllm":
@@ -70,9 +67,9 @@ def own_imports(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
                     yield alias.name.partition(".")[2] or "__init__", None, node
 
 
-def named_functions(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def named_functions(name):
     """Each function of a file by its qualified name."""
-    pending: list[tuple[str, ast.AST]] = [(name, TREES[name])]
+    pending = [(name, TREES[name])]
     while pending:
         path, node = pending.pop()
         for child in ast.iter_child_nodes(node):
@@ -82,24 +79,24 @@ def named_functions(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.Asyn
                 yield f"{path}.{child.name}", child
 
 
-def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def parameter_names(function):
     arguments = function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return [name for name in names if name not in ("self", "cls")]
 
 
-def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def is_kernel(function):
     """Whether it is Triton's, which takes numbers and pointers alone."""
     return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
-def too_much(found: dict[str, int], limit: int, allowed: dict[str, str]) -> dict[str, int]:
+def too_much(found, limit, allowed):
     """What exceeds the limit and is not allowed to, and what is allowed to and need not be."""
     excess = {name: count for name, count in found.items() if count > limit}
     return {name: excess.get(name, 0) for name in excess.keys() ^ allowed.keys()}
 
 
-def modules_imported_by(tree: ast.AST) -> Iterator[str]:
+def modules_imported_by(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -107,7 +104,7 @@ def modules_imported_by(tree: ast.AST) -> Iterator[str]:
             yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
 
 
-def run(program: str) -> str:
+def run(program):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 

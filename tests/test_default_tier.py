@@ -1,7 +1,5 @@
 """Which cases the default tier runs, and that CI fails when they take too long."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,7 +40,7 @@ CONFTEST = """
 """
 
 
-def names_run(pytester, *options: str) -> list[str]:
+def names_run(pytester, *options):
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(MATRIX)
     lines = pytester.runpytest("--collect-only", "-q", "-n", "0", *options).outlines

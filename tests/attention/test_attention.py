@@ -1,7 +1,5 @@
 """Paged attention of every backend against a dense float32 reference, over caches where a wrong read shows."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,12 +1,8 @@
 """The C++ backend: build and cache of its kernels, when it is chosen, and the packed weights that go with it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.batch import ScheduledSequence
 from nanovllm.fast.attention import cpp
 from nanovllm.fast.kernels import cpp as kernels
 from nanovllm.fast.replaced_layers import FastLayers
@@ -30,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kerne
 
 
 @pytest.fixture
-def empty_cache(tmp_path, monkeypatch) -> Path:
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))  # a third of the time; nothing is computed
     return tmp_path / "kernels"
@@ -43,7 +38,7 @@ def layers_as_they_are(monkeypatch):
 
 
 @pytest.fixture(params=[1, 2, 7])
-def num_threads(request) -> Iterator[None]:
+def num_threads(request):
     """A context is cut into more shares, and a product into more parts, the more threads there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -108,7 +103,7 @@ def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
     tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 9, 8], [7, 2, 3]]
     entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
 
-    def shared(of: list[ScheduledSequence]) -> dict[tuple[int, ...], int]:
+    def shared(of):
         groups = cpp_backend(case).plan(build_layout(of, 16)).shared_decodes.groups
         parts = np.split(groups.members, groups.starts[1:-1])
         return {tuple(part.tolist()): tokens for part, tokens in zip(parts, groups.shared.tolist(), strict=True)}

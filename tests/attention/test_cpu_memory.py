@@ -1,7 +1,5 @@
 """The KV cache's memory on a CPU, taken in idle time: what it holds stays, and requests come first."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -11,11 +9,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,9 +35,9 @@ BLOCKS = {"num_kv_blocks": NUM_SLOTS // 16}
 
 
 @contextmanager
-def pool(num_layers: int = 2, num_slots: int = NUM_SLOTS) -> Iterator[KVCaches]:
+def pool(num_layers=2, num_slots=NUM_SLOTS):
     traits = SimpleNamespace(num_kv_heads=3, head_dim=64, value_dim=64, shares=None, shares_of=lambda index: index)
-    layers: Any = [SimpleNamespace(traits=traits, dtype=torch.float32) for _ in range(num_layers)]
+    layers = [SimpleNamespace(traits=traits, dtype=torch.float32) for _ in range(num_layers)]
     caches = KVCaches(layers, torch.device("cpu"))
     caches.memory = LazyMemory()
     caches.allocate(num_slots)
@@ -49,7 +45,7 @@ def pool(num_layers: int = 2, num_slots: int = NUM_SLOTS) -> Iterator[KVCaches]:
     caches.release()
 
 
-def resident_bytes(caches: Any) -> int:
+def resident_bytes(caches):
     """What the system has given of these tensors' memory, in whole pages."""
     count = 0
     for cache in caches:
@@ -60,11 +56,11 @@ def resident_bytes(caches: Any) -> int:
     return count * mmap.PAGESIZE
 
 
-def idle_threads() -> list[threading.Thread]:
+def idle_threads():
     return [thread for thread in threading.enumerate() if thread.name == "nanovllm-idle"]
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition):
     end = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < end
@@ -164,15 +160,15 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
     monkeypatch.setattr(host_memory, "free_memory", lambda: allowed.wait(20.0) and free_memory())
     taken, take = [], LazyMemory.take_some_memory
 
-    def take_and_note(memory: LazyMemory) -> bool:
+    def take_and_note(memory):
         if threading.current_thread().name == "nanovllm-idle":
             taken.append(llm_is_busy())
         return take(memory)
 
-    def llm_is_busy() -> bool:
+    def llm_is_busy():
         return bool(llms and llms[0]._engine.has_unfinished)
 
-    llms: list[Any] = []
+    llms = []
     allowed.set()
     monkeypatch.setattr(LazyMemory, "take_some_memory", take_and_note)
     with open_llm(**BLOCKS) as llm:
@@ -273,7 +269,7 @@ async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
     async with async_llms.open_llm(**BLOCKS) as llm:
         caches = llm._engine_thread._engine.model_runner.binding.caches.of_layers
 
-        async def all_is_taken() -> bool:
+        async def all_is_taken():
             return resident_bytes(caches) == sum(cache.nbytes for cache in caches)
 
         assert await comes_true(all_is_taken)

@@ -1,7 +1,5 @@
 """The sizes of the GPU's decode kernel, in plain arithmetic; tests/gpu/test_paged_decode.py runs it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

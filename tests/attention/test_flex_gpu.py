@@ -1,7 +1,5 @@
 """The GPU's `flex` backend by its tables and masks, on a CPU; tests/gpu/test_layer_kinds_on_gpu.py has its kernels."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

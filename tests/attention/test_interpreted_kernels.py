@@ -6,8 +6,6 @@ tests/gpu/test_shared_decodes.py and test_layer_kinds_on_gpu.py are for a GPU.
 Run with TRITON_INTERPRET=1 where Triton is installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import threading

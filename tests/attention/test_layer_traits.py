@@ -3,8 +3,6 @@
 Blocks that no row of a sequence sees hold NaN, as all foreign ones do: a backend that visits them fails.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

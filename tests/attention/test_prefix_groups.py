@@ -1,7 +1,5 @@
 """Which decodes of a step read blocks together: in plain arithmetic, against every other choice there is."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -64,7 +62,7 @@ def gains(layout, prefixes, rule):
     assert len(prefixes.bundles) <= rule.max_bundles
     members = prefixes.members.tolist()
     assert len(set(members)) == len(members) <= len(cut)
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups = {}
     end = 0
     for first, count, num_blocks in prefixes.bundles.tolist():
         assert first == end and 1 <= count <= rule.bundle_members and num_blocks > 0

@@ -1,13 +1,9 @@
 """The kernels for each class of processors that this one belongs to; forms that are wrong are left out, in a line."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import logging
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +32,7 @@ TILES = "_tile_dpbf16ps(1, 4, 7)"
 PRODUCT = "low[i] += value * first"
 
 
-def build_broken(monkeypatch, folder: Path, file: str, right: str, wrong: str) -> None:
+def build_broken(monkeypatch, folder, file, right, wrong):
     """Let kernels be compiled from a copy of their sources in which `right` has become `wrong`."""
     shutil.copytree(kernels.SOURCES, folder / "csrc")
     path = folder / "csrc" / file
@@ -96,7 +92,7 @@ def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
 def test_the_comparison_at_start_finds_a_factor_of_one_percent(factor, dtype):
     plain = kernels.load_kernels(dtype, 64, 3)
 
-    def scaled(product: Any, rows: int, own: int, num_rows: int, threads: int) -> None:
+    def scaled(product, rows, own, num_rows, threads):
         plain.linear(product, rows, own, num_rows, threads)
         size = num_rows * 2 * PANEL
         buffer = (ctypes.c_char * (size * dtype.itemsize)).from_address(own)
@@ -230,7 +226,7 @@ def test_the_comparison_at_start_has_scores_of_the_size_of_a_models(
         kernels.load_kernels(dtype, 64, 3)
 
 
-def compile_with(monkeypatch, folder: Path, refused: str) -> None:
+def compile_with(monkeypatch, folder, refused):
     """Let a compiler be used that does not know these flags, as one that is older than the processor."""
     compiler = folder / "old-g++"
     flags = "|".join(f'*" {flag} "*' for flag in refused.split())
@@ -326,7 +322,7 @@ def test_a_product_of_one_dnn_that_is_wrong_is_left_to_the_module(monkeypatch, t
 
 
 def test_where_one_dnn_has_no_products_of_bfloat16_layers_stay_plain(monkeypatch, tmp_path):
-    def refuse(weight: torch.Tensor) -> torch.Tensor:
+    def refuse(weight):
         raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
 
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
@@ -341,7 +337,7 @@ def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wr
     """The layer's own forward is as wrong, from some output on, or not: in bfloat16 it is oneDNN's."""
     right = nn.functional.linear
 
-    def wrong(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def wrong(states, weight, bias=None):
         output = right(states, weight, bias)
         if wrong_from is not None:
             output[..., wrong_from:] *= 1.5

@@ -1,9 +1,6 @@
 """Spans of rows that a GPU's kernel for prompts reads: each row of a chunk once, longest context first."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -62,18 +59,18 @@ def test_prompts_that_are_read_at_the_same_time_are_few():
 class KernelOnCpu(PromptAttention):
     """Dense attention in the kernel's place, perhaps wrong."""
 
-    def __init__(self, sizes: AttentionSizes, *, has_sinks: bool = True, scale: float = 1.0, **wrong: Any) -> None:
+    def __init__(self, sizes, *, has_sinks=True, scale=1.0, **wrong):
         self._sizes, self._device = sizes, torch.device("cpu")
         self._computed, self._has_sinks, self._scale = sizes._replace(**wrong), has_sinks, scale
 
-    def attend(self, query, keys, values, step, scaling, output, sinks=None) -> None:
+    def attend(self, query, keys, values, step, scaling, output, sinks=None):
         spans, starts, tables = step
         block = self._sizes.block_size
         for (row, position, num_rows), start in zip(spans.tolist(), starts.tolist(), strict=True):
             if num_rows:
                 seen = torch.arange(position + num_rows)
                 slots = tables[start + seen // block].long() * block + seen % block
-                attended: Any = prompt_attention._dense_attention(
+                attended = prompt_attention._dense_attention(
                     self._scale * query[row : row + num_rows].float(), keys[slots], values[slots], self._computed,
                     sinks if self._has_sinks else None,
                 )  # fmt: skip
@@ -100,11 +97,11 @@ def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk
 class WideKernelOnCpu(WideAttention):
     """Dense attention to pieces of a prefix in the kernel's place, perhaps wrong."""
 
-    def __init__(self, sizes: AttentionSizes, *, scale: float = 1.0, shift: int = 0, lost: int = 0) -> None:
+    def __init__(self, sizes, *, scale=1.0, shift=0, lost=0):
         self._sizes, self._device = sizes, torch.device("cpu")
         self._scale, self._shift, self._lost = scale, shift, lost
 
-    def attend(self, query, caches, step, workspace, num_pieces, scaling) -> None:
+    def attend(self, query, caches, step, workspace, num_pieces, scaling):
         tables, pieces, members, splits = step
         outputs, logarithms, _ = workspace
         block, softcap = self._sizes.block_size, self._sizes.softcap
@@ -122,7 +119,7 @@ class WideKernelOnCpu(WideAttention):
                 logarithms[place] = scores.logsumexp(1) / math.log(2)
 
     @property
-    def _groups(self) -> int:
+    def _groups(self):
         return self._sizes.num_heads // self._sizes.num_kv_heads
 
 

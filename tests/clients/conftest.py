@@ -1,19 +1,16 @@
 """A server of the embedded model, in a process of its own, for the recipes of docs/guide/clients.md: `.ci/clients`."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
+def address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

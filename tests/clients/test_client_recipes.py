@@ -1,7 +1,5 @@
 """docs/guide/clients.md: each recipe runs against the real client."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +20,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text(e
 HEAD = PAGE.partition("\n## ")[0]
 
 
-def blocks(section: str, language: str) -> list[str]:
+def blocks(section, language):
     text = HEAD if not section else PAGE.split(f"\n## {section}\n")[1].partition("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def run(section: str, address: str) -> Any:
+def run(section, address):
     """The names that a recipe defines."""
     module = types.ModuleType(f"recipe_{section}")
     sys.modules[module.__name__] = module  # pydantic resolves the names of a model's fields there
@@ -72,7 +69,7 @@ def test_ollama(address):
     assert found.said and found.also_said
 
 
-def run_command(section: str, address: str, folder: Path, **variables: str) -> str:
+def run_command(section, address, folder, **variables):
     """Run a recipe's command in a folder; returns what it prints. The hub's id is a folder, the task one of our own."""
     (command,) = blocks(section, "bash")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,7 +1,5 @@
 """What pages name is there: commands and their flags, fields, metrics, messages, figures, files, pictures."""
 
-from __future__ import annotations
-
 import configparser
 import dataclasses
 import inspect
@@ -23,7 +21,7 @@ from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionReque
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.command_line import own_flags
 from tests.support.messages import logged_texts, says, source_texts
-from tests.support.pages import PAGES, ROOT, TEXTS, Snippet, commands, inline_code, snippets, tables
+from tests.support.pages import PAGES, ROOT, TEXTS, commands, inline_code, snippets, tables
 
 GUIDES = [name for name in PAGES if name == "README.md" or name.startswith("docs/guide/")]
 PROJECT, TOOLS = itemgetter("project", "tool")(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
@@ -32,7 +30,7 @@ COMING_FROM, TROUBLE = "docs/guide/coming_from.md", "docs/guide/troubleshooting.
 FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 
 
-def is_valid(arguments: list[str]) -> bool:
+def is_valid(arguments):
     """Whether the command's parser takes the arguments; its errors are on standard error."""
     try:
         command_line._parser().parse_args(arguments)
@@ -42,7 +40,7 @@ def is_valid(arguments: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
-def test_commands_of_a_shell_block_can_be_given(snippet: Snippet):
+def test_commands_of_a_shell_block_can_be_given(snippet):
     for command in commands(snippet.text):
         name, *arguments = command
         if name == "nanovllm":
@@ -58,7 +56,7 @@ def test_commands_of_a_shell_block_can_be_given(snippet: Snippet):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_within_sentences_can_be_given(name: str):
+def test_commands_within_sentences_can_be_given(name):
     for code in inline_code(TEXTS[name]):
         words = shlex.split(code) if code.startswith("nanovllm ") else []
         if not words or any(re.fullmatch(r"[A-Z]{3,}|.*\.\.\..*|…", word) for word in words) or len(words) == 2:
@@ -70,7 +68,7 @@ def test_commands_within_sentences_can_be_given(name: str):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", GUIDES)
-def test_flags_within_sentences_are_flags(name: str):
+def test_flags_within_sentences_are_flags(name):
     """Of a command, unless the code begins with another program, or the column is another engine's."""
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py"))
     flags = own_flags()
@@ -82,7 +80,7 @@ def test_flags_within_sentences_are_flags(name: str):
             assert flag in flags or is_prefix or f'"{flag}"' in scripts, f"{name}: {code}"
 
 
-def check_python_name(code: str) -> None:
+def check_python_name(code):
     """`from nanovllm import NAME`, `NAME.METHOD`, or `NAME(... KEYWORD=...)` with its last keyword."""
     if code.startswith("from nanovllm import "):
         exec(code, {})
@@ -151,7 +149,7 @@ def test_metrics_and_alerts_name_what_is_served():
                 )
 
 
-def numbers(text: str) -> set[str]:
+def numbers(text):
     return set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text))
 
 

@@ -1,12 +1,9 @@
 """Defaults, limits and sizes that sentences of pages quote: each sentence is made here from what it quotes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -57,20 +54,20 @@ COMPLETION_TOKENS = CompletionRequest.model_fields["max_tokens"].default
 WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight"}
 
 
-def percent(share: float) -> str:
+def percent(share):
     return f"{100 * share:g} %"
 
 
-def constants(file: str) -> SimpleNamespace:
+def constants(file):
     """Numbers at the top of a file that imports packages of an extra."""
-    found: dict[str, Any] = {}
+    found = {}
     for node in ast.parse((ROOT / "nanovllm" / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             found[node.targets[0].id] = node.value.value
     return SimpleNamespace(**found)
 
 
-def flag_default(command: str, flag: str) -> Any:
+def flag_default(command, flag):
     (action,) = (each for each in command_parsers()[command]._actions if flag in each.option_strings)
     return action.default
 
@@ -270,6 +267,6 @@ QUOTED = {
 
 
 @pytest.mark.parametrize("page", QUOTED)
-def test_figures_in_sentences_are_those_of_the_code(page: str):
+def test_figures_in_sentences_are_those_of_the_code(page):
     text = re.sub(r"\s+", " ", TEXTS[page]).replace("\N{MULTIPLICATION SIGN}", "x")
     assert [sentence for sentence in QUOTED[page] if sentence not in text] == []

@@ -1,10 +1,7 @@
 """Files and names that pages say are there, and the page of private names of torch and transformers, both ways."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 from torch import nn
@@ -21,16 +18,16 @@ NAME = re.compile(r"[A-Za-z_]\w+")
 OF_MODULES = {name for name in {*vars(nn.Module()), *vars(nn.Module)} if re.match(r"_[a-z]", name)}
 
 
-def files(cell: str) -> list[str]:
+def files(cell):
     """The package's files that a cell names."""
     return [code for code in inline_code(cell) if code.endswith(".py")]
 
 
-def source(file: str) -> str:
+def source(file):
     return (PACKAGE / file).read_text(encoding="utf-8")
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
+def private_names(tree):
     """Private names of torch that a file reaches: within modules of torch, and private attributes of `nn.Module`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -43,7 +40,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
-def test_files_that_a_page_names_are_there(name: str):
+def test_files_that_a_page_names_are_there(name):
     """Below the repository, or below the package where the first folder is one of its rooms."""
     for code in inline_code(TEXTS[name]):
         path = re.match(r"([\w.]+)/[\w./]+\.(?:py|cpp|html|md|service|yaml|jsonl)(?=$| )", code)
@@ -52,7 +49,7 @@ def test_files_that_a_page_names_are_there(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
-def test_a_name_is_in_the_file_that_a_page_says_it_is_in(name: str):
+def test_a_name_is_in_the_file_that_a_page_says_it_is_in(name):
     """As "`name` in `room/file.py`" or "`name` (`room/file.py`)"."""
     found = re.findall(r"`([\w.]+)`\s(?:in|of|\()\s?`((?:nanovllm/)?[\w/]+\.py)`", TEXTS[name])
     for symbol, file in ((symbol, file) for symbol, file in found if symbol not in ATTENTION_BACKENDS):
@@ -61,14 +58,14 @@ def test_a_name_is_in_the_file_that_a_page_says_it_is_in(name: str):
 
 
 @pytest.mark.parametrize("part, pattern", [(0, "**/test_*.py"), (1, "support/[a-z]*.py")], ids=["tests", "support"])
-def test_every_file_is_on_the_map_of_the_tests(part: int, pattern: str):
+def test_every_file_is_on_the_map_of_the_tests(part, pattern):
     rows = [row for table in tables(TEXTS["tests/README.md"].split("**support**")[part]) for row in table[1:]]
     listed = {code for row in rows for cell in row[:2] for code in inline_code(cell)}
     assert {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob(pattern)} <= listed
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0][:60] for row in ROWS])
-def test_a_private_name_is_used_where_its_row_says(row: list[str]):
+def test_a_private_name_is_used_where_its_row_says(row):
     names = [NAME.findall(code.partition("(")[0])[-1] for code in inline_code(row[0])]
     for file in files(row[1]):
         assert not names or any(name in source(file) for name in names), file

@@ -1,11 +1,7 @@
 """Tables of pages that list what the code has: options, parameters, flags, commands, choices; with their defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 
@@ -49,19 +45,19 @@ CHOICES = [
 ]
 
 
-def rows(page: str, head: str) -> Iterator[list[str]]:
+def rows(page, head):
     """Rows of a page's tables with this head of the first column."""
     for first, *others in tables(TEXTS[page]):
         if first[0] == head:
             yield from others
 
 
-def first_codes(found: Iterable[list[str]]) -> list[str]:
+def first_codes(found):
     """The code in the first cells."""
     return [code for row in found for code in inline_code(row[0])]
 
 
-def as_written(value: Any) -> str:
+def as_written(value):
     """A default as the tables write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -74,7 +70,7 @@ def test_every_engine_option_has_a_row():
 
 
 @pytest.mark.parametrize("device", ["CPU", "GPU"])
-def test_defaults_of_engine_options_are_those_of_the_code(device: str):
+def test_defaults_of_engine_options_are_those_of_the_code(device):
     resolved = EngineConfig().resolve_limits({"CPU": "cpu", "GPU": "cuda"}[device], 40_960)
     for head, *found in tables(TEXTS["docs/guide/tuning.md"]):
         for row in found if head[0] == "option" else ():
@@ -129,7 +125,7 @@ def test_every_attention_backend_is_in_each_list_of_them():
 
 
 @pytest.mark.parametrize("page, head, choices", CHOICES, ids=[f"{page}, {head}" for page, head, _ in CHOICES])
-def test_a_table_of_choices_lists_all_of_them(page: str, head: str, choices: set[str]):
+def test_a_table_of_choices_lists_all_of_them(page, head, choices):
     assert {code.partition("=")[0] for code in first_codes(rows(page, head))} == choices
 
 

@@ -3,8 +3,6 @@
 A page's blocks run in its order, in one folder. A block `text` behind a shell block is what that prints.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -12,15 +10,13 @@ import subprocess
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from tests.support.forked_commands import ForkedCommands
-from tests.support.pages import PAGES, ROOT, Snippet, snippets
+from tests.support.pages import PAGES, ROOT, snippets
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -56,14 +52,14 @@ SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory) -> Iterator[ForkedCommands]:
+def forked(tmp_path_factory):
     commands = ForkedCommands(tmp_path_factory.mktemp("commands"))
     yield commands
     commands.close()
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name, family in HUB_MODELS.items():
         if family != DEFAULT_MODEL:
@@ -77,12 +73,12 @@ def models(tmp_path_factory) -> Path:
 class Page:
     """One page's working directory, shell, Python names and background processes."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
+    def __init__(self, folder, programs):
         self._folder = folder
         self._port = free_port()
         self._printed = ""
         self._module = types.ModuleType("page")
-        self._background: list[subprocess.Popen[bytes]] = []
+        self._background = []
         paths = [str(programs), os.environ["PATH"]]
         self._environment = os.environ | {
             "PATH": os.pathsep.join(paths),
@@ -90,7 +86,7 @@ class Page:
             "HF_HUB_OFFLINE": "1",
         }
 
-    def run(self, snippet: Snippet) -> None:
+    def run(self, snippet):
         text = snippet.text.replace("127.0.0.1:8000", f"127.0.0.1:{self._port}")
         text = re.sub(r"(?<=tcp://\*:)\d+", lambda found: str(free_port()), text)
         if snippet.language == "text":
@@ -112,7 +108,7 @@ class Page:
         self._printed = done.stdout
         assert done.returncode == 0, f"{snippet} ends with {done.returncode}:\n{done.stdout}\n{done.stderr}"
 
-    def _start(self, text: str, snippet: Snippet) -> None:
+    def _start(self, text, snippet):
         """A server: its block's last command, which must have begun to answer."""
         text = re.sub(r"(nanovllm serve)", rf"exec \1 --port {self._port}", text)
         log = self._folder / "background.log"
@@ -127,7 +123,7 @@ class Page:
             assert process.poll() is None and time.monotonic() < end, f"{snippet} has not started:\n{log.read_text()}"
             time.sleep(0.05)
 
-    def close(self) -> None:
+    def close(self):
         for process in self._background:
             process.terminate()
         for process in self._background:
@@ -136,7 +132,7 @@ class Page:
 
 
 @pytest.fixture
-def page(tmp_path, forked, models, monkeypatch) -> Iterator[Page]:
+def page(tmp_path, forked, models, monkeypatch):
     for name in models.iterdir():
         (tmp_path / name.name).symlink_to(name)
     for name in ("examples", "LICENSE"):
@@ -147,7 +143,7 @@ def page(tmp_path, forked, models, monkeypatch) -> Iterator[Page]:
     page.close()
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -165,7 +161,7 @@ def test_the_slow_snippets_of_a_page_run(name, page):
     run_all(name, page, are_slow=True)
 
 
-def run_all(name: str, page: Page, *, are_slow: bool) -> None:
+def run_all(name, page, *, are_slow):
     for snippet in snippets(name):
         is_left_out = snippet.note.startswith("not run") or (snippet.is_slow and not are_slow)
         if snippet.language in (*RUN, "text") and not is_left_out:

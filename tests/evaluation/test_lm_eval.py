@@ -1,13 +1,10 @@
 """The model type of lm-eval: scores of every kind of task equal those of lm-eval's own `hf` type."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +24,7 @@ ARGUMENTS = {"dtype": "float32", "max_length": 1500}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A tiny model with a token for the end of text."""
     folder = save_tiny(tmp_path_factory.mktemp("model"), eos_token_ids=[3], with_tokenizer=False)
     tiny_tokenizer(eos_token="<|end|>").save_pretrained(folder)
@@ -35,23 +32,23 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory) -> Path:
+def tasks(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"), NUM_QUESTIONS)
 
 
 @functools.cache
-def open_model(kind: str, folder: Path, max_length: int = ARGUMENTS["max_length"]):
+def open_model(kind, folder, max_length=ARGUMENTS["max_length"]):
     lm_eval_model.register()
     own = {"device": "cpu"} if kind == "hf" else {"num_kv_blocks": 400}
     return get_model(kind)(pretrained=str(folder), dtype="float32", max_length=max_length, **own)
 
 
-def evaluate(model, tasks: Path, task: str):
+def evaluate(model, tasks, task):
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return simple_evaluate(model, tasks=[task], task_manager=manager, bootstrap_iters=0, log_samples=True)
 
 
-def figures(results, task: str) -> dict[str, float]:
+def figures(results, task):
     return {
         name: float(value)
         for name, value in results["results"][task].items()

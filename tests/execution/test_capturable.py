@@ -1,9 +1,6 @@
 """What no CUDA graph can capture is found in a pass of a few rows, before any step; layers compile for any number."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -44,9 +41,9 @@ def test_a_model_that_makes_a_tensor_on_the_host_is_named():
 @pytest.mark.parametrize("streams", [(), (2,)])
 def test_layers_of_several_streams_compile_once_for_any_number_of_rows(streams):
     """Gemma 3n passes [num_streams, 1, num_rows, hidden_size] from layer to layer."""
-    compiled: list[Any] = []
+    compiled = []
 
-    def backend(module: Any, inputs: Any) -> Any:
+    def backend(module, inputs):
         compiled.append(module)
         return module.forward
 
@@ -62,11 +59,11 @@ def test_layers_of_several_streams_compile_once_for_any_number_of_rows(streams):
 class Scale(torch.nn.Module):
     """A number of the module is a constant of its code."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.weight, self.number = torch.nn.Parameter(torch.ones(3)), number
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states):
         return states * self.weight * self.number
 
 

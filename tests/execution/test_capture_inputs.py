@@ -6,9 +6,7 @@ row or mask; while a graph is captured it also refuses whatever a step has left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,14 +28,14 @@ from nanovllm.features.penalties.penalties import LatestTokens
 from nanovllm.features.speculation import lengths
 from nanovllm.features.token_masks import keep_bits
 from nanovllm.model_runner import PendingTokens
-from nanovllm.sampler import FILTERS, DrawTensors
+from nanovllm.sampler import FILTERS
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.option_traffic import answers
 from tests.support.structured import EOS
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_model_len": 160, "max_num_seqs": 12, "num_kv_blocks": 100, "max_num_batched_tokens": 96, "block_size": 16,
 }  # fmt: skip
 LONGEST, SEEDS = 100, range(5)
@@ -54,26 +52,26 @@ class Kernels:
     found: what was wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_capturing = False
-        self.used: set[str] = set()
-        self.found: list[str] = []
+        self.used = set()
+        self.found = []
 
-    def find(self, file: str, name: str) -> Any:
+    def find(self, file, name):
         own = {"penalise": self.penalise, "measure": self.measure, "TokenMasks": TokenMasks}
         return own.get(name)
 
-    def find_draw(self, file: str, name: str) -> Any:
-        def draw_on_gpu(*inputs: Any, gamma: int, non_finite: int, nothing_left: int, **given: Any) -> Tensor:
+    def find_draw(self, file, name):
+        def draw_on_gpu(*inputs, gamma, non_finite, nothing_left, **given):
             return self.draw(*inputs, **given)
 
         return {"draw_on_gpu": draw_on_gpu, "FILTERS": FILTERS}[name]
 
-    def refuse_if(self, is_wrong: Any, what: str) -> None:
+    def refuse_if(self, is_wrong, what):
         if bool(is_wrong):
             self.found.append(what)
 
-    def penalise(self, logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor) -> None:
+    def penalise(self, logits, entries, tokens, previous):
         self._note("penalties")
         row, start, length, _, in_flight = entries[:, :5].unbind(1)
         self.refuse_if(len(entries) != len(logits), "entries of other rows")
@@ -95,12 +93,12 @@ class Kernels:
                 value = value / factors[0] if value > 0 else value * factors[0]
                 logits[entry[0], token_id] = value - factors[1] * count - factors[2] * (count > 0)
 
-    def measure(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, ...]:
+    def measure(self, logits, token_ids, num_top):
         self._note("log-probabilities")
         measured = logprobs.Measured.from_logits(logits, token_ids, num_top)
         return measured.token_ids, measured.logprobs, measured.ranks
 
-    def draw(self, logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True, masks: Any = None) -> Tensor:
+    def draw(self, logits, inputs, *, has_filters=True, masks=None):
         if self.is_capturing:
             self.refuse_if(any(part.any() for part in inputs), "draws of a step")
         if masks is not None:
@@ -112,32 +110,32 @@ class Kernels:
             keep_bits(logits, chosen, masks.words.numpy()[[rows[row] for row in chosen]])
         return draws.draw(logits, inputs, has_filters=has_filters)
 
-    def _note(self, kind: str) -> None:
+    def _note(self, kind):
         self.used.add(f"{kind} captured" if self.is_capturing else kind)
 
 
 class Event:
-    def synchronize(self) -> None: ...
+    def synchronize(self): ...
 
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream): ...
 
 
-def send_copies(cls: Any, token_ids: Any, report: Any) -> Any:
+def send_copies(cls, token_ids, report):
     """As to a host: a later step overwrites what a head writes."""
     return cls(token_ids.clone(), report and report.to_host(), None) if isinstance(token_ids, Tensor) else token_ids
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Kernels:
+def kernels(monkeypatch):
     """Engines of graphs on this CPU, whose kernels these are."""
     own = Kernels()
 
     class CheckedPool:
         """A pool of graphs that run their function at each replay."""
 
-        def __init__(self, device: torch.device) -> None: ...
+        def __init__(self, device): ...
 
-        def capture(self, run: Callable[[], None], **_: Any) -> Any:
+        def capture(self, run, **_):
             own.is_capturing = True
             try:
                 run()
@@ -145,9 +143,9 @@ def kernels(monkeypatch) -> Kernels:
                 own.is_capturing = False
             return type("Graph", (), {"replay": staticmethod(run)})
 
-        def synchronize(self) -> None: ...
+        def synchronize(self): ...
 
-        def reset(self) -> None: ...
+        def reset(self): ...
 
     compute_without_kernels(monkeypatch)
     monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
@@ -176,16 +174,16 @@ def kernels(monkeypatch) -> Kernels:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), eos_token_id=EOS, with_tokenizer=False)
 
 
-def open_llm(folder: Path, **options: Any) -> LLM:
+def open_llm(folder, **options):
     return LLM(folder, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
 @pytest.fixture(scope="module")
-def expected(folder) -> list[Any]:
+def expected(folder):
     """By a fresh engine for each call, without graphs."""
     found = []
     for seed in SEEDS:
@@ -207,7 +205,7 @@ def test_captures_between_steps_of_every_option_change_no_answer(expected, kerne
     if way != IDLE:
         monkeypatch.setattr(forward_graphs, "STEPS_TO_CAPTURE", 2)
     with open_llm(folder, overlap=True, **options) as llm:
-        engine: Any = llm._engine
+        engine = llm._engine
         assert isinstance(engine.model_runner.executor, cuda_graphs.GraphExecutor)
         for seed, answer in zip(SEEDS, expected, strict=True):
             assert answers(llm, seed, longest=LONGEST) == answer, seed

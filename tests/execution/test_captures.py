@@ -1,11 +1,8 @@
 """Which graphs an executor captures, drops and keeps, with a pool that captures nothing: no GPU is needed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ ODD = GraphShape(8, 256, 32)  # of many short chunks: neither captured at start-
 class Binding:
     """What an executor asks of a model; its head is where `head_is_apart` says."""
 
-    def __init__(self, *, is_live: bool) -> None:
+    def __init__(self, *, is_live):
         self.is_live = is_live
         self.ranks = None
         self.device = torch.device("cpu")
@@ -37,43 +34,43 @@ class Binding:
         self.is_stacked, self.stacked = True, None
         self.passes = SimpleNamespace(hidden_states=None)
 
-    def unstack_layers(self) -> None:
+    def unstack_layers(self):
         self.is_stacked = False
 
-    def weight_addresses(self) -> list[int]:
+    def weight_addresses(self):
         return list(self.addresses)
 
-    def splits_head(self) -> bool:
+    def splits_head(self):
         return self.head_is_apart
 
-    def compute_step(self, *_: Any) -> torch.Tensor:
+    def compute_step(self, *_):
         return self.hidden
 
-    def forward_step(self, *_: Any) -> torch.Tensor:
+    def forward_step(self, *_):
         return self.hidden + 1
 
-    def head_step(self, states: torch.Tensor) -> torch.Tensor:
+    def head_step(self, states):
         return states
 
 
 class Pool:
     """Counts captures, runs their trials, and raises `error` instead of the one with the number `raises_at`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         self.num_captures = 0
-        self.raises_at: int | None = None
-        self.error: BaseException = KeyboardInterrupt()
+        self.raises_at = None
+        self.error = KeyboardInterrupt()
 
-    def capture(self, run: Any, *, frees_trial: bool = False) -> object:
+    def capture(self, run, *, frees_trial=False):
         self.num_captures += 1
         if self.num_captures == self.raises_at:
             raise self.error
         run()
         return object()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self): ...
 
-    def reset(self) -> None: ...
+    def reset(self): ...
 
 
 @pytest.fixture
@@ -86,10 +83,10 @@ def make(monkeypatch):
     backend = SimpleNamespace(compiles_each_size=False, inputs=TableInputs(CONFIG.block_size))
     monkeypatch.setattr(cuda_graphs, "build_gpu_attention", lambda *_, **__: backend)
 
-    def make(*, is_live: bool = False, cuda_graphs: bool = True) -> Any:
+    def make(*, is_live=False, cuda_graphs=True):
         config = replace(CONFIG, cuda_graphs=cuda_graphs)
         sampler = SimpleNamespace(draw=lambda logits, *_, **__: torch.zeros(len(logits), dtype=torch.int64))
-        executor: Any = GraphExecutor(Binding(is_live=is_live), config, sampler, POOLS)  # type: ignore[arg-type]
+        executor = GraphExecutor(Binding(is_live=is_live), config, sampler, POOLS)  # type: ignore[arg-type]
         executor._attention_step = lambda shape: ()
         executor._extras.penalised = lambda logits, _: logits
         return executor
@@ -97,7 +94,7 @@ def make(monkeypatch):
     return make
 
 
-def captured(executor: Any) -> tuple[set[Any], set[Any]]:
+def captured(executor):
     return set(executor._forwards.graphs), set(executor._heads.graphs)
 
 
@@ -230,12 +227,12 @@ def test_whether_the_head_is_apart_is_found_again_once_the_model_was_changed(mak
 # ---------------------------------------------------------------------------------------------------- room for graphs
 
 
-def shapes_beyond(count: int) -> list[GraphShape]:
+def shapes_beyond(count):
     return [GraphShape(5, 100 + number, 24) for number in range(count)]
 
 
 @pytest.fixture
-def full(monkeypatch) -> ForwardGraphs:
+def full(monkeypatch):
     """As many graphs as are kept: those of start-up, and ten others."""
     graphs = ForwardGraphs(Buckets(CONFIG))
     graphs.usual.clear()
@@ -245,12 +242,12 @@ def full(monkeypatch) -> ForwardGraphs:
     return graphs
 
 
-def run_steps(graphs: ForwardGraphs, shape: GraphShape, count: int) -> None:
+def run_steps(graphs, shape, count):
     for _ in range(count):
         graphs.shape_for_step(shape, at_any_cost=False)
 
 
-def capture_ahead(graphs: ForwardGraphs) -> list[GraphShape]:
+def capture_ahead(graphs):
     found = []
     while (shape := graphs.next_ahead()) is not None:
         graphs.make_room()

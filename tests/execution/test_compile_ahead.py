@@ -1,7 +1,5 @@
 """Kernels compiled before the first step: each one that a model's steps call, several at a time."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -17,7 +15,7 @@ from tests.support.tiny_models import tiny_model
 def test_calls_run_at_the_same_time_and_without_gradients():
     barrier, modes = threading.Barrier(5, timeout=20), []
 
-    def call() -> None:
+    def call():
         barrier.wait()
         modes.append(torch.is_grad_enabled())
 
@@ -26,7 +24,7 @@ def test_calls_run_at_the_same_time_and_without_gradients():
 
 
 def test_a_call_that_fails_is_not_passed_over():
-    def fails() -> None:
+    def fails():
         raise ValueError("no such kernel")
 
     with pytest.raises(ValueError, match="no such kernel"):

@@ -1,17 +1,14 @@
 """Draws that wait for threads on the host: launched once, before the next step or when they are read."""
 
-from __future__ import annotations
-
 import functools
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.errors import StepError
 from nanovllm.fast.gpu.late_draw import LateDraw
 from nanovllm.fast.gpu.mask_buffer import MaskBuffer
@@ -25,14 +22,14 @@ from tests.support.structured import EOS, FORMS, form, open_llm
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_tokenizer
 
 
-def counted(calls: list[str], name: str = "draw") -> torch.Tensor:
+def counted(calls, name="draw"):
     calls.append(name)
     return torch.tensor([len(calls), 7])
 
 
 def test_a_draw_is_launched_once_whoever_asks_first():
     for asks in (["launch", "launch", "result"], ["result", "launch", "result"]):
-        calls: list[str] = []
+        calls = []
         drawn = LateDraw(lambda calls=calls: counted(calls))
         found = [getattr(drawn, name)() for name in asks]
         assert calls == ["draw"] and found[-1] == [1, 7]
@@ -50,9 +47,9 @@ def test_nothing_to_draw_launches_nothing():
 
 
 def test_a_draw_that_fails_raises_its_error_again_and_is_not_tried_again():
-    calls: list[str] = []
+    calls = []
 
-    def fail() -> torch.Tensor:
+    def fail():
         calls.append("draw")
         raise ValueError("no draw")
 
@@ -64,7 +61,7 @@ def test_a_draw_that_fails_raises_its_error_again_and_is_not_tried_again():
 
 
 def test_a_draw_that_is_dropped_before_its_launch_says_so():
-    dropped: list[int] = []
+    dropped = []
     for number in range(2):
         drawn = LateDraw(lambda: torch.tensor([3]), on_drop=functools.partial(dropped.append, number))
         if number:
@@ -82,7 +79,7 @@ CROWDED = {"num_kv_blocks": 21, "max_model_len": 160, "max_num_batched_tokens": 
 class LateExecutor:
     """A CPU's executor whose draws with masks are late, while threads move the matchers, as a GPU's are."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm):
         self._runner = llm._engine.model_runner
         self._launch = self._runner._launch
         self._threads = MaskThreads(2)
@@ -90,7 +87,7 @@ class LateExecutor:
         self.num_late = self.num_failures = 0
         self._runner._launch = self.launch
 
-    def launch(self, batch: Any, layout: Any, plan: Any, report: Any) -> Any:
+    def launch(self, batch, layout, plan, report):
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("this step was to fail")
@@ -99,7 +96,7 @@ class LateExecutor:
         positions = layout.sampled_positions.tolist()
         rows = [row for row, sequence in enumerate(batch.sampling) if sequence.matcher is not None]
 
-        def begin_draw() -> Any:
+        def begin_draw():
             if not rows:
                 return draw()
             own = [batch.sampling[row] for row in rows]
@@ -114,12 +111,12 @@ class LateExecutor:
         return begin_draw
 
 
-def params_of(number: int) -> SamplingParams:
+def params_of(number):
     own = form(list(FORMS)[number % 4])
     return SamplingParams(temperature=0.9, seed=number, max_tokens=40, structured_output=own, n=1 + number % 2)
 
 
-def answers(llm: LLM, *, fails_after: int | None = None, late: LateExecutor | None = None) -> list[Any]:
+def answers(llm, *, fails_after=None, late=None):
     """Completions of all requests; those of an engine whose step after so many late draws fails once."""
     engine, found, failures = llm._engine, {}, 0
     params = [params_of(number) for number in range(len(PROMPTS))]
@@ -140,7 +137,7 @@ def answers(llm: LLM, *, fails_after: int | None = None, late: LateExecutor | No
 
 
 @functools.cache
-def expected() -> list[Any]:
+def expected():
     with open_llm(overlap=False) as llm:
         return answers(llm)
 
@@ -184,9 +181,9 @@ def test_an_abort_with_a_late_draw_in_flight_leaves_the_others_as_they_are():
 
 
 class NoEvent:
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream): ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self): ...
 
 
 def test_masks_of_each_step_are_sent_whole_with_the_rows_that_have_none(monkeypatch):
@@ -205,7 +202,7 @@ def test_masks_of_each_step_are_sent_whole_with_the_rows_that_have_none(monkeypa
         positions = [len(getattr(request, "token_ids", ())) for request in requests]
         if step % 3 != 1:  # a step of a captured head; others begin when they send
             assert buffer.begin(requests, positions)
-        errors: dict[Any, str] = {}
+        errors = {}
         buffer.upload(requests, positions, errors)
         rows, words = buffer.views(5)
         assert not errors and rows.tolist() == [-1, 0, 1, 2, -1]
@@ -220,7 +217,7 @@ def test_masks_of_each_step_are_sent_whole_with_the_rows_that_have_none(monkeypa
     buffer.wait()  # of a step that was undone
 
 
-def sample(compiled: Any) -> Any:
+def sample(compiled):
     return SimpleNamespace(
         draft=(), matcher=compiled.copy(), token_ids=[5, 6], num_prompt_tokens=2, is_finished=False, request_id="r"
     )

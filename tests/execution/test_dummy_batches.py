@@ -1,9 +1,6 @@
 """Batches of no request that compare forms of a model at start-up."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,7 @@ from nanovllm.features.costs.dummy_batches import comparison_spans
 from nanovllm.features.engine_config import EngineConfig
 
 
-def spans(**options: int) -> tuple[list[Any], list[Any]]:
+def spans(**options):
     limits = {"max_model_len": 8192, "block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
     return comparison_spans(EngineConfig(**limits | options))
 

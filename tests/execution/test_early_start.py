@@ -1,9 +1,6 @@
 """A GPU's first use at start, in a thread: for a model that goes to a GPU, and not where one is in use."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +11,9 @@ from nanovllm.fast.gpu.early_start import begin_gpu
 
 
 @pytest.fixture
-def used(monkeypatch) -> list[tuple[Any, ...]]:
+def used(monkeypatch):
     """Arguments of the threads that begin; there is a GPU that nobody uses."""
-    found: list[tuple[Any, ...]] = []
+    found = []
     monkeypatch.setattr(option_kernels, "use_gpu", lambda *arguments: found.append(arguments))
     monkeypatch.setattr(early_start.Thread, "start", lambda thread: thread.run())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,7 +54,7 @@ def test_kernels_are_those_of_the_vocabulary_and_dtype_that_a_folder_names(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked, called = [], []
 
-    def option_calls(*sizes: Any) -> list[Any]:
+    def option_calls(*sizes):
         asked.append(sizes)
         return [lambda: called.append(True)]
 

@@ -1,10 +1,7 @@
 """Bytes set aside for a GPU's steps, by arithmetic alone; tests/gpu measures what they take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +25,12 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 
 
-def layer_of(dtype: torch.dtype) -> AttentionLayer:
+def layer_of(dtype):
     return AttentionLayer(nn.Identity(), LayerTraits(16, 8, 128, 128), dtype, scaling=1.0)
 
 
 @pytest.fixture
-def binding(monkeypatch) -> Any:
+def binding(monkeypatch):
     monkeypatch.setattr(Gpu, "from_device", classmethod(lambda *_: H200))
     return SimpleNamespace(
         layers=[layer_of(torch.bfloat16)] * 28, device=torch.device("cpu"), vocab_size=1000, dtype=torch.bfloat16,
@@ -52,7 +49,7 @@ def test_graphs_and_steps_without_one_have_memory_of_their_own(binding):
 
 
 def test_logits_with_penalties_have_memory_within_the_graphs_and_beside_them(binding):
-    def for_tokens(config: EngineConfig) -> int:
+    def for_tokens(config):
         binding.vocab_size = 1000
         before = workspace_bytes(binding, config, StepPeaks(0, 0))
         binding.vocab_size = 1001

@@ -1,7 +1,5 @@
 """Shapes and inputs of CUDA graphs, in plain arithmetic: every bound, and what each row attends to."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -29,7 +27,7 @@ from tests.support.scheduling import Loop, make_scheduler
 H200 = Gpu(132, 232_448)
 
 
-def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int, budget: int, max_model_len: int):
+def random_entries(choice, *, block_size, max_num_seqs, budget, max_model_len):
     """A step within the limits, and the sequences whose newest token is in flight, with their places."""
     pages = list(range(1, 5000))
     entries, in_flight = [], []
@@ -54,13 +52,13 @@ def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int,
     return entries, {sequence: place for place, sequence in enumerate(in_flight)}
 
 
-def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: int = 4096) -> EngineConfig:
+def config_of(max_num_seqs, budget, block_size, max_model_len=4096):
     return EngineConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, max_model_len=max_model_len
     )
 
 
-def assert_fits(shape: GraphShape, buckets: Buckets, block_size: int) -> None:
+def assert_fits(shape, buckets, block_size):
     largest = buckets.largest()
     assert all(size <= bound for size, bound in zip(shape[:3], largest[:3], strict=True)), (shape, largest)
     assert packing_of(shape, block_size, 8).num_words <= packing_of(largest, block_size, 8).num_words
@@ -129,7 +127,7 @@ def test_a_step_of_a_missing_shape_runs_as_the_smallest_captured_one_that_holds_
     captured = [GraphShape(16, 16, 0), GraphShape(64, 64, 0), GraphShape(0, 128, 20), GraphShape(16, 256, 20),
                 GraphShape(256, 9000, 200), GraphShape(64, 256, 24)]  # fmt: skip
 
-    def stand_in(*shape: int, **options: bool) -> GraphShape | None:
+    def stand_in(*shape, **options):
         return Buckets.stand_in(GraphShape(*shape), captured, **options)
 
     assert stand_in(24, 24, 0) == captured[1]
@@ -199,7 +197,7 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
     assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
     assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
 
-    def shape_of(num_decodes: int, length: int, context: int = 6) -> GraphShape:
+    def shape_of(num_decodes, length, context=6):
         """Of a step of decodes, the first of them behind a context, and a chunk."""
         tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
         sequence = Sequence(NewRequest("r", tokens, SamplingParams()), arrival=0, max_model_len=10**6)
@@ -331,7 +329,7 @@ def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
 
 
 def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
-    def entry(number: int, start: int, count: int, num_prompt_tokens: int, asks: bool) -> ScheduledSequence:
+    def entry(number, start, count, num_prompt_tokens, asks):
         tokens = [1000 * number + place for place in range(num_prompt_tokens)]
         params = SamplingParams(prompt_logprobs=0 if asks else None)
         sequence = Sequence(NewRequest(str(number), tokens, params), arrival=number, max_model_len=10**6)

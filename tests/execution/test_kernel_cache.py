@@ -1,10 +1,7 @@
 """Machine code of CUDA kernels in the cache folder: compiled again for another text, option or compiler."""
 
-from __future__ import annotations
-
 import ctypes
 from threading import Event, Thread
-from typing import Any
 
 import pytest
 
@@ -15,33 +12,33 @@ from nanovllm.fast.kernels import nvrtc
 class Compiler:
     """Stands for libnvrtc: its machine code is the source and the options. `version` is its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version = (13, 0)
         self.num_compiled = 0
         self.fails = False
         self._code = b""
 
-    def nvrtcVersion(self, major: Any, minor: Any) -> int:
+    def nvrtcVersion(self, major, minor):
         major._obj.value, minor._obj.value = self.version
         return 0
 
-    def nvrtcCreateProgram(self, program: Any, source: bytes, *_: Any) -> int:
+    def nvrtcCreateProgram(self, program, source, *_):
         self._code = source
         return 0
 
-    def nvrtcCompileProgram(self, program: Any, count: int, options: Any) -> int:
+    def nvrtcCompileProgram(self, program, count, options):
         self.num_compiled += 1
         self._code = b" ".join([self._code, *options])
         return int(self.fails)
 
-    def nvrtcDestroyProgram(self, program: Any) -> int:
+    def nvrtcDestroyProgram(self, program):
         return 0
 
-    def nvrtcGetCUBINSize(self, program: Any, size: Any) -> int:
+    def nvrtcGetCUBINSize(self, program, size):
         size._obj.value = len(self._code)
         return 0
 
-    def nvrtcGetCUBIN(self, program: Any, buffer: Any) -> int:
+    def nvrtcGetCUBIN(self, program, buffer):
         ctypes.memmove(buffer, self._code, len(self._code))
         return 0
 
@@ -49,7 +46,7 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path) -> Compiler:
+def compiler(monkeypatch, tmp_path):
     own = Compiler()
     monkeypatch.setattr(nvrtc, "_compiler", lambda: own)
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
@@ -97,16 +94,16 @@ def test_a_text_that_a_thread_compiles_is_waited_for(compiler):
     begun, may_end = Event(), Event()
     compile_program = compiler.nvrtcCompileProgram
 
-    def slow(*arguments: Any) -> int:
+    def slow(*arguments):
         begun.set()
         assert may_end.wait(20)
-        result: int = compile_program(*arguments)
+        result = compile_program(*arguments)
         return result
 
     compiler.nvrtcCompileProgram = slow
-    codes: list[bytes] = []
+    codes = []
 
-    def compile_text() -> None:
+    def compile_text():
         codes.append(nvrtc.compile_source("void f();", "sm_90", {}))
 
     call_apart([compile_text])

@@ -1,11 +1,8 @@
 """Costs learned from steps: they converge, follow a machine that slows down, and forget single disturbances."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,31 +30,31 @@ TRUE = DeviceCost(
 )  # fmt: skip
 
 
-def random_work(r: random.Random, *, with_chunk: bool = True) -> StepWork:
+def random_work(r, *, with_chunk=True):
     count = r.randint(1, 30)
     work = StepWork(count, count, 0, sum(r.randint(1, 900) for _ in range(count)), 0, 0, count)
     return work.with_chunk(64 * r.randint(0, 10), r.randint(1, 400)) if with_chunk else work
 
 
-def learn(fit: RecursiveFit, cost: DeviceCost, num_steps: int, *, seed: int = 0, noise: float = 0.03) -> None:
+def learn(fit, cost, num_steps, *, seed=0, noise=0.03):
     r = random.Random(seed)
     for _ in range(num_steps):
         work = random_work(r, with_chunk=r.random() < 0.5)
         fit.learn(work, cost.seconds(work) * r.uniform(1.0 - noise, 1.0 + noise))
 
 
-def error(fit: RecursiveFit, cost: DeviceCost) -> float:
+def error(fit, cost):
     """Median relative error over works that were not learned from."""
     r = random.Random(99)
     misses = [abs(fit.seconds(work) / cost.seconds(work) - 1.0) for work in (random_work(r) for _ in range(101))]
     return sorted(misses)[50]
 
 
-def scaled(cost: DeviceCost, factor: float) -> DeviceCost:
+def scaled(cost, factor):
     return DeviceCost(cost.knee, *(factor * value for value in cost.coefficients))
 
 
-def begun() -> RecursiveFit:
+def begun():
     works = [StepWork(0, 0, 0, 0, 0, 0, 0).with_chunk(0, size) for size in (16, 64, 256)]
     works += [StepWork(count, count, 0, 64 * count, 0, 0, count) for count in (1, 8)]
     return RecursiveFit.begin((work, TRUE.seconds(work)) for work in works)
@@ -159,7 +156,7 @@ def test_a_step_of_no_time_teaches_nothing():
 # ------------------------------------------------------------------------------------------------------ costs, goals
 
 
-def config(**options: Any) -> EngineConfig:
+def config(**options):
     return EngineConfig(**options).resolve_limits("cpu", 4096)
 
 
@@ -206,7 +203,7 @@ def test_a_goal_that_a_step_of_one_block_exceeds_is_refused_with_both_times():
     assert resolve_goal(config(itl_goal=0.06), 0.05).itl_goal == 0.06
 
 
-def test_a_goal_of_half_a_block_or_more_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture):
+def test_a_goal_of_half_a_block_or_more_is_kept_with_a_warning(caplog):
     assert resolve_goal(config(itl_goal=0.03), 0.05).itl_goal == 0.03
     assert "itl_goal is 0.03 s, and a step of one block of 64 tokens took 0.05 s at start" in caplog.text
 
@@ -237,7 +234,7 @@ def test_prompts_that_wait_long_relax_the_automatic_goal_of_a_cpu():
     assert resolve_goal(gpu, 1e-3).ttft_goal is None
 
 
-def follower(block_seconds: float, *, asked: EngineConfig | None = None) -> Any:
+def follower(block_seconds, *, asked=None):
     """Budget of a start with such steps of one block, and its costs."""
     asked = config(itl_goal="auto") if asked is None else asked
     costs = LearnedCosts(asked, cost=DeviceCost(8, fixed=block_seconds))
@@ -246,7 +243,7 @@ def follower(block_seconds: float, *, asked: EngineConfig | None = None) -> Any:
     return budget, costs
 
 
-def end_steps(costs: LearnedCosts, seconds: float, num_steps: int, start: float = 0.0) -> None:
+def end_steps(costs, seconds, num_steps, start=0.0):
     """Steps of one block of a prompt, of so many seconds each."""
     loop = Loop(make_scheduler(max_num_batched_tokens=64, max_model_len=64, num_kv_blocks=4097))
     for number in range(num_steps):
@@ -280,7 +277,7 @@ def test_goals_that_were_set_do_not_follow():
     assert budget.itl_goal > 0.2 and budget.ttft_goal == 9.0
 
 
-def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minute(caplog: pytest.LogCaptureFixture):
+def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minute(caplog):
     caplog.set_level("INFO", "nanovllm")
     _, costs = follower(0.9)
     end_steps(costs, 0.1, 60)

@@ -1,11 +1,7 @@
 """Rehearsals: every option is used once while idle, and nothing of it is left behind. They run on a CPU here."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,47 +16,47 @@ from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 PROMPTS = [list(range(5, 45)), list(range(5, 30)), [7, 8, 9]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tiny_model().save_pretrained(path)
     return path
 
 
 @pytest.fixture(autouse=True)
-def rehearsing_on_a_cpu(monkeypatch) -> None:
+def rehearsing_on_a_cpu(monkeypatch):
     monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
 
 
-def open_llm(model: Any, **options: Any) -> LLM:
+def open_llm(model, **options):
     return LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def rehearse(llm: LLM) -> int:
+def rehearse(llm):
     """Use idle time until nothing is left to do; returns the number of rehearsals so far."""
-    engine: Any = llm._engine
+    engine = llm._engine
     while engine.use_idle_time(captures=True):
         pass
-    count: int = engine.model_runner.paths.num_rehearsed
+    count = engine.model_runner.paths.num_rehearsed
     return count
 
 
-def tokens(llm: LLM, **options: Any) -> list[list[int]]:
+def tokens(llm, **options):
     params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(folder, monkeypatch, caplog):
     with open_llm(folder) as llm:
-        runner: Any = llm._engine.model_runner  # type: ignore[union-attr]
+        runner = llm._engine.model_runner  # type: ignore[union-attr]
         before = tokens(llm, temperature=0.0)
         given, execute, heads = [], runner.execute, [1, 2]
 
-        def noting(batch: Any) -> Any:
+        def noting(batch):
             given.append(batch)
             return execute(batch)
 
@@ -77,7 +73,7 @@ def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(fol
         assert tokens(llm, temperature=0.0) == before
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "default": {},
     "sdpa": {"attention_backend": "sdpa", "enforce_eager": True},
     "one step at a time": {"overlap": False},
@@ -130,7 +126,7 @@ def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypa
     with open_llm(folder) as llm:
         runner, execute = llm._engine.model_runner, llm._engine.model_runner.execute
 
-        def fail_for_penalties(batch: Any) -> Any:
+        def fail_for_penalties(batch):
             if batch.sampling[0].params.penalises:
                 raise RuntimeError("no such kernel")
             return execute(batch)

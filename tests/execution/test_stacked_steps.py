@@ -3,18 +3,14 @@
 The kernel is stood in for by its reference in PyTorch; tests/gpu/test_layer_stack.py has the kernel itself.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from nanovllm.attention import AttentionStep
@@ -23,7 +19,7 @@ from nanovllm.fast.attention.flex_gpu import GpuFlexPlan
 from nanovllm.fast.attention.step_tables import StepTables, TableInputs
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.compared_steps import few_decodes, run_few_decodes
-from nanovllm.fast.gpu.stacked_steps import PackedLaunch, StackedSteps, build_stacked_steps, reads_own_rows
+from nanovllm.fast.gpu.stacked_steps import PackedLaunch, build_stacked_steps, reads_own_rows
 from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.kernels import layer_stack
 from nanovllm.fast.replaced_layers import FastLayers
@@ -32,7 +28,7 @@ from nanovllm.features.costs.buckets import Buckets
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.forward_passes import head_step
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.layout import BatchLayout, build_layout
+from nanovllm.layout import build_layout
 from nanovllm.sampler import DrawInputs
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.reference_stack import DenseDecodes, ReferenceStack, ReferenceStep
@@ -50,18 +46,18 @@ def reference_stack(monkeypatch):
 class Harness:
     """The parts of an executor around `build_stacked_steps`, on a CPU."""
 
-    def __init__(self, model: Any, config: EngineConfig = CONFIG) -> None:
+    def __init__(self, model, config=CONFIG):
         self.binding, self.config = build_binding(model, is_live=False), config
         FastLayers(self.binding).merge_linears()
         self.binding.caches.allocate(self.config.num_kv_blocks * self.config.block_size)
         self.features = SampleInputs(), RowInputs(), TableInputs(self.config.block_size)
         self.sampled = torch.zeros(8, dtype=torch.int64)
-        self.begun: list[BatchLayout] = []
+        self.begun = []
         FastLayers(self.binding).stack_layers(
             self.config.block_size, partial(run_few_decodes, self.binding, self.config, self.run_layers)
         )
 
-    def run_layers(self, layout: BatchLayout) -> Tensor:
+    def run_layers(self, layout):
         shape = Buckets(self.config).shape(layout, 0)
         packing = StepPacking(shape, 8, self.features)
         packed = torch.zeros(packing.num_words_for(layout), dtype=torch.int32)
@@ -74,12 +70,12 @@ class Harness:
         states = self.binding.compute_step(self.binding.passes.hidden_states, step, *rows)
         return states[inputs.sample_rows]
 
-    def build(self) -> StackedSteps | None:
+    def build(self):
         parts = self.binding, self.config, self.run_layers
         return build_stacked_steps(*parts, sampled=self.sampled, begin=self.begun.append)
 
 
-def small(**fields: Any) -> Any:
+def small(**fields):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}  # fmt: skip
@@ -143,7 +139,7 @@ def test_a_launch_that_writes_k_and_v_elsewhere_keeps_the_graphs(monkeypatch, ca
     assert "the launch computes something else: its keys differ by up to 2.0e+00" in caplog.text
 
 
-WRONG: dict[str, Any] = {
+WRONG = {
     "noise_keys": lambda keys: keys + 1,
     "inverse_temperatures": lambda inverses: inverses * 2,
     "noise_scales": lambda scales: scales * 0,
@@ -156,7 +152,7 @@ def test_a_launch_that_reads_noise_or_earlier_tokens_wrongly_keeps_the_graphs(na
     harness = Harness(tiny_model("llama", dtype=torch.bfloat16))
     read = ReferenceStep._input
 
-    def misread(step: ReferenceStep, given: str, *of: Any) -> Tensor:
+    def misread(step, given, *of):
         values = read(step, given, *of)
         return WRONG[name](values) if given == name else values
 
@@ -166,7 +162,7 @@ def test_a_launch_that_reads_noise_or_earlier_tokens_wrongly_keeps_the_graphs(na
     assert re.search("the launch computes something else|its tokens are others", caplog.text)
 
 
-def batch_of(num_decodes: int, num_samples: int, **options: Any) -> ScheduledBatch:
+def batch_of(num_decodes, num_samples, **options):
     entries = []
     for number in range(num_decodes):
         params = SamplingParams(temperature=0.0, **options)
@@ -175,7 +171,7 @@ def batch_of(num_decodes: int, num_samples: int, **options: Any) -> ScheduledBat
     return ScheduledBatch(0, tuple(entries))
 
 
-def launch_of(harness: Harness, batch: ScheduledBatch) -> tuple[Any, BatchLayout]:
+def launch_of(harness, batch):
     steps = harness.build()
     assert steps is not None
     layout = build_layout(batch.entries, CONFIG.block_size, {}, longest_first=True)
@@ -253,7 +249,7 @@ def test_rows_are_packed_as_for_graphs():
         assert getattr(own, name)[has_noise].tolist() == getattr(expected, name)[has_noise].tolist(), name
 
 
-def decodes_at(*places: tuple[int, list[int]]) -> BatchLayout:
+def decodes_at(*places):
     """Decodes, each at a position and with a block table."""
     entries = []
     for number, (position, table) in enumerate(places):

@@ -3,11 +3,7 @@
 A graph is a function that is called again, with what the packed step holds then. tests/gpu has the real ones.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_model_len": 224, "max_num_seqs": 4, "num_kv_blocks": 7, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
 
@@ -35,15 +31,15 @@ OPTIONS: dict[str, Any] = {
 class CalledAgain:
     """A pool of graphs that run their function at each replay."""
 
-    def __init__(self, device: torch.device) -> None: ...
+    def __init__(self, device): ...
 
-    def capture(self, run: Callable[[], None], **_: Any) -> Any:
+    def capture(self, run, **_):
         run()
         return type("Graph", (), {"replay": staticmethod(run)})
 
-    def synchronize(self) -> None: ...
+    def synchronize(self): ...
 
-    def reset(self) -> None: ...
+    def reset(self): ...
 
 
 @pytest.fixture
@@ -62,7 +58,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
 
 
-def prompts() -> list[list[int]]:
+def prompts():
     """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
     choice = random.Random(5)
     own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]

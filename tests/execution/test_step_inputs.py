@@ -1,9 +1,5 @@
 """A packed step carries what features name, and knows none of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,9 +11,9 @@ from nanovllm.fast.gpu.step_inputs import DRAW_INPUTS, Packing, RowInputs, Sampl
 from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.features.groups.cache_groups import GroupTables
 from nanovllm.features.groups.group_layouts import with_groups
-from nanovllm.features.packed_steps import HostStep, StepFeature, StepInput
+from nanovllm.features.packed_steps import StepFeature, StepInput
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.layout import BatchLayout, build_layout
+from nanovllm.layout import build_layout
 from nanovllm.sampler import DrawInputs
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.shared_decodes import changing_steps
@@ -34,14 +30,14 @@ class States(StepFeature):
         StepInput("totals", np.int64, ("rows",)),
     )
 
-    def fill(self, to: Any, step: HostStep) -> None:
+    def fill(self, to, step):
         count = step.layout.num_decodes
         to.reads[:, :count] = np.arange(count) + np.array([[10], [20]])
         to.weights[: len(step.layout.sample_rows)] = 0.5
         to.totals[:count] = step.layout.positions[:count] + 2**40
 
 
-def decodes(*starts: int) -> tuple[BatchLayout, list[Sequence]]:
+def decodes(*starts):
     sequences = [
         Sequence(NewRequest(str(start), [1] * (start + 1), SamplingParams(top_p=0.9)), arrival=start, max_model_len=99)
         for start in starts
@@ -50,7 +46,7 @@ def decodes(*starts: int) -> tuple[BatchLayout, list[Sequence]]:
     return build_layout(entries, 16), sequences
 
 
-def packed(*features: StepFeature) -> tuple[Any, DrawInputs]:
+def packed(*features):
     """Views on the device of a step that is packed into a dirty buffer."""
     layout, sequences = decodes(5, 20, 33)
     packing = StepPacking(SHAPE, 8, features)

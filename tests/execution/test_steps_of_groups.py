@@ -4,10 +4,6 @@ Nothing is compiled or captured, and FlexAttention is a function that reads what
 packed inputs, tables and masks of each group that are tried; tests/gpu has the kernels and the graphs.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +19,7 @@ from tests.support.layer_kinds import expected, model, prompts
 from tests.support.llms import check_engine
 
 NUM_NEW_TOKENS = 18
-OPTIONS: dict[str, Any] = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
+OPTIONS = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """These tests need a GPU: `python -m pytest tests/gpu` on a machine with one; elsewhere they are skipped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

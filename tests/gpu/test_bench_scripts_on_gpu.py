@@ -1,7 +1,5 @@
 """Scripts of bench that need a GPU, each once at its smallest."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.bench_scripts import ON_GPU, run_script

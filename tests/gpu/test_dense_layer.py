@@ -1,20 +1,15 @@
 """All between two layers' attention in one launch: equal to a reference, and for an engine as exact as its kernels."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.fast.kernels import dense_layer as kernels
 from nanovllm.fast.kernels import layer_stack
-from nanovllm.fast.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, DenseWeights, why_not
+from nanovllm.fast.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, why_not
 from nanovllm.fast.layers.dense_layers import DenseLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
-from tests.support.reference_dense import DenseStep, dense_layer, random_step, random_weights
+from tests.support.reference_dense import dense_layer, random_step, random_weights
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 QWEN3, LLAMA = DenseSizes(1024, 3072, 16, 8, 128), DenseSizes(512, 1280, 8, 2, 64)
@@ -28,7 +23,7 @@ LARGE_OPTIONS = {"has_norms": True, "has_bias": False}
 ROWS = (9, 16, 17, 40, 64, 100, 128)
 
 
-def is_hopper() -> bool:
+def is_hopper():
     return torch.cuda.get_device_capability()[0] == 9
 
 
@@ -39,20 +34,20 @@ def traps_instead_of_hanging(monkeypatch):
         pytest.skip("the kernel is for Hopper")
 
 
-def kernel_of(sizes: DenseSizes, num_rows: int) -> DenseLayers:
+def kernel_of(sizes, num_rows):
     assert why_not(sizes, torch.bfloat16, torch.device("cuda")) is None
     size = next(size for size in NUM_ROWS if size >= num_rows)
     return DenseLayers(sizes, torch.device("cuda"), size, **OPTIONS.get(sizes, LARGE_OPTIONS))
 
 
-def results(kernel: DenseLayers, layer: DenseWeights, step: DenseStep, index: int = 0) -> list[Tensor]:
+def results(kernel, layer, step, index=0):
     """Hidden states, queries, K and V of the step's rows."""
     states = kernel.run(index, layer, *step)
     assert layer.keys is not None and layer.values is not None
     return [*states, *(cache[step.slots].flatten(1) for cache in (layer.keys, layer.values))]
 
 
-def distance(own: Tensor, right: Tensor) -> float:
+def distance(own, right):
     """Largest error of a row, by norm."""
     own, right = own.float().flatten(1), right.float().flatten(1)
     return float(((own - right).norm(dim=1) / right.norm(dim=1)).max())
@@ -93,7 +88,7 @@ def test_launches_of_few_rows_one_after_the_other_do_not_disturb_each_other():
     layers = [random_weights(LARGE, 16, "cuda", **LARGE_OPTIONS) for _ in range(3)]
     step, kernel = random_step(LARGE, 3, "cuda"), kernel_of(LARGE, 3)
 
-    def pass_through() -> list[Tensor]:
+    def pass_through():
         attended, states = step.attended, step.residual
         for index, layer in enumerate(layers):
             states, attended = kernel.run(index, layer, attended, states, *step[2:])
@@ -150,21 +145,21 @@ def test_a_captured_launch_reads_the_step_that_is_there_when_it_is_replayed():
 
 # ------------------------------------------------------------------------------------------------------------ engines
 
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
     "num_layers": 3,
 }  # fmt: skip
-ENGINE: dict[str, Any] = {"max_num_seqs": 48, "num_kv_blocks": 400, "max_model_len": 300}
+ENGINE = {"max_num_seqs": 48, "num_kv_blocks": 400, "max_model_len": 300}
 
 
-def is_used(llm: LLM) -> bool:
+def is_used(llm):
     """Whether the layers run by it in steps of more rows than a stack serves; the stack is gone afterwards."""
     binding = llm._engine.model_runner.binding
     unstack_layers(binding)
     return all(isinstance(binding.calls[module], DenseLayer) for module in binding.layer_modules)
 
 
-def log_probabilities(model: Any, output: Any, answer: Any) -> Tensor:
+def log_probabilities(model, output, answer):
     """Of the answer's tokens by a pass of `transformers`."""
     tokens, count = [*output.prompt_token_ids, *answer.token_ids], len(answer.token_ids)
     with torch.no_grad():
@@ -172,7 +167,7 @@ def log_probabilities(model: Any, output: Any, answer: Any) -> Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
 
 
-def is_exact(outputs: list[Any], exact: Any, rounded: Any) -> bool:
+def is_exact(outputs, exact, rounded):
     """Whether the answers' log-probabilities are as near to float32's as those of the modules in bfloat16."""
     errors = []
     for output in outputs:
@@ -187,11 +182,11 @@ def is_exact(outputs: list[Any], exact: Any, rounded: Any) -> bool:
     return own_error < 1.5 * error
 
 
-def params(**options: Any) -> SamplingParams:
+def params(**options):
     return SamplingParams(**({"temperature": 0.0, "max_tokens": 16, "logprobs": 0, "ignore_eos": True} | options))
 
 
-def models(family: str, folder: Any) -> tuple[Any, Any, Any]:
+def models(family, folder):
     """The folder of a model, the model in float32, and in bfloat16."""
     saved = save_tiny(folder, family, dtype=torch.bfloat16, **FIELDS)
     exact, rounded = (tiny_model(family, dtype=torch.bfloat16, **FIELDS) for _ in range(2))
@@ -209,7 +204,7 @@ def test_an_engine_is_as_exact_with_it(family, tmp_path):
 def test_few_decodes_of_layers_too_large_for_a_stack_run_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 0)
     monkeypatch.setattr(kernels, "_LARGE_BYTES", 0)
-    launches: list[int] = []
+    launches = []
     run = DenseLayers.run
     monkeypatch.setattr(DenseLayers, "run", lambda self, *given: launches.append(len(given[2])) or run(self, *given))
     folder, *pair = models("qwen3", tmp_path)
@@ -232,7 +227,7 @@ def test_an_engine_without_it_runs_its_layers_in_several_launches(tmp_path, monk
 def test_requests_of_all_kinds_stay_exact(options, tmp_path, monkeypatch):
     """Preempted requests, cached prefixes, chunks beside decodes, several samples of a prompt, changed weights."""
     folder, *pair = models("qwen3", tmp_path)
-    launches: list[int] = []
+    launches = []
     run = DenseLayers.run
     monkeypatch.setattr(DenseLayers, "run", lambda self, *given: launches.append(len(given[2])) or run(self, *given))
     sizes = ENGINE | {"block_size": 16, "max_num_batched_tokens": 256} | options

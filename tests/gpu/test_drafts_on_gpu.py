@@ -1,14 +1,10 @@
 """Drafts on a GPU, with graphs and without: the tokens without drafts, and steps in the shapes of decodes."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.features.speculation import lengths
 from tests.support import layer_kinds
 from tests.support.equality import model, prompts, reference
@@ -17,9 +13,9 @@ from tests.support.mock_drafts import KnownAnswers
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 48, "block_size": 16}
+OPTIONS = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 48, "block_size": 16}
 PROMPTS = random_prompts(6, low=5, high=90, seed=1)
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "top-p": {"temperature": 0.7, "top_p": 0.9},
@@ -33,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "structured": {"temperature": 1.0, "structured_output": form("json_schema")},
     "structured, penalties": {"structured_output": form("json_schema"), "presence_penalty": 0.4, "logprobs": 1},
 }  # fmt: skip
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "graphs, overlapped": {},
     "graphs, one by one": {"overlap": False},
     "no graphs, overlapped": {"cuda_graphs": False},
@@ -48,24 +44,24 @@ def _steps_are_free(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("model"), eos_token_ids=[EOS]))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> str:
+def other(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("other"), "qwen3", num_layers=1, seed=3))
 
 
-def open_llm(folder: str, **options: Any) -> LLM:
+def open_llm(folder, **options):
     return LLM(folder, dtype="float32", **(OPTIONS | options))
 
 
-def params_of(name: str) -> SamplingParams:
+def params_of(name):
     return SamplingParams(**{"seed": 5, "max_tokens": 40} | KINDS[name])
 
 
-def answers(llm: LLM, name: str) -> list[list[list[int]]]:
+def answers(llm, name):
     outputs = llm.generate(PROMPTS, params_of(name), use_tqdm=False)
     assert not any(output.error for output in outputs)
     assert_idle_and_whole(llm)
@@ -73,23 +69,23 @@ def answers(llm: LLM, name: str) -> list[list[list[int]]]:
 
 
 @functools.cache
-def expected(folder: str) -> dict[str, list[list[list[int]]]]:
+def expected(folder):
     with open_llm(folder) as llm:
         return {name: answers(llm, name) for name in KINDS}
 
 
-def known(folder: str, name: str) -> dict[tuple[int, ...], list[list[int]]]:
+def known(folder, name):
     return dict(zip(map(tuple, PROMPTS), expected(folder)[name], strict=True))
 
 
-def mostly_right(_: Any, drafts: list[int]) -> list[int]:
+def mostly_right(_, drafts):
     """Wrong from the sixth on, and at every seventh token."""
     return [(d + 1) % VOCAB_SIZE if index > 4 or d % 7 == 0 else d for index, d in enumerate(drafts)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_requests_of_every_kind_have_the_tokens_without_drafts(folder, way):
-    answers_of: dict[tuple[int, ...], list[list[int]]] = {}
+    answers_of = {}
     changes = [lambda _, drafts: drafts, mostly_right]
     with open_llm(folder, speculation=KnownAnswers(answers_of, lambda *some: changes[0](*some)), **WAYS[way]) as llm:
         for name in KINDS:
@@ -148,7 +144,7 @@ def test_steps_with_drafts_replay_the_graphs_of_decodes(folder, monkeypatch):
         executor, shapes = llm._engine.model_runner.executor, []
         captured = executor._captured_shape
 
-        def noted(shape: GraphShape, *head: Any) -> GraphShape:
+        def noted(shape, *head):
             shapes.append((shape, captured(shape, *head) in executor._forwards.graphs))
             return captured(shape, *head)
 

@@ -1,7 +1,5 @@
 """Engines on a GPU, with and without CUDA graphs and overlap: token for token the same as `transformers`."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
@@ -12,8 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.fast.gpu.graph_pool import GraphPool
 from nanovllm.fast.gpu.rehearsal import rehearse
-from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.models import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
@@ -32,9 +27,9 @@ from tests.support.other_models import small
 from tests.support.overlap import requests
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, favour_next_tokens, tiny_model, tiny_tokenizer, widen
 
-OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
+OPTIONS = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "graphs, overlapped": {},
     "graphs, one by one": {"overlap": False},
     "no graphs, overlapped": {"cuda_graphs": False},
@@ -42,11 +37,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_llm(module: Any = None, **options: Any) -> LLM:
+def open_llm(module=None, **options):
     return LLM(module or model("llama"), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
+def answers(llm, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
@@ -58,7 +53,7 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
 
 
 @functools.cache
-def expected(family: str) -> list[list[int]]:
+def expected(family):
     return [reference(model(family), prompt) for prompt in long_prompts()]
 
 
@@ -73,7 +68,7 @@ def test_greedy_tokens_equal_those_of_transformers(family):
 
 
 @functools.cache
-def answers_in_one_way(way: str, pool: str) -> list[tuple[Any, ...]]:
+def answers_in_one_way(way, pool):
     small = {"num_kv_blocks": 17, "max_model_len": 230, "block_size": 16, "max_num_batched_tokens": 80}
     with open_llm(**WAYS[way], **(small if pool == "tiny" else {})) as llm:
         result = answers(llm, *requests())
@@ -108,7 +103,7 @@ def test_log_probabilities_equal_those_of_transformers(way):
 def test_eager_engines_call_no_kernel_that_would_be_compiled(monkeypatch):
     """A machine without a C compiler has no other engine."""
 
-    def forbidden(*_: Any) -> None:
+    def forbidden(*_):
         raise AssertionError("Triton compiles at the first call")
 
     monkeypatch.setattr("nanovllm.features.penalties.penalties._kernel", forbidden)
@@ -133,7 +128,7 @@ def test_samples_bad_words_and_own_processors_are_the_same_in_every_way_of_stepp
 
 def test_penalties_and_log_probabilities_within_graphs_are_those_of_an_eager_engine():
     """In steps with requests that ask for neither, some of them too few for a graph; float32."""
-    own: list[dict[str, Any]] = [
+    own = [
         {"repetition_penalty": 1.3}, {}, {"logprobs": 3}, {"frequency_penalty": 0.3, "logprobs": 1, "top_k": 40},
     ]  # fmt: skip
     params = [
@@ -252,7 +247,7 @@ def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
         assert len(llm._engine.model_runner.executor._forwards.graphs) <= 3
 
 
-def mixed_company(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed_company(seed):
     """Requests that come to steps of many shapes: many short prompts, some long, answers of any length."""
     choice = random.Random(seed)
     prompts = [
@@ -310,7 +305,7 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
         assert set(executor._forwards.missed) <= before
 
 
-def captured(executor: Any) -> tuple[set[Any], set[Any]]:
+def captured(executor):
     """Forward passes, and heads without options: those with some are captured when steps use them."""
     return set(executor._forwards.graphs), {head for head in executor._heads.graphs if not head.is_rare}
 
@@ -334,7 +329,7 @@ def test_an_interrupt_while_graphs_are_captured_anew_leaves_the_rest_to_the_next
         at_start = captured(executor)
         capture, captures = executor._pool.capture, itertools.count()
 
-        def interrupted(run: Any, **options: Any) -> Any:
+        def interrupted(run, **options):
             if next(captures) == 5:
                 raise KeyboardInterrupt
             return capture(run, **options)
@@ -351,7 +346,7 @@ def test_an_interrupt_while_graphs_are_captured_anew_leaves_the_rest_to_the_next
 def test_a_pool_whose_first_capture_was_interrupted_takes_the_next():
     numbers = torch.ones(8, device="cuda")
 
-    def interrupted() -> None:
+    def interrupted():
         numbers.add_(1)
         if torch.cuda.is_current_stream_capturing():
             raise KeyboardInterrupt
@@ -377,7 +372,7 @@ def test_a_live_module_whose_owner_makes_its_logits_depend_on_more_than_hidden_s
 
 @pytest.mark.parametrize("family", ["OPT", "GPT2"])
 def test_models_whose_head_is_not_computed_apart_are_captured_too(tmp_path, family):
-    fields: dict[str, Any] = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+    fields = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
                               "GPT2": {"model_class": "GPT2LMHeadModel"}}[family]  # fmt: skip
     module = small(family, **fields)
     widen(module)
@@ -390,12 +385,12 @@ def test_models_whose_head_is_not_computed_apart_are_captured_too(tmp_path, fami
     assert tokens == [reference(module, prompt) for prompt in prompts]
 
 
-def open_preparing(folder: Path) -> AsyncLLM:
+def open_preparing(folder):
     options = OPTIONS | {"max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 64}
     return AsyncLLM(folder, tokenizer=tiny_tokenizer(), prepares_when_idle=True, **options)
 
 
-async def prepared_graphs(llm: AsyncLLM) -> dict[GraphShape, Any]:
+async def prepared_graphs(llm):
     """Wait until all that usually comes is captured."""
     executor = llm._engine_thread._engine.model_runner.executor
     end = time.monotonic() + 120
@@ -411,7 +406,7 @@ def test_an_engine_in_a_thread_captures_what_usually_comes_while_it_has_nothing_
     module = model("llama")
     module.save_pretrained(tmp_path)
 
-    async def run() -> None:
+    async def run():
         async with open_preparing(tmp_path) as llm:
             captured = await prepared_graphs(llm)
             prompts = [prompt for prompt in long_prompts() if len(prompt) < 160]
@@ -428,7 +423,7 @@ def test_engines_of_one_process_prepare_steps_without_disturbing_one_another(tmp
     module = model("llama")
     module.save_pretrained(tmp_path)
 
-    async def run() -> None:
+    async def run():
         async with open_preparing(tmp_path) as first:
             await asyncio.sleep(0.6)  # it has begun
             async with await asyncio.to_thread(open_preparing, tmp_path) as second:
@@ -504,7 +499,7 @@ def test_the_pool_leaves_what_other_processes_hold():
     module = tiny_model(num_layers=8, max_position_embeddings=65_536).cuda()
     total = torch.cuda.mem_get_info()[1]
 
-    def pool_bytes() -> int:
+    def pool_bytes():
         torch.cuda.empty_cache()
         with LLM(module, enforce_eager=True) as llm:
             blocks = llm.config.num_kv_blocks

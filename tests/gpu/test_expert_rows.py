@@ -1,9 +1,5 @@
 """Products of routed experts for few rows on a GPU: as in float32, the same bits beside other rows, within graphs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ CLASSES = ["OlmoeForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"]
 MANY = 600  # rows with more pairs than the kernels take
 
 
-def experts(class_name: str) -> tuple[Any, Any]:
+def experts(class_name):
     """The first experts module in bfloat16, and the same weights in float32, both on the GPU."""
     module = experts_of(tiny_class_model(class_name).to(torch.bfloat16).cuda())[0]
     wide = experts_of(tiny_class_model(class_name).cuda())[0]
@@ -26,7 +22,7 @@ def experts(class_name: str) -> tuple[Any, Any]:
     return module, wide
 
 
-def routed(module: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(module, num_rows):
     """Rows, their experts and weights; one expert gets none."""
     generator = torch.Generator().manual_seed(num_rows)
     states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)

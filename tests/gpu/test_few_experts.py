@@ -1,9 +1,6 @@
 """Routed experts of few rows in one launch, and a norm with a product: as in float32, in graphs and engines."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +21,13 @@ EPSILON = 1e-5
 class Layer:
     """Random experts with a router and a norm, and what they give in float32."""
 
-    def __init__(self, sizes: tuple[int, int, int, int]) -> None:
+    def __init__(self, sizes):
         from nanovllm.fast.kernels.few_experts import Sizes, few_experts
 
         self.hidden, inner, num_experts, self.top_k = sizes
         generator = torch.Generator("cuda").manual_seed(sum(sizes))
 
-        def randn(*shape: int, scale: float) -> torch.Tensor:
+        def randn(*shape, scale):
             return scale * torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
         self.gate_up = randn(num_experts, 2 * inner, self.hidden, scale=self.hidden**-0.5)
@@ -40,10 +37,10 @@ class Layer:
         self.states = randn(8, self.hidden, scale=3.0)
         self.kernel = few_experts(Sizes(*sizes), self.states.device)
 
-    def run(self, states: torch.Tensor, choice: Any, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, states, choice, slots=None):
         return self.kernel.run(states, self.gate_up, self.down, choice, slots)
 
-    def route(self, states: torch.Tensor, *, normalises: bool, rounds: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, states, *, normalises, rounds):
         """Experts, the first of equal scores, and their weights, from scores in bfloat16."""
         logits = F.linear(states.double(), self.router.double()).bfloat16()
         weights, ids = (part[:, : self.top_k] for part in logits.float().sort(stable=True, descending=True))
@@ -52,11 +49,11 @@ class Layer:
             weights = weights / weights.sum(-1, keepdim=True)
         return ids.contiguous(), weights.bfloat16().float() if rounds else weights.contiguous()
 
-    def normed(self, states: torch.Tensor) -> torch.Tensor:
+    def normed(self, states):
         wide = states.float()
         return self.norm * (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).bfloat16()
 
-    def expected(self, states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def expected(self, states, ids, weights):
         output = torch.zeros(len(states), self.hidden, device="cuda")
         for row, chosen in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for expert, weight in zip(*chosen, strict=True):
@@ -65,7 +62,7 @@ class Layer:
         return output
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(found, expected):
     return float((found.float() - expected).norm() / expected.norm())
 
 
@@ -201,7 +198,7 @@ def test_a_norm_and_a_product_in_one_launch_give_what_float32_gives(num_outputs,
 # ----------------------------------------------------------------------------------------------------------- engines
 
 
-def mixture(family: str) -> Any:
+def mixture(family):
     """A random model in bfloat16 with experts that the kernel suits."""
     torch.manual_seed(5)
     inner = "intermediate_size" if family in ("Mixtral", "Olmoe") else "moe_intermediate_size"
@@ -219,26 +216,26 @@ def mixture(family: str) -> Any:
     return model
 
 
-def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+def prompts(lengths):
     return [[(7 * at + 13 * number) % 300 for at in range(length)] for number, length in enumerate(lengths)]
 
 
-def answers(model: Any, lengths: tuple[int, ...], **options: Any) -> tuple[list[Any], Any]:
+def answers(model, lengths, **options):
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
-    given: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 12}
+    given = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 12}
     with LLM(copy.deepcopy(model), **(given | options)) as llm:
         outputs = [llm.generate(prompts(lengths), params, use_tqdm=False) for _ in range(2)][-1]
         check_engine(llm)
         return [output.outputs[0] for output in outputs], llm.stats()
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def launches(monkeypatch):
     """Fills with an entry a launch: whether the router and the norm are in it."""
     from nanovllm.fast.kernels.few_experts import FewExperts, Router
 
     run, seen = FewExperts.run, []
 
-    def noting(self: Any, states: Any, gate_up: Any, down: Any, choice: Any, slots: Any) -> Any:
+    def noting(self, states, gate_up, down, choice, slots):
         seen.append(isinstance(choice, Router) and choice.norm is not None)
         return run(self, states, gate_up, down, choice, slots)
 

@@ -1,7 +1,5 @@
 """The first use of an option: no kernel is compiled for it, and rehearsals leave answers as they are."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,9 +1,5 @@
 """Models without a head on a GPU: start, idle captures and rehearsals with the stand-in, and embeddings around them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +22,7 @@ def test_they_embed_before_and_after_idle_captures(tmp_path, caplog, family, is_
         caplog.at_level("INFO", logger="nanovllm"),
         LLM(str(tmp_path), device="cuda", max_model_len=512, num_kv_blocks=200, enforce_eager=is_eager) as llm,
     ):
-        engine: Any = llm._engine
+        engine = llm._engine
         for _ in range(2):
             for output, state in zip(llm.embed(PROMPTS, use_tqdm=False), expected, strict=True):
                 assert output.embedding @ state / np.linalg.norm(state) > 0.9  # of bfloat16; other rows' are about 0

@@ -1,13 +1,10 @@
 """Recurrent layers on a GPU, their decodes within graphs and without: greedy tokens of `transformers`, and kernels."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
 import importlib.util
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_model_len": 224, "max_num_seqs": 4, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
 # In float32 experts are not captured: the library counts their rows on the host.
@@ -32,11 +29,11 @@ WITH_EXPERTS = ("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM")
 
 
 @functools.cache
-def model(class_name: str) -> Any:
+def model(class_name):
     return tiny_class_model(class_name)
 
 
-def prompts() -> list[list[int]]:
+def prompts():
     """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
     choice = random.Random(5)
     own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]
@@ -45,14 +42,14 @@ def prompts() -> list[list[int]]:
 
 
 @functools.cache
-def expected(class_name: str) -> list[list[int]]:
+def expected(class_name):
     """Of `transformers` on a CPU, or on the GPU with flash-linear-attention, which takes no other tensors."""
     if importlib.util.find_spec("fla") is None:
         return own_answers(model(class_name), prompts(), NUM_TOKENS)
     return own_answers(copy.deepcopy(model(class_name)).cuda(), prompts(), NUM_TOKENS)
 
 
-def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list[list[int]]], Any]:
+def answers(class_name, rounds=2, **options):
     """Tokens of each round, and statistics."""
     found = []
     with LLM(copy.deepcopy(model(class_name)).cuda(), **(OPTIONS | {"num_kv_blocks": 60} | options)) as llm:
@@ -69,7 +66,7 @@ def answers(class_name: str, rounds: int = 2, **options: Any) -> tuple[list[list
 
 
 @pytest.fixture
-def kernels() -> Any:
+def kernels():
     return pytest.importorskip("nanovllm.fast.kernels.triton_states").load_state_kernels()
 
 
@@ -162,7 +159,7 @@ def test_tokens_with_drafts_are_those_without(class_name, options, monkeypatch):
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     choice = random.Random(6)
 
-    def mostly_right(_: Any, drafts: list[int]) -> list[int]:
+    def mostly_right(_, drafts):
         return [token_id if choice.random() < 0.85 else choice.randrange(VOCAB_SIZE) for token_id in drafts]
 
     known = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), expected(class_name), strict=True)}

@@ -3,8 +3,6 @@
 Each engine has a process of its own: an access out of bounds takes the whole process's device with it.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -51,7 +49,7 @@ print("the same")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     found = {
         family: save_tiny(tmp_path_factory.mktemp(family), family, eos_token_id=EOS) for family in ("llama", "qwen3")
     }
@@ -60,7 +58,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def check(folder: Path, *arguments: str, before: tuple[str, ...] = ()) -> None:
+def check(folder, *arguments, before=()):
     command = [*before, sys.executable, "-c", SCRIPT, str(folder), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "the same" in done.stdout.splitlines(), done.stdout[-4000:] + done.stderr[-4000:]

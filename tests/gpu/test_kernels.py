@@ -1,9 +1,6 @@
 """The GPU's kernels against dense float32 references computed on the host."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from tests.support.dense_rotary import dense_rotate
 from tests.support.gpu_steps import run
 from tests.support.paged_cases import MIXED_STEPS, PagedCase
 
-rotate_and_store: Any = find_kernel("rotary", "rotate_and_store")  # by name, since its file needs Triton
+rotate_and_store = find_kernel("rotary", "rotate_and_store")  # by name, since its file needs Triton
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
@@ -106,7 +103,7 @@ def test_turned_queries_and_stored_states_equal_those_of_float64(num_rows, sizes
     num_heads, num_kv_heads, head_dim = sizes
     generator = torch.Generator("cuda").manual_seed(num_rows)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape):
         return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
     products = randn(1, num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -160,7 +157,7 @@ def test_tokens_of_the_step_before_are_put_in_place():
     assert torch.equal(layer_part("with_sampled")(token_ids, sampled), with_sampled(token_ids, sampled))
 
 
-def layer_part(name: str) -> Any:
+def layer_part(name):
     return find_kernel("layer_parts", name)
 
 

@@ -1,11 +1,8 @@
 """Windows, chunks, soft-caps, sinks, keys wider than values on a GPU: kernels, and engines with graphs and without."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from tests.support.tiny_models import tiny_tokenizer
 
 NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 50,
 }  # fmt: skip
 DECODES = [(100, 1), (7, 1), (33, 1), (0, 1), (16, 1), (300, 1)]
@@ -81,7 +78,7 @@ def test_one_captured_graph_serves_steps_of_any_contexts(by_kernel):
         step.case.check(output[step.rows])
 
 
-def answers(source: Any, rounds: int, **options: Any) -> tuple[list[list[list[int]]], Any]:
+def answers(source, rounds, **options):
     found = []
     own = {"tokenizer": tiny_tokenizer(), "dtype": "float32"} if isinstance(source, Path) else {}
     with LLM(source, **(OPTIONS | own | options)) as llm:
@@ -98,7 +95,7 @@ def answers(source: Any, rounds: int, **options: Any) -> tuple[list[list[list[in
 
 
 @functools.cache
-def saved(family: str, folder: Path) -> Path:
+def saved(family, folder):
     model(family).save_pretrained(folder)
     return folder
 

@@ -1,9 +1,6 @@
 """All layers in one launch: equal to a reference, within a step's graph, and for an engine as for its modules."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,16 +26,16 @@ from nanovllm.sampler import FILTERS, GAMMA_32, DrawTensors, signed_32
 from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
-draw_on_gpu: Any = find_kernel("gumbel_draw", "draw_on_gpu")  # by name, since its file needs Triton
+draw_on_gpu = find_kernel("gumbel_draw", "draw_on_gpu")  # by name, since its file needs Triton
 
 QWEN3, LLAMA = StackSizes(1024, 3072, 16, 8, 128, 64), StackSizes(512, 1280, 8, 2, 64, 16)
 WIDE, ALONE = StackSizes(2560, 4096, 8, 8, 256, 32), StackSizes(256, 512, 4, 1, 64, 16)
 NUM_BLOCKS = 200
-OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_model_len": 300}
+OPTIONS = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_model_len": 300}
 FIELDS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
           "intermediate_size": 512, "num_layers": 3}  # fmt: skip
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-DRAW_OPTIONS: dict[str, Any] = {"non_finite": NON_FINITE, "gamma": signed_32(GAMMA_32)}
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+DRAW_OPTIONS = {"non_finite": NON_FINITE, "gamma": signed_32(GAMMA_32)}
 STEPS = [[1], [700], [64, 65], [3, 500, 17], [900, 1, 63, 128], [5] * 4, [40, 700] * 2, [256, 257, 1, 2, 600], [9] * 8]
 
 
@@ -47,7 +44,7 @@ def traps_instead_of_hanging(monkeypatch):
     monkeypatch.setitem(layer_stack.TUNING, "PATIENCE", 10**7)
 
 
-def distance(own: torch.Tensor, right: torch.Tensor) -> float:
+def distance(own, right):
     return float((own.float() - right.float()).norm() / right.float().norm())
 
 
@@ -129,7 +126,7 @@ class TokenSteps:
 
     VOCAB_SIZE = 5003
 
-    def __init__(self, sizes: StackSizes, contexts: list[int]) -> None:
+    def __init__(self, sizes, contexts):
         torch.manual_seed(0)
         self.device, self.sizes, self.count = torch.device("cuda"), sizes, len(contexts)
         self.layers = random_layers(3, sizes, NUM_BLOCKS * sizes.block_size, device=self.device)
@@ -137,7 +134,7 @@ class TokenSteps:
         num_rows = next(size for size in NUM_ROWS if size >= self.count)
         self.rows = random_rows(contexts, num_rows, sizes, NUM_BLOCKS, self.device)
 
-        def random(*shape: int) -> torch.Tensor:
+        def random(*shape):
             return torch.randn(*shape, device=self.device).bfloat16()
 
         embedding, head = random(self.VOCAB_SIZE + 5, sizes.hidden), random(self.VOCAB_SIZE + 5, sizes.hidden) / 8
@@ -152,12 +149,12 @@ class TokenSteps:
         self.sample_rows = torch.zeros(16, dtype=torch.int64, device=self.device)
         self.sample_rows[: self.count] = torch.randperm(self.count)
 
-    def run(self, *, packs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, *, packs=True):
         """Tokens of a step after the same tokens [16], and its logits."""
         sampled = self.sampled.clone()
         logits = torch.zeros(len(self.token_ids), self.VOCAB_SIZE, dtype=torch.bfloat16, device=self.device)
         names = "positions", "slot_mapping", "tables", "decode_tables", "decode_blocks"
-        inputs: dict[str, Any] = dict(zip(names, self.rows, strict=True)) | {
+        inputs = dict(zip(names, self.rows, strict=True)) | {
             "token_ids": self.token_ids, "sample_rows": self.sample_rows, "noise_keys": self.keys,
             "inverse_temperatures": self.inverse, "noise_scales": self.scales,
         }  # fmt: skip
@@ -176,7 +173,7 @@ class TokenSteps:
         assert host_sampled[: self.count].tolist() == sampled[: self.count].tolist()
         return sampled, logits
 
-    def drawn(self, logits: torch.Tensor) -> torch.Tensor:
+    def drawn(self, logits):
         """Tokens that the engine's draw gives for these logits."""
         zeros = torch.zeros(self.count, device=self.device)
         inputs = DrawTensors(
@@ -219,11 +216,11 @@ def test_a_row_without_finite_logits_has_no_token():
     assert torch.equal(sampled[: steps.count], steps.drawn(logits))
 
 
-def tokens_of(folder: Any, options: list[SamplingParams]) -> tuple[list[list[int]], bool]:
+def tokens_of(folder, options):
     """Tokens of five requests, and whether steps ran in one launch."""
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
         outputs = llm.generate(random_prompts(5), options, use_tqdm=False)
-        executor: Any = llm._engine.model_runner.executor
+        executor = llm._engine.model_runner.executor
         is_one = executor._stacked is not None and executor._stacked.num_launched > 0
     return [list(output.outputs[0].token_ids) for output in outputs], is_one
 
@@ -241,7 +238,7 @@ def test_an_engine_draws_the_same_tokens_with_its_steps_in_one_launch(tmp_path, 
     assert sum(same) > 0.8 * len(same)
 
 
-def error_of(outputs: list[Any], exact: Any) -> float:
+def error_of(outputs, exact):
     """How far the log-probabilities of greedy tokens are from float32's, on average."""
     errors = []
     for output in outputs:
@@ -255,7 +252,7 @@ def error_of(outputs: list[Any], exact: Any) -> float:
     return sum(errors) / len(errors)
 
 
-def run_greedy(folder: Any, **options: Any) -> tuple[list[Any], bool]:
+def run_greedy(folder, **options):
     """Outputs of five requests with log-probabilities, and whether layers ran as one."""
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **(OPTIONS | options)) as llm:
         outputs = llm.generate(random_prompts(5), SamplingParams(logprobs=0, **GREEDY), use_tqdm=False)
@@ -277,13 +274,13 @@ def test_an_engine_is_as_exact_with_its_layers_in_one_launch(family, max_num_seq
 class ExactDrafter:
     """Greedy tokens of a float32 model, of which a bfloat16 one draws most."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self._model = model
 
-    def propose(self, requests: Any) -> list[list[int]]:
+    def propose(self, requests):
         return [self._continuation([*request.token_ids], request.max_tokens) for request in requests]
 
-    def _continuation(self, token_ids: list[int], count: int) -> list[int]:
+    def _continuation(self, token_ids, count):
         for _ in range(count):
             with torch.no_grad():
                 logits = self._model(torch.tensor([token_ids], device=self._model.device)).logits
@@ -294,9 +291,9 @@ class ExactDrafter:
 def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(tmp_path, monkeypatch):
     """Cold, and with prompts from the prefix cache; in blocks that hold large K and V before."""
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
-    chains: list[bool] = []
+    chains = []
 
-    def noted(*step: Any) -> bool:
+    def noted(*step):
         chains.append(reads_own_rows(*step))
         return chains[-1]
 
@@ -307,10 +304,10 @@ def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(
     assert is_stacked
     options = OPTIONS | {"block_size": 16, "speculation": ExactDrafter(exact)}
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **options) as llm:
-        runner: Any = llm._engine.model_runner
+        runner = llm._engine.model_runner
         launch = runner.executor._stacked.launch
 
-        def only_without_chains(*step: Any) -> Any:
+        def only_without_chains(*step):
             assert not chains[-1]
             return launch(*step)
 
@@ -318,7 +315,7 @@ def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(
         for cache in runner.binding.caches.of_layers:
             cache[:, 16:].normal_(std=20)
 
-        def answers(batch: list[Any], **params: Any) -> list[Any]:
+        def answers(batch, **params):
             chains.clear()
             before = llm.stats().speculation
             prompts = [output.prompt_token_ids for output in batch]

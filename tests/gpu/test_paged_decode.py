@@ -1,7 +1,5 @@
 """Decode attention by the Triton kernel against dense float32 attention, and in place of FlexAttention in a step."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from nanovllm.fast.attention.flex_decodes import FlexDecodes
 from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
-from nanovllm.fast.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.fast.kernels.paged_decode import MEASURED, PagedDecode
 
 CUDA = torch.device("cuda")
 MAX_DECODES = 300
@@ -48,17 +46,17 @@ class Decodes:
             torch.tensor([*(context - 1 for context in contexts), *[0] * padding], device=CUDA),
         ]
 
-    def kernel(self, sizes: DecodeSizes = MEASURED) -> PagedDecode:
+    def kernel(self, sizes=MEASURED):
         return PagedDecode(
             self.heads, self.block_size, gpu=self.options.gpu, max_decodes=MAX_DECODES, device=CUDA, sizes=sizes
         )
 
-    def run(self, decodes: PagedDecode) -> torch.Tensor:
+    def run(self, decodes):
         decodes.fill(*self.step)
         output = torch.full_like(self.query, torch.nan)
         return decodes.attend(self.query, *self.caches, self.scaling, output)
 
-    def check(self, output: torch.Tensor) -> None:
+    def check(self, output):
         expected = torch.zeros(output.shape, device=CUDA)
         for row, slots in enumerate(self.slots):
             keys, values = (cache[slots.to(CUDA)].float().repeat_interleave(self.groups, 1) for cache in self.caches)
@@ -139,7 +137,7 @@ def test_a_captured_graph_serves_steps_of_any_contexts():
 def test_every_number_of_decodes_is_served_by_the_same_compiled_kernels():
     from nanovllm.fast.kernels import decode_pieces_triton, paged_decode_triton
 
-    def num_compiled() -> int:
+    def num_compiled():
         kernels = (
             decode_pieces_triton.cut_contexts, paged_decode_triton.attend_pieces, paged_decode_triton.merge_pieces
         )  # fmt: skip

@@ -1,9 +1,5 @@
 """Attention of chunks by the kernel for Hopper against dense float32 attention."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -36,7 +32,7 @@ STEPS = {
 class Chunks:
     """Chunks of sequences whose blocks lie in shuffled order among blocks of NaN, after rows of decodes."""
 
-    def __init__(self, sizes: AttentionSizes, chunks: list[tuple[int, int]], *, num_decodes: int = 3, sinks=False):
+    def __init__(self, sizes, chunks, *, num_decodes=3, sinks=False):
         generator = torch.Generator().manual_seed(len(chunks))
         self.sizes, self.chunks, self.num_decodes, block = sizes, chunks, num_decodes, sizes.block_size
         starts, rows = (np.array(part) for part in zip(*chunks, strict=True))
@@ -46,7 +42,7 @@ class Chunks:
         slots = (sum(counts) + 6) * block
         held = (self.tables[:, None] * block + torch.arange(block)).flatten()
 
-        def cache(width: int) -> torch.Tensor:
+        def cache(width):
             filled = torch.full((slots, sizes.num_kv_heads, width), torch.nan, dtype=sizes.dtype)
             filled[held] = torch.randn(len(held), *filled.shape[1:], generator=generator).to(sizes.dtype)
             return filled.to(CUDA)
@@ -65,7 +61,7 @@ class Chunks:
         ]
         self.scaling = sizes.head_dim**-0.5
 
-    def run(self, kernel: PromptAttention) -> torch.Tensor:
+    def run(self, kernel):
         num_rows, num_heads, _ = self.query.shape
         output = self.query.new_full((num_rows + 300, num_heads, self.sizes.widths[1]), torch.nan)
         kernel.attend(
@@ -76,7 +72,7 @@ class Chunks:
         assert (output[num_rows:] == 0).all(), "padding"
         return output[self.num_decodes : num_rows]
 
-    def dense(self) -> torch.Tensor:
+    def dense(self):
         sizes, block, parts, row = self.sizes, self.sizes.block_size, [], self.num_decodes
         for (start, rows), first in zip(self.chunks, self.table_starts, strict=True):
             seen = torch.arange(start + rows)
@@ -98,7 +94,7 @@ class Chunks:
         return torch.cat(parts)
 
 
-def check(sizes: AttentionSizes, chunks: list[tuple[int, int]], **options: bool) -> None:
+def check(sizes, chunks, **options):
     if reason := why_not(sizes, CUDA):
         pytest.skip(reason)
     case = Chunks(sizes, chunks, **options)
@@ -216,7 +212,7 @@ def test_a_wrong_kernel_is_found_at_start(monkeypatch):
     assert kernel.error_at_start() > 8e-3
 
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 2048,
 }  # fmt: skip
@@ -242,7 +238,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def prompts_with_a_shared_beginning() -> list[list[int]]:
+def prompts_with_a_shared_beginning():
     draw = torch.Generator().manual_seed(3)
     shared, *own = (
         torch.randint(VOCAB_SIZE, (length,), generator=draw).tolist() for length in (300, 5, 64, 129, 400, 1000, 777)
@@ -250,7 +246,7 @@ def prompts_with_a_shared_beginning() -> list[list[int]]:
     return [(shared if number % 2 else []) + part for number, part in enumerate(own)]
 
 
-def log_probabilities(module: Any, prompts: list[list[int]]) -> torch.Tensor:
+def log_probabilities(module, prompts):
     with torch.no_grad():
         logits = [module(torch.tensor([prompt], device=CUDA)).logits[0, :-1].float() for prompt in prompts]
     tokens = [torch.tensor(prompt[1:], device=CUDA)[:, None] for prompt in prompts]
@@ -271,7 +267,7 @@ def test_log_probabilities_of_prompts_are_as_near_to_float32_as_with_flex_attent
     module.load_state_dict(exact.state_dict())
     right, module = log_probabilities(exact.to(CUDA), prompts), module.to(CUDA, torch.bfloat16)
 
-    def error(owner: Any) -> float:
+    def error(owner):
         calls, attend, given = [], owner.attend, {"max_num_batched_tokens": 384, "num_kv_blocks": 80, "max_num_seqs": 8}
         monkeypatch.setattr(
             owner, "attend", lambda *arguments, **options: calls.append(1) or attend(*arguments, **options)
@@ -311,7 +307,7 @@ def test_a_model_with_chunks_answers_as_near_to_float32_as_with_flex_attention(m
     with torch.no_grad():
         right = [exact(torch.tensor([p], device=CUDA)).logits[0, -1].float().log_softmax(0).cpu() for p in prompts]
 
-    def error(owner: Any) -> float:
+    def error(owner):
         calls, attend, squares = [], owner.attend, []
         monkeypatch.setattr(
             owner, "attend", lambda *arguments, **options: calls.append(1) or attend(*arguments, **options)

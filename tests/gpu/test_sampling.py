@@ -1,13 +1,8 @@
 """Sampling on a GPU: the kernels against float64 and against the forms in torch, by themselves and within graphs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm import SamplingParams
 from nanovllm.device import find_kernel
@@ -21,32 +16,32 @@ from nanovllm.sampler import DrawInputs, DrawTensors, draw
 from nanovllm.sequence import NewRequest, Sequence
 
 # By name, since their files need Triton, and this one is read where the tests are skipped too.
-filter_floors: Any = find_kernel("filter_floors", "filter_floors")
-measure: Any = find_kernel("logprobs", "measure")
+filter_floors = find_kernel("filter_floors", "filter_floors")
+measure = find_kernel("logprobs", "measure")
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.9999}, {"top_p": 1e-4}, {"min_p": 0.05},
     {"top_k": 50, "top_p": 0.9}, {"top_k": 7, "top_p": 0.5, "min_p": 0.3}, {"top_k": 30_000, "top_p": 0.7},
     {"top_k": 10**9, "top_p": 0.3}, {"top_k": 40_000, "min_p": 0.001},
 ]  # fmt: skip
 
 
-def request(seed: int = 0, tokens: tuple[int, ...] = (1,), num_output: int = 0, **params: Any) -> Sequence:
+def request(seed=0, tokens=(1,), num_output=0, **params):
     new = NewRequest("r", list(tokens[: len(tokens) - num_output]), SamplingParams(**params))
     sequence = Sequence(new, arrival=0, max_model_len=100_000, seed=seed)
     sequence.token_ids.extend(tokens[len(tokens) - num_output :])
     return sequence
 
 
-def inputs_of(requests: list[Sequence]) -> DrawTensors:
+def inputs_of(requests):
     return DrawInputs.from_sequences(requests, [5] * len(requests)).to_device(CUDA)
 
 
-def adversarial_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
+def adversarial_rows(vocab_size, dtype):
     generator = torch.Generator("cuda").manual_seed(vocab_size)
 
-    def normal(scale: float) -> Tensor:
+    def normal(scale):
         return scale * torch.randn(vocab_size, generator=generator, device="cuda")
 
     uniform = torch.rand(vocab_size, generator=generator, device="cuda")
@@ -67,7 +62,7 @@ def adversarial_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows).to(dtype)
 
 
-def kept_by_float64(levels: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
+def kept_by_float64(levels, params):
     """Which tokens of a row `transformers`' filters keep, all ties kept, and how near the mass comes to top_p."""
     is_kept, distance = levels > -torch.inf, 1.0
     if 0 < params.top_k < len(levels):
@@ -84,7 +79,7 @@ def kept_by_float64(levels: Tensor, params: SamplingParams) -> tuple[Tensor, flo
     return is_kept, distance
 
 
-def levels_of(logits: Tensor, inputs: DrawTensors) -> Tensor:
+def levels_of(logits, inputs):
     return (logits.float() - logits.float().amax(dim=-1, keepdim=True)) * inputs.inverse_temperatures[:, None]
 
 
@@ -128,7 +123,7 @@ def test_a_row_has_the_same_floor_in_every_batch():
         assert torch.equal(alone, together[row : row + 1])
 
 
-def mixed_requests(count: int) -> list[Sequence]:
+def mixed_requests(count):
     ways = [{}, {"temperature": 0.0}, {"temperature": 1e-3}, {"temperature": 0.7, "top_p": 0.9}, *FILTERS]
     return [request(seed, **ways[seed % len(ways)]) for seed in range(count)]
 
@@ -207,7 +202,7 @@ def test_log_probabilities_are_those_of_float64(vocab_size, dtype, num_top):
 def test_penalties_and_allowed_tokens_equal_those_of_the_host():
     rng = np.random.default_rng(0)
     vocab_size, requests, positions, latest = 3000, [], [], []
-    options: list[dict[str, Any]] = [
+    options = [
         {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4}, {"presence_penalty": -0.7}, {},
         {"repetition_penalty": 0.6, "frequency_penalty": -0.2, "presence_penalty": 1.1},
         {"allowed_token_ids": [3, 9, 2999], "presence_penalty": 0.5}, {"allowed_token_ids": list(range(7, 2000, 3))},
@@ -237,7 +232,7 @@ def test_penalties_and_allowed_tokens_equal_those_of_the_host():
 
 def test_penalties_and_log_probabilities_of_a_head_equal_those_of_the_host():
     rng, vocab_size, count = np.random.default_rng(0), 3000, 11
-    options: list[dict[str, Any]] = [
+    options = [
         {"repetition_penalty": 1.3, "logprobs": 2}, {}, {"frequency_penalty": 0.4}, {"presence_penalty": -0.7},
     ]  # fmt: skip
     requests = []
@@ -271,7 +266,7 @@ def test_penalties_and_log_probabilities_of_a_head_equal_those_of_the_host():
 @pytest.mark.parametrize("compiles", [True, False], ids=["kernels", "torch"])
 def test_no_option_makes_the_host_wait(compiles):
     """Torch raises for every operation that would."""
-    options: list[dict[str, Any]] = [
+    options = [
         {}, {"temperature": 0.0}, {"temperature": 1e-3}, *FILTERS, {"logprobs": 0}, {"logprobs": 20, "top_p": 0.9},
         {"logprobs": 40}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "logprobs": 1},
         {"allowed_token_ids": [3, 9, 2999]}, {"logit_bias": {5: 3.0}}, {"min_tokens": 9, "stop_token_ids": [4]},
@@ -281,7 +276,7 @@ def test_no_option_makes_the_host_wait(compiles):
     latest = LatestTokens(-1 - np.arange(len(options)), torch.arange(50).cuda())
     logits = torch.randn(len(options), 3000, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
 
-    def sample() -> tuple[Tensor, StepLogprobs]:
+    def sample():
         report = StepLogprobs()
         return sampler.sample(logits.clone(), requests, [4] * len(requests), latest, report), report.to_host()
 

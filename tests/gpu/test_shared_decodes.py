@@ -1,9 +1,5 @@
 """Decodes that read shared blocks together, against dense float32 attention, and in whole engines."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -114,7 +110,7 @@ def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
     for wide_tokens in (64, 10**6):
         for_kernel = SharingRule.for_kernel.__func__
 
-        def with_tokens(cls: Any, *args: Any, for_kernel: Any = for_kernel, wide_tokens: int = wide_tokens, **kw: Any):
+        def with_tokens(cls, *args, for_kernel=for_kernel, wide_tokens=wide_tokens, **kw):
             return for_kernel(cls, *args, **kw)._replace(wide_tokens=wide_tokens, wide_reads=0)
 
         with monkeypatch.context() as context:
@@ -124,19 +120,19 @@ def test_an_engine_with_a_wide_group_answers_the_same_in_float32(monkeypatch):
                 block_size=16,
             ) as llm:  # fmt: skip
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                executor: Any = llm._engine.model_runner.executor
+                executor = llm._engine.model_runner.executor
                 assert any(shape.is_wide for shape in executor._forwards.graphs) == (wide_tokens == 64)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
 
 
-def groups_of_steps(monkeypatch, *, shares: bool) -> list[int]:
+def groups_of_steps(monkeypatch, *, shares):
     """Let whatever can be shared be, or nothing; returns the list of each step's number of bundles."""
     monkeypatch.setattr(shared_prefixes, "_MEMBER_BYTES", 0.0)
     monkeypatch.setattr(shared_prefixes, "_STEP_BYTES", 0.0)
     original, counts = SharedPrefixes.from_layout.__func__, []
 
-    def from_layout(cls: Any, *args: Any) -> Any:
+    def from_layout(cls, *args):
         prefixes = original(cls, *args) if shares else None
         counts.append(0 if prefixes is None else len(prefixes.bundles))
         return prefixes

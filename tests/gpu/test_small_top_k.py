@@ -1,9 +1,5 @@
 """The largest scores of short rows on a GPU: those of a stable sort, and put into compiled layers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -35,11 +31,11 @@ def test_nan_stays_and_places_are_within_the_row():
     assert places.tolist() == [[1, 2], [0, 1]]
 
 
-def replaced(function: Any, *inputs: Any) -> bool:
+def replaced(function, *inputs):
     """Whether the pass changes the function's graph; the changed graph must compute what the function does."""
     found = []
 
-    def backend(module: Any, _: Any) -> Any:
+    def backend(module, _):
         choose_by_kernel(module)
         found.extend(node.target for node in module.graph.nodes)
         return module.forward

@@ -1,9 +1,6 @@
 """Structured outputs on a GPU: masks within the draw and in captured heads, beside all that requests may ask for."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,21 +13,21 @@ from nanovllm.errors import StepError
 from nanovllm.fast.fast_draws import fast_sampler
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.token_masks import keep_bits, keep_bits_by_kernel
-from nanovllm.sampler import DrawInputs, DrawTensors, draw
+from nanovllm.sampler import DrawInputs, draw
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.llms import check_engine
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import random_prompts, save_tiny
 
-TokenMasks: Any = find_kernel("bit_masks", "TokenMasks")  # by name, since its file needs Triton
-OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32, "block_size": 16}
-WAYS: dict[str, dict[str, Any]] = {
+TokenMasks = find_kernel("bit_masks", "TokenMasks")  # by name, since its file needs Triton
+OPTIONS = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32, "block_size": 16}
+WAYS = {
     "graphs, overlapped": {},
     "graphs, one by one": {"overlap": False},
     "no graphs, overlapped": {"cuda_graphs": False},
 }
 KINDS = ["json_schema", "regex", "grammar", "choice"]
-EXTRAS: list[dict[str, Any]] = [
+EXTRAS = [
     {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20, "min_p": 0.02},
     {"min_tokens": 6}, {"frequency_penalty": 0.4, "top_k": 40}, {"logprobs": 3},
     {"temperature": 0.0, "logprobs": 0, "presence_penalty": 0.5}, {"n": 2}, {"logit_bias": {9: 2.0}},
@@ -41,7 +38,7 @@ EXTRAS: list[dict[str, Any]] = [
 # ------------------------------------------------------------------------------------------------------- the kernels
 
 
-def own_masks(vocab_size: int, num_rows: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def own_masks(vocab_size, num_rows, seed):
     """Random masks, one of them empty; and which row has which, -1 for none."""
     generator = np.random.default_rng(seed)
     shares = generator.choice([0.5, 0.0005, 0.99], (num_rows, 1))
@@ -53,8 +50,8 @@ def own_masks(vocab_size: int, num_rows: int, seed: int) -> tuple[np.ndarray[Any
     return np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32), rows
 
 
-def draw_inputs(num_rows: int) -> DrawTensors:
-    ways: list[dict[str, Any]] = [
+def draw_inputs(num_rows):
+    ways = [
         {"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 1e-3}, {"min_p": 0.2, "top_k": 300},
         {"top_k": 40, "top_p": 0.7},
     ]  # fmt: skip
@@ -119,7 +116,7 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"), eos_token_ids=[EOS])
 
 
-def requests(*, is_structured: bool = True) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(*, is_structured=True):
     """Every kind with something else to ask for, each beside a plain request."""
     prompts, params = random_prompts(2 * len(EXTRAS), low=4, high=60, seed=4), []
     for number, extra in enumerate(EXTRAS):
@@ -129,7 +126,7 @@ def requests(*, is_structured: bool = True) -> tuple[list[list[int]], list[Sampl
     return prompts, params
 
 
-def answers(llm: LLM, prompts: Any, params: Any) -> list[Any]:
+def answers(llm, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(outputs)
     check_engine(llm)
@@ -137,14 +134,14 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[Any]:
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
 
 
-def open_llm(folder: Any, **options: Any) -> LLM:
+def open_llm(folder, **options):
     return LLM(folder, dtype="float32", **(OPTIONS | options))
 
 
-_found: dict[bool, list[Any]] = {}
+_found = {}
 
 
-def by_host_sampler(folder: Any, *, is_structured: bool = True) -> list[Any]:
+def by_host_sampler(folder, *, is_structured=True):
     if is_structured not in _found:
         with open_llm(folder, enforce_eager=True) as llm:
             _found[is_structured] = answers(llm, *requests(is_structured=is_structured))
@@ -215,7 +212,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(folder, monkey
     prompts, params = ([values[n] for n in (0, 1, 4)] for values in requests())
     begin = mask_buffer.begin_masks
 
-    def refuse(sequences: Any, positions: Any, masks: Any, threads: Any) -> Any:
+    def refuse(sequences, positions, masks, threads):
         begun = begin(sequences, positions, masks, threads)
         begun.finish({})
         for row, sequence in enumerate(sequences):
@@ -239,10 +236,10 @@ def late_draws(monkeypatch):
     """Masks go to threads from two samples on; the list grows by each late draw."""
     from nanovllm.fast.gpu import head_extras
 
-    made: list[int] = []  # not the draws: those of undone steps must go
+    made = []  # not the draws: those of undone steps must go
 
     class Noted(head_extras.LateDraw):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
+        def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             made.append(id(self))
 
@@ -285,7 +282,7 @@ def test_a_step_that_fails_with_a_late_draw_in_flight_leaves_the_matchers_right(
         runner = llm._engine.model_runner
         plan, made = runner.backend.plan, len(late_draws)
 
-        def fails_once(layout: Any) -> Any:
+        def fails_once(layout):
             if len(late_draws) > made + 5:
                 runner.backend.plan = plan
                 raise RuntimeError("this step was to fail")

@@ -1,15 +1,10 @@
 """Tiers of the prefix cache on a GPU: pinned memory and files; float32 tokens are those without tiers."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import Copy
 from nanovllm.features.tiers.host_memory import HostMemory
 from nanovllm.features.tiers.prefix_tiers import PrefixTiers
 from tests.support.layer_kinds import model
@@ -18,7 +13,7 @@ from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 SIZE = 16
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "block_size": SIZE, "num_kv_blocks": 30, "max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 64,
     "enforce_eager": True, "dtype": "float32",
 }  # fmt: skip
@@ -32,19 +27,19 @@ KINDS = ["Gemma3Text", "Gemma4Text", "DeepseekV2"]
 class Checked:
     """Compares every block after its load with the bytes that were stored for its slot."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stored: dict[tuple[int, int], bytes] = {}
+    def __init__(self, monkeypatch):
+        self.stored = {}
         self.num_loads = self.num_stores = 0
         store, load = HostMemory.store, HostMemory.load
 
-        def note(memory: HostMemory, copies: Sequence[Copy]) -> Sequence[Copy]:
+        def note(memory, copies):
             for copy in copies:
                 if copy.destination < 0:
                     self.stored[copy.group, ~copy.destination] = memory.read_block(copy.group, copy.source).tobytes()
                     self.num_stores += 1
             return store(memory, copies)
 
-        def compare(memory: HostMemory, copies: Sequence[Copy]) -> None:
+        def compare(memory, copies):
             load(memory, copies)
             for copy in copies:
                 if copy.source < 0:
@@ -60,15 +55,15 @@ class Checked:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return Path(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
 
 
-def open_llm(source: Path, **options: Any) -> LLM:
+def open_llm(source, **options):
     return LLM(source, **(OPTIONS | {"tokenizer": tiny_tokenizer()} | options))
 
 
-def rounds(llm: LLM, count: int = 2, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+def rounds(llm, count=2, prompts=PROMPTS):
     """Tokens of the prompts, which evict one another, in groups and in turn."""
     found = []
     for number in range(count):
@@ -82,7 +77,7 @@ def rounds(llm: LLM, count: int = 2, prompts: list[list[int]] = PROMPTS) -> list
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
+def expected(folder):
     with open_llm(folder, num_kv_blocks=400, enable_prefix_caching=False) as llm:
         return rounds(llm)
 

@@ -3,8 +3,6 @@
 Where there is one GPU, both ranks are on it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The walk of the default engine on a GPU: the files, functions and room changes of construction and of one token."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -27,7 +25,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[int]]:
+def found(tmp_path_factory):
     """The figures of a process of their own, which has imported nothing before."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}

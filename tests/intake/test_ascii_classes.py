@@ -1,11 +1,8 @@
 r"""`\d`, `\w` and `\s` mean ASCII in every kind of form, as Python's `re` with re.ASCII has them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"[\d,]", r"[^\w]", r"\\d"]
 # A digit, a letter, Thai and N'Ko digits, an accented letter, a no-break space, a tab, punctuation.
 CHARACTERS = ["5", "k", "๕", "߅", "é", "\u00a0", "\t", ","]
-KINDS: dict[str, Any] = {
+KINDS = {
     "regex": lambda regex: {"regex": regex},
     "grammar": lambda regex: {"grammar": f'start: "x"? A // "\\w" is /text/ here\nA: /{regex}/\n'},
     "rule": lambda regex: {"grammar": f"start: /{regex}/"},
@@ -30,11 +27,11 @@ KINDS: dict[str, Any] = {
 
 
 @functools.cache
-def grammars() -> GrammarCompiler:
+def grammars():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (3,))
 
 
-def accepts(form: StructuredOutput, text: str) -> bool:
+def accepts(form, text):
     matcher = grammars().matcher(form).copy()
     try:
         for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):

@@ -1,9 +1,5 @@
 """Modules that cannot be served exactly: refused by what makes them so, with the remedy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -33,7 +29,7 @@ def test_a_tokenizer_of_a_wrong_type_is_refused(tokenizer):
         LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS)
 
 
-def refused_model(model: nn.Module, **options: Any) -> str:
+def refused_model(model, **options):
     """The message that refuses a model, which is left as it was."""
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(UnsupportedModelError) as caught:
@@ -52,7 +48,7 @@ def test_a_sliding_window_that_no_sequence_can_leave_is_served_exactly():
     assert answers[0] == answers[1]
 
 
-def passing(model: Any, **extra: Any) -> Any:
+def passing(model, **extra):
     """The model, whose second layer passes more keyword arguments on to attention."""
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | extra), with_kwargs=True)

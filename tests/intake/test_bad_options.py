@@ -1,7 +1,5 @@
 """Bad engine options: refused with the name, the value and the limit, before a model is loaded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,9 +1,5 @@
 """Bad prompts and conversations: refused with the value, the limit and the remedy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -128,15 +124,15 @@ def test_half_of_a_surrogate_pair_in_a_conversation_is_refused(conversation, opt
 class Unreadable:
     """A tokenizer whose errors take more than a message."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error):
         self.error = error
 
-    def __call__(self, prompt: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, prompt, **_):
         if prompt == "bad":
             raise self.error
         return {"input_ids": [5]}
 
-    def decode(self, token_ids: list[int], **_: Any) -> str:
+    def decode(self, token_ids, **_):
         return ""
 
 
@@ -161,7 +157,7 @@ def test_an_error_of_one_prompt_keeps_its_kind_and_names_the_prompt(error, kind)
 )
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_one_bad_request_among_good_ones_is_named_before_any_work_starts(bad, place):
-    prompts: list[Any] = random_prompts(4)
+    prompts = random_prompts(4)
     prompts.insert(place, bad)
     assert_names(refused((ValueError, TypeError), prompts, GREEDY), f"prompt {place}")
 

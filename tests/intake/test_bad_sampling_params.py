@@ -1,7 +1,5 @@
 """Bad sampling parameters: refused with the name, the value and the limit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

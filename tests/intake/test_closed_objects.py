@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import json
-from typing import Any
 
 import jsonschema
 import pytest
@@ -18,7 +17,7 @@ from nanovllm.features.grammar.closed_objects import with_closed_objects
 NUMBER = {"type": "integer"}
 A, B = {"type": "object", "properties": {"a": NUMBER}}, {"type": "object", "properties": {"b": NUMBER}}
 # Each with properties in alphabetical order; documents have theirs so too.
-SCHEMAS: dict[str, Any] = {
+SCHEMAS = {
     "one object": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}},
     "objects within": {"type": "object", "properties": {"a": B, "b": {"type": "array", "items": A}}},
     "an object or null": {"type": ["object", "null"], "properties": {"a": {"anyOf": [B, {"type": "null"}]}}},
@@ -51,14 +50,14 @@ SCHEMAS: dict[str, Any] = {
         "anyOf": [{"$ref": "#/$defs/B"}, {"type": "object", "additionalProperties": {"type": "null"}}]},
 }  # fmt: skip
 # Schemas that say otherwise, or nothing, of properties: they stay as they are.
-OPEN: list[Any] = [
+OPEN = [
     {"type": "object"}, {"type": "object", "properties": {}}, A | {"additionalProperties": True},
     A | {"additionalProperties": NUMBER}, A | {"additionalProperties": False}, A | {"unevaluatedProperties": True},
     {"allOf": [A, {"additionalProperties": NUMBER}]}, A | {"enum": [{"a": 1, "z": 2}]}, A | {"minProperties": 2},
     {"enum": [1, "a"]}, {"type": "string"}, True, {"$ref": "#elsewhere"}, {"allOf": [A, {"$ref": "other.json"}]},
     {"type": "object", "properties": {"a": {"$id": "https://example.org/a", **B}}},
 ]  # fmt: skip
-INNER: list[Any] = [
+INNER = [
     1,
     None,
     {},
@@ -73,7 +72,7 @@ INNER: list[Any] = [
 TOKENIZER = LLTokenizer("byte")
 
 
-def documents() -> list[Any]:
+def documents():
     """Values of a few properties, alone and in lists."""
     names = [names for size in range(4) for names in itertools.combinations(("a", "b", "z"), size)]
     filled = [dict.fromkeys(given, 1) for given in names]
@@ -83,19 +82,19 @@ def documents() -> list[Any]:
 
 
 @functools.cache
-def compiled(schema: str) -> LLMatcher:
+def compiled(schema):
     matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_json_schema(schema))
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
-def accepted(schema: Any, document: Any) -> bool:
+def accepted(schema, document):
     matcher = compiled(json.dumps(schema)).deep_copy()
     token_ids = TOKENIZER.tokenize_str(json.dumps(document, separators=(", ", ": ")))
     return matcher.consume_tokens(token_ids) and matcher.is_accepting()
 
 
-def as_standard(schema: Any, *, is_value: bool = True) -> Any:
+def as_standard(schema, *, is_value=True):
     """The schema with `unevaluatedProperties: false` for each value that it describes."""
     if not isinstance(schema, dict):
         return schema
@@ -150,8 +149,8 @@ def test_properties_keep_their_order():
 def test_models_of_pydantic_have_the_fields_of_their_classes():
     class Part(BaseModel):
         name: str
-        parts: list[Part] = []
-        extra: dict[str, int] = {}
+        parts = []
+        extra = {}
 
     closed = with_closed_objects(Part.model_json_schema())
     assert accepted(closed, {"name": "x", "parts": [{"name": "y"}], "extra": {"any": 1}})
@@ -159,7 +158,7 @@ def test_models_of_pydantic_have_the_fields_of_their_classes():
     assert not accepted(closed, {"name": "x", "parts": [{"name": "y", "other": 1}]})
 
 
-def chained(length: int) -> dict[str, Any]:
+def chained(length):
     """Definitions that each take in all after them: the names to collect grow with the square."""
     chain = {f"d{number}": {"properties": {f"p{number}": True}, "allOf": [{"$ref": f"#/$defs/d{number + 1}"}]}
              for number in range(length)}  # fmt: skip

@@ -1,10 +1,7 @@
 """Incremental detokenization: equal to decoding at once, never half a character, in linear time."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm.features.intake.token_texts import _known, detokenizer_of, plain_backend, token_texts
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.outputs import CompletionOutput, OutputKind
+from nanovllm.outputs import OutputKind
 from nanovllm.requests import decode
 from nanovllm.responses import Sample
 from nanovllm.sequence import NewRequest, Sequence
@@ -21,7 +18,7 @@ from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
 @functools.cache
-def tokenizer() -> Any:
+def tokenizer():
     return tiny_tokenizer()
 
 
@@ -30,7 +27,7 @@ class ByteFallback:
 
     words = ("▁Hello", "▁world", "▁", "s", ",", "▁é")
 
-    def __init__(self) -> None:
+    def __init__(self):
         vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
         vocabulary |= {word: 256 + number for number, word in enumerate(self.words)}
         self._tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -38,23 +35,23 @@ class ByteFallback:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+    def decode(self, token_ids, skip_special_tokens=True, **_):
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class Counting:
     """A tokenizer that counts the tokens it was asked to decode."""
 
-    def __init__(self, counted: Any) -> None:
+    def __init__(self, counted):
         self.counted, self.num_calls, self.num_tokens = counted, 0, 0
 
-    def decode(self, token_ids: list[int], **options: Any) -> str:
+    def decode(self, token_ids, **options):
         self.num_calls += 1
         self.num_tokens += len(token_ids)
         return self.counted.decode(token_ids, **options)
 
 
-def pieces(token_ids: list[int], using: Any) -> list[str]:
+def pieces(token_ids, using):
     """The text that each token appended."""
     detokenizer, texts = detokenizer_of(using), [""]
     for token_id in token_ids:
@@ -64,7 +61,7 @@ def pieces(token_ids: list[int], using: Any) -> list[str]:
     return [after[len(before) :] for before, after in itertools.pairwise(texts)]
 
 
-def bytes_as_tokens(text: str) -> list[int]:
+def bytes_as_tokens(text):
     """One token a byte, whatever merges the tokenizer knows."""
     spelled = [token for word in tokenizer().tokenize(text) for token in word]  # one character of the alphabet a byte
     return tokenizer().convert_tokens_to_ids(spelled)
@@ -151,7 +148,7 @@ def test_words_of_a_sentencepiece_decoder_join_to_the_whole(words):
     assert "".join(pieces(token_ids, ByteFallback())) == decode(ByteFallback(), token_ids)
 
 
-def pieces_and_rest(token_ids: list[int], using: Any) -> list[str]:
+def pieces_and_rest(token_ids, using):
     """The text that each token appended, and what is left once no more come."""
     detokenizer = detokenizer_of(using)
     for token_id in token_ids:
@@ -229,14 +226,14 @@ def test_what_is_unfinished_at_the_end_is_shown_as_it_is():
 class Segments:
     """A byte-level tokenizer whose tokens are any strings of bytes."""
 
-    def __init__(self, segments: list[bytes]) -> None:
+    def __init__(self, segments):
         self.segments = segments
 
-    def decode(self, token_ids: list[int], **_: Any) -> str:
+    def decode(self, token_ids, **_):
         return b"".join(self.segments[token_id] for token_id in token_ids).decode(errors="replace")
 
 
-def segments_of(text: str, cuts: list[int]) -> list[bytes]:
+def segments_of(text, cuts):
     """Its bytes, cut into pieces of these lengths, in turn, as far as they go, and single bytes behind them."""
     data, segments = text.encode(), []
     for size in itertools.chain(cuts, itertools.repeat(1)):
@@ -269,7 +266,7 @@ def test_tokens_of_any_bytes_join_to_the_decoding_of_the_whole_once_they_end(seg
 # ------------------------------------------------------------------------------------------------------- stop strings
 
 
-def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind, using: Any = None) -> list[CompletionOutput]:
+def stream_of(token_ids, stop, kind, using=None):
     """What a request that draws these tokens shows after each of them, up to its end."""
     params = SamplingParams(stop=stop, max_tokens=len(token_ids))
     request = NewRequest("a", [5], params, output_kind=kind)
@@ -347,7 +344,7 @@ def test_a_stop_string_whose_last_token_begins_a_character_ends_the_request_by_i
 # ------------------------------------------------------------------------------------------------------ linear time
 
 
-def tokens_decoded(token_ids: list[int]) -> int:
+def tokens_decoded(token_ids):
     counting = Counting(tokenizer())
     pieces(token_ids, counting)
     assert counting.num_calls <= 5 * len(token_ids)

@@ -1,13 +1,10 @@
 """Grammars that explode are refused within limits of time and memory, while requests without a form go on."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ from tests.support.structured import allowed, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 EOS = 3
-BOMBS: dict[str, dict[str, Any]] = {
+BOMBS = {
     "patterns": {"json_schema": {"allOf": [{"type": "string", "pattern": f"a{i}b"} for i in range(22)]}},
     "counted patterns": {"json_schema": {"type": "string", "allOf": [{"pattern": f"a{{{i}}}b"} for i in range(2, 24)]}},
     "a multiple": {"json_schema": {"type": "integer", "multipleOf": 1000003}},
@@ -45,7 +42,7 @@ LIMITS = "takes more than 0.5 s of a processor or 256 MB of memory to compile. S
 
 
 @functools.cache
-def grammars() -> GrammarCompiler:
+def grammars():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
@@ -138,7 +135,7 @@ def clock(monkeypatch):
     return found
 
 
-def followed(matcher: Any, *token_ids: int) -> list[int]:
+def followed(matcher, *token_ids):
     mask = np.zeros(matcher.num_words, np.int32)
     matcher.follow(token_ids, mask.ctypes.data)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
@@ -194,7 +191,7 @@ def test_large_grammars_are_kept_by_their_bytes(monkeypatch):
 async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
     may_go_on, started, compile_ = threading.Event(), threading.Semaphore(0), TRIALS.compile
 
-    def held(*arguments: Any, **options: Any) -> int:
+    def held(*arguments, **options):
         started.release()
         may_go_on.wait(60.0)
         return compile_(*arguments, **options)

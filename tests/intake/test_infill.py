@@ -1,17 +1,13 @@
 """FIM prompts: markers of each family in their order, texts between them encoded as plain text."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from tokenizers import AddedToken
 
-from nanovllm.features.infill.infill import MARKERS, Infill, infill_of
+from nanovllm.features.infill.infill import MARKERS, infill_of
 from tests.support.tiny_models import tiny_tokenizer
 
 
-def tokenizer_of(family: str) -> Any:
+def tokenizer_of(family):
     """The tiny tokenizer with the markers of a family, some of them not special, as Qwen's."""
     tokenizer, markers = tiny_tokenizer(), MARKERS[family]
     named = (markers.prefix, markers.suffix, markers.middle, markers.file, markers.repository, *markers.ends)
@@ -20,7 +16,7 @@ def tokenizer_of(family: str) -> Any:
     return tokenizer
 
 
-def infill(tokenizer: Any) -> Infill:
+def infill(tokenizer):
     found = infill_of(tokenizer)
     assert found is not None
     return found

@@ -1,12 +1,8 @@
 """Shares of preparation: clients take turns by seconds, work that nobody waits for ends, trials of forms make way."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any
 
 import pytest
 
@@ -34,32 +30,32 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 class Seconds:
     """A clock that tests move; each client's work takes the seconds that it says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(intake.time, "perf_counter", lambda: self.now)
 
-    def pass_by(self, seconds: float) -> None:
+    def pass_by(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+def clock(monkeypatch):
     return Seconds(monkeypatch)
 
 
 class Held:
     """Work that occupies a place until it may go on."""
 
-    def __init__(self, own: Intake, client: str = "first", num_chars: int = 0) -> None:
+    def __init__(self, own, client="first", num_chars=0):
         self.may_go_on, self._has_begun = threading.Event(), threading.Event()
         self.task = own.submit(self._work, num_chars, client=client)
         assert self._has_begun.wait(30.0)
 
-    def _work(self) -> None:
+    def _work(self):
         self._has_begun.set()
         assert self.may_go_on.wait(30.0)
 
-    def end(self) -> None:
+    def end(self):
         self.may_go_on.set()
         self.task.result(30.0)
 
@@ -80,7 +76,7 @@ def test_the_client_that_had_the_fewest_seconds_is_next(clock):
     own, order = Intake(), []
     first = Held(own)
 
-    def work(name: str, seconds: float) -> Callable[[], None]:
+    def work(name, seconds):
         return lambda: (order.append(name), clock.pass_by(seconds))[0]
 
     tasks = [own.submit(work("slow", 3.0), client="slow") for _ in range(3)]
@@ -113,7 +109,7 @@ def test_accounts_of_clients_without_work_are_bounded():
 def test_long_work_makes_way_at_its_checkpoints_and_goes_on(clock):
     own, order, is_open = Intake(), [], threading.Event()
 
-    def long() -> str:
+    def long():
         for piece in range(4):
             order.append(f"piece {piece}")
             clock.pass_by(1.0)
@@ -148,7 +144,7 @@ def test_work_that_waits_is_dropped_and_never_begins():
 def test_work_that_runs_ends_at_its_next_checkpoint(is_suspended, clock):
     own, has_begun, may_go_on, num_pieces = Intake(), threading.Event(), threading.Event(), []
 
-    def long() -> None:
+    def long():
         for _ in range(1000):
             num_pieces.append(1)
             clock.pass_by(1.0)
@@ -200,7 +196,7 @@ def test_work_that_waits_is_refused_when_the_intake_closes_and_work_that_runs_en
 def test_a_client_with_forms_leaves_room_for_its_own_texts_and_for_others():
     own, may_go_on = Intake(), threading.Event()
 
-    def compile_form() -> bool:
+    def compile_form():
         with form_turn():
             return may_go_on.wait(30.0)
 
@@ -213,16 +209,16 @@ def test_a_client_with_forms_leaves_room_for_its_own_texts_and_for_others():
     assert all(task.result(30.0) for task in forms)
 
 
-def vocabulary() -> TrialVocabulary:
+def vocabulary():
     source = tiny_tokenizer().backend_tokenizer.to_str()
     return TrialVocabulary((source, len(tiny_tokenizer()), [1]))
 
 
-def trial(source: TrialVocabulary, **form: Any) -> Callable[[], Any]:
+def trial(source, **form):
     return lambda: TRIALS.compile(source, StructuredOutput(**form), is_forced=False)
 
 
-def bomb(source: TrialVocabulary, number: int) -> Callable[[], Any]:
+def bomb(source, number):
     """A trial that takes longer than it may."""
     return trial(source, json_schema={"allOf": [{"type": "string", "pattern": f"a{i}b{number}"} for i in range(22)]})
 
@@ -232,7 +228,7 @@ def test_a_trial_of_the_client_with_the_most_makes_way_and_is_tried_again(monkey
     stopped = []
     make_way = Intake._make_way
 
-    def watched(self: Intake, *arguments: Any) -> None:
+    def watched(self, *arguments):
         before = {task for task in self.forms.running if task.is_stopped}
         make_way(self, *arguments)
         stopped.extend(task for task in self.forms.running if task.is_stopped and task not in before)
@@ -268,7 +264,7 @@ async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
     async with AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
         await llm.prepare(lambda: None)
         held = Held(llm._intake)
-        prepared: list[Any] = []
+        prepared = []
         monkeypatch.setattr(llm._input_processor, "process_each", lambda *_, **__: prepared.append(1))
         waiting = asyncio.create_task(llm.submit(["the sea"], SamplingParams(n=2), request_ids=["left"]))
         while not [task for task in llm._intake.short.tasks() if not task.has_begun]:
@@ -291,7 +287,7 @@ async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
 async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_are(monkeypatch):
     begun = threading.Event()
 
-    def endless(*_: Any, **__: Any) -> None:
+    def endless(*_, **__):
         begun.set()
         while True:
             checkpoint()
@@ -314,10 +310,10 @@ async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_ar
 @bounded
 async def test_clients_are_those_of_the_request_unless_a_server_names_them():
     async with AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
-        seen: list[str | None] = []
+        seen = []
         submit = llm._intake.submit
 
-        def watched(*arguments: Any, **options: Any) -> Any:
+        def watched(*arguments, **options):
             task = submit(*arguments, **options)
             seen.append(task.account.client)
             return task

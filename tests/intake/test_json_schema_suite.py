@@ -1,7 +1,5 @@
 """The JSON Schema Test Suite, token by token. Its folder comes by the environment variable JSON_SCHEMA_TEST_SUITE."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

@@ -1,12 +1,9 @@
 """Masks filled in several threads are those filled one by one, whichever lexer a sample has."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +21,11 @@ ENDLESS = [StructuredOutput(regex=r"([a-z]{1,3},)*"), StructuredOutput(regex=r"(
 
 
 @functools.cache
-def grammars() -> GrammarCompiler:
+def grammars():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
-def samples(forms: list[StructuredOutput], count: int, *, compiler: GrammarCompiler | None = None) -> list[Any]:
+def samples(forms, count, *, compiler=None):
     """Sequences, as far as masks read them."""
     compiler = compiler or grammars()
     return [
@@ -41,11 +38,11 @@ def samples(forms: list[StructuredOutput], count: int, *, compiler: GrammarCompi
     ]  # fmt: skip
 
 
-def masks_of(sequences: list[Any], threads: MaskThreads | None, errors: dict[Any, str] | None = None) -> np.ndarray:
+def masks_of(sequences, threads, errors=None):
     masks = np.full((len(sequences), -(-VOCAB_SIZE // 32)), 77, np.int32)
-    found: dict[Any, str] = {} if errors is None else errors
+    found = {} if errors is None else errors
     as_keys = [sequence.request_id for sequence in sequences]
-    keyed: Any = [_Keyed(key, sequence) for key, sequence in zip(as_keys, sequences, strict=True)]
+    keyed = [_Keyed(key, sequence) for key, sequence in zip(as_keys, sequences, strict=True)]
     begin_masks(keyed, [len(sequence.token_ids) for sequence in sequences], masks, threads).finish(found)
     assert errors is not None or not found
     return masks
@@ -54,17 +51,17 @@ def masks_of(sequences: list[Any], threads: MaskThreads | None, errors: dict[Any
 class _Keyed:
     """A sample as a key of errors."""
 
-    def __init__(self, key: str, sequence: Any) -> None:
+    def __init__(self, key, sequence):
         self.key, self.sequence = key, sequence
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.key)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.sequence, name)
 
 
-def draw(sequences: list[Any], masks: np.ndarray, chance: np.random.Generator) -> None:
+def draw(sequences, masks, chance):
     for sequence, mask in zip(sequences, masks, strict=True):
         tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         tokens = tokens[tokens != EOS] if len(tokens) > 1 else tokens
@@ -73,7 +70,7 @@ def draw(sequences: list[Any], masks: np.ndarray, chance: np.random.Generator) -
             sequence.is_finished = sequence.token_ids[-1] == EOS
 
 
-def wait_for_lexers(matcher: Any, count: int) -> None:
+def wait_for_lexers(matcher, count):
     matcher.lexers.grow(count)
     for thread in threading.enumerate():
         if thread.name == "nanovllm-lexers":
@@ -122,7 +119,7 @@ def test_a_forbidden_token_fails_its_request_alone():
     expected = [sequence.matcher.copy() for sequence in sequences]
     wrong = next(token for token in range(VOCAB_SIZE) if token not in allowed(expected[3]))
     sequences[3].token_ids[-1] = wrong
-    errors: dict[Any, str] = {}
+    errors = {}
     masks = masks_of(sequences, threads, errors)
     assert [key.key for key in errors] == ["3"] and "request '3': structured_output.regex" in next(
         iter(errors.values())
@@ -160,7 +157,7 @@ def test_behind_a_slow_step_masks_are_filled_one_by_one_and_their_time_ends_the_
     wait_for_lexers(sequences[0].matcher, 2)
     budget, now = sequences[0].matcher.lexers.budget, [0.0]
 
-    def slow_clock() -> float:
+    def slow_clock():
         now[0] += budget.allowed + RESERVE_SECONDS / 12
         return now[0]
 
@@ -168,7 +165,7 @@ def test_behind_a_slow_step_masks_are_filled_one_by_one_and_their_time_ends_the_
     monkeypatch.setattr("nanovllm.features.grammar.matcher.thread_time", slow_clock)
     masks_of(sequences, threads)
     assert not budget.has_excess  # nobody knows which form it was
-    errors: dict[Any, str] = {}
+    errors = {}
     masks_of(sequences, threads, errors)
     assert budget.is_exceeded and "takes too long for its masks" in next(iter(errors.values()))
 
@@ -178,13 +175,13 @@ def test_steps_are_filled_in_threads_again_when_no_form_is_slow(monkeypatch):
     wait_for_lexers(sequences[0].matcher, 2)
     now = [0.0]
 
-    def slow_clock() -> float:
+    def slow_clock():
         now[0] += 1.0
         return now[0]
 
     consume, steps = mask_threads._consume, []
 
-    def noted(*arguments: Any) -> Any:
+    def noted(*arguments):
         steps[-1] = True
         return consume(*arguments)
 
@@ -201,7 +198,7 @@ def test_a_form_without_room_for_another_lexer_goes_on_with_those_it_has():
     sequences, threads = samples(ENDLESS[:1], 4 * ROWS_A_LEXER, compiler=compiler), MaskThreads(4)
     lexers = sequences[0].matcher.lexers
 
-    def refused() -> Any:
+    def refused():
         raise ValueError("structured_output.regex cannot be compiled")
 
     lexers.compile_state = refused
@@ -216,10 +213,10 @@ def test_a_form_without_room_for_another_lexer_goes_on_with_those_it_has():
 class _SlowExecutor:
     """llguidance's threads, which take a while, and sometimes panic."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_filled = 0
 
-    def unsafe_compute_mask_ptr(self, number: int, seconds: float) -> None:
+    def unsafe_compute_mask_ptr(self, number, seconds):
         time.sleep(seconds)
         if number < 0:
             raise RuntimeError("a panic")

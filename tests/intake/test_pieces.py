@@ -1,11 +1,7 @@
 """Long texts in pieces: the tokens of the whole text for every tokenizer, and none behind the limit."""
 
-from __future__ import annotations
-
 import random
 import unicodedata
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -17,7 +13,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.intake import pieces
 from nanovllm.features.intake.pieces import CUT, PIECE_CHARS, Pieces, alternatives
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.requests import InputProcessor, RequestLimits
+from nanovllm.requests import RequestLimits
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -40,11 +36,11 @@ STAGED = (
 )
 
 
-def split(pattern: str) -> Any:
+def split(pattern):
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def byte_level(**options: Any) -> Any:
+def byte_level(**options):
     return pre_tokenizers.ByteLevel(**({"add_prefix_space": False, "use_regex": False} | options))
 
 
@@ -76,14 +72,14 @@ PARTS = (
 )  # fmt: skip
 
 
-def texts(seed: int, count: int) -> Iterator[str]:
+def texts(seed, count):
     source = random.Random(seed)
     for _ in range(count):
         some = source.sample(PARTS, source.randint(1, len(PARTS)))
         yield "".join(source.choices(some, k=source.randint(1, 120)))
 
 
-def trained(stages: list[Any], normalizer: Any = None, *, with_ends: bool = True) -> Tokenizer:
+def trained(stages, normalizer=None, *, with_ends=True):
     """A small vocabulary of a pre-tokenizer, with added tokens that hold places for cuts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(stages)
@@ -107,7 +103,7 @@ def trained(stages: list[Any], normalizer: Any = None, *, with_ends: bool = True
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str, limit: int | None = None) -> list[int]:
+def encode(tokenizer, text, limit=None):
     return Pieces(tokenizer).encode(
         text,
         lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids,
@@ -125,7 +121,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, normalizer, monkeypatch)
     num_cuts = 0
     cut = Pieces._end_of_piece
 
-    def watched(self: Pieces, text: str, begin: int) -> int:
+    def watched(self, text, begin):
         nonlocal num_cuts
         end = cut(self, text, begin)
         num_cuts += end < len(text)
@@ -181,7 +177,7 @@ def test_a_text_is_tokenised_up_to_the_limit():
     tokenizer, num_chars = trained(STAGES["gpt-4"]), 0
     text = "the sea was calm, " * 10_000
 
-    def counted(piece: str) -> list[int]:
+    def counted(piece):
         nonlocal num_chars
         num_chars += len(piece)
         return tokenizer.encode(piece, add_special_tokens=False).ids
@@ -219,7 +215,7 @@ def test_no_composed_character_is_shorter_than_its_parts_by_more():
         assert most <= pieces.BYTES_SHRUNK_BY_NFC * len(composed.encode())
 
 
-def processor(max_model_len: int) -> tuple[InputProcessor, Any]:
+def processor(max_model_len):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained(STAGES["gpt-2"]), eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     limits = RequestLimits(len(tokenizer), len(tokenizer), "Tiny", eos_token_ids=(1,))

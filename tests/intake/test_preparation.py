@@ -1,10 +1,7 @@
 """Preparation of a request before it is queued: in which thread, how often, and not with a full queue."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 
@@ -20,21 +17,21 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=2)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
-def open_llm(tokenizer: Any = None, **options: Any) -> AsyncLLM:
+def open_llm(tokenizer=None, **options):
     return AsyncLLM(tiny_model(num_layers=1), tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
 
 
-async def ended(outputs: Any) -> list[int]:
+async def ended(outputs):
     """The tokens of the last output."""
     return [output async for output in outputs][-1].outputs[0].token_ids
 
 
-def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def spelled(monkeypatch):
     """The words of each call that spells some."""
-    calls: list[tuple[str, ...]] = []
+    calls = []
     spellings_of = pieces.spellings_of
 
-    def watched(words: tuple[str, ...], tokenizer: Any) -> Any:
+    def watched(words, tokenizer):
         if words:
             calls.append(words)
         return spellings_of(words, tokenizer)
@@ -80,7 +77,7 @@ async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeyp
     async with open_llm() as llm:
         tokenize = llm._input_processor.tokenize
 
-        def held(prompt: Any, **options: Any) -> Any:
+        def held(prompt, **options):
             if isinstance(prompt, str) and len(prompt) > LONG_CHARS:
                 may_go_on.wait(30.0)
             return tokenize(prompt, **options)
@@ -129,7 +126,7 @@ def test_both_threads_use_one_fast_tokenizer_to_the_same_token_ids():
 def test_a_tokenizer_in_python_is_used_by_one_thread_at_a_time():
     intake, is_used = Intake(is_parallel=False), threading.Lock()
 
-    def use() -> bool:
+    def use():
         is_alone = is_used.acquire(blocking=False)
         if is_alone:
             is_used.release()
@@ -145,6 +142,6 @@ def test_the_size_of_texts_is_counted_up_to_where_it_matters():
     assert text_size("abc") == 19
     assert text_size([{"role": "user", "content": "abc"}], None) == 16 * 5 + 7
     assert text_size(b"x" * 80) == 16 + 10
-    endless: list[Any] = ["x"]
+    endless = ["x"]
     endless.append(endless)
     assert text_size(endless) > LONG_CHARS

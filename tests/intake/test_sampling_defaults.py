@@ -1,11 +1,8 @@
 """Sampling defaults of a model's generation config: used by requests that leave fields out, and by no others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +16,14 @@ OTHERS = {"do_sample": True, "max_new_tokens": 3, "typical_p": 0.5, "eos_token_i
 PROMPT = [5] * 50
 
 
-def folder_with(folder: Path, **generation_config) -> Path:
+def folder_with(folder, **generation_config):
     save_tiny(folder)
     (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return folder_with(tmp_path_factory.mktemp("models") / "own", **OWN, **OTHERS)
 
 
@@ -56,7 +53,7 @@ def test_the_first_requests_of_two_engines_agree(folder):
 
 
 def test_the_asynchronous_engine_has_the_same(folder):
-    async def answers() -> None:
+    async def answers():
         async with AsyncLLM(folder, **OPTIONS) as llm:
             assert llm.default_sampling_params == SamplingParams(**OWN)
             seeded = replace(llm.default_sampling_params, seed=4)
@@ -73,7 +70,7 @@ def test_a_served_request_takes_the_fields_that_it_leaves_out_from_the_model():
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 12, "seed": 6}
     with serving(model=model) as running, running.http() as http:
 
-        def text(path: str, **fields) -> str:
+        def text(path, **fields):
             choice = http.post(path, json=(chat if "chat" in path else body) | fields).json()["choices"][0]
             return choice["text"] if "text" in choice else choice["message"]["content"]
 

@@ -46,7 +46,7 @@ REALS, INTEGERS = ("temperature", "top_p", "min_p"), ("top_k", "max_tokens", "mi
         ("seed", 2**64, "seed is 18446744073709551616; it must be between 0 and 18446744073709551615"),
     ],
 )
-def test_a_value_out_of_range_is_refused(name: str, value: object, message: str):
+def test_a_value_out_of_range_is_refused(name, value, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{name: value})
 
@@ -74,7 +74,7 @@ def test_a_value_out_of_range_is_refused(name: str, value: object, message: str)
         ("stop", ["end", None], "stop must hold strings, not None"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused(name: str, value: object, message: str):
+def test_a_value_of_the_wrong_type_is_refused(name, value, message):
     with pytest.raises(TypeError, match=message):
         SamplingParams(**{name: value})
 
@@ -110,7 +110,7 @@ def test_min_tokens_above_max_tokens_is_refused():
         ("seed", MAX_SEED),
     ],
 )
-def test_the_ends_of_each_range_are_accepted(name: str, value: object):
+def test_the_ends_of_each_range_are_accepted(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
@@ -133,7 +133,7 @@ def test_stops_left_out_or_none_are_empty():
 
 
 @pytest.mark.parametrize("token_ids", [[5, 0], (5, 0), np.array([5, 0]), iter([5, 0]), {5: None, 0: None}])
-def test_any_collection_of_stop_token_ids_becomes_a_tuple_of_ints(token_ids: object):
+def test_any_collection_of_stop_token_ids_becomes_a_tuple_of_ints(token_ids):
     stored = SamplingParams(stop_token_ids=token_ids).stop_token_ids
     assert stored == (5, 0)
     assert {type(token_id) for token_id in stored} == {int}

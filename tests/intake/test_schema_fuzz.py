@@ -1,9 +1,6 @@
 """Random JSON Schemas, small ones that explode among them: each is compiled and followed, or refused with a reason."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,7 +32,7 @@ VALUES = st.recursive(
 )
 
 
-def of_schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def of_schemas(inner):
     several = st.lists(inner, max_size=4)
     named = st.dictionaries(NAMES, inner, max_size=3)
     combined = st.fixed_dictionaries(
@@ -50,7 +47,7 @@ def of_schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
     return st.builds(lambda first, second: first | second, plain_schemas(), combined)
 
 
-def plain_schemas() -> st.SearchStrategy[dict[str, Any]]:
+def plain_schemas():
     counts = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
     numbers = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     return st.fixed_dictionaries(
@@ -68,7 +65,7 @@ def plain_schemas() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def bombs() -> st.SearchStrategy[dict[str, Any]]:
+def bombs():
     """Intersections of one keyword."""
     patterns = st.lists(PATTERNS, min_size=2, max_size=24).map(
         lambda found: {"type": "string", "allOf": [{"pattern": pattern} for pattern in found]}
@@ -80,7 +77,7 @@ def bombs() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @functools.cache
-def grammars() -> GrammarCompiler:
+def grammars():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import threading
-from typing import Any
 
 import pydantic
 import pytest
@@ -26,7 +25,7 @@ EOS = 3
 
 
 @functools.cache
-def grammars() -> GrammarCompiler:
+def grammars():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
@@ -35,16 +34,16 @@ class Person(pydantic.BaseModel):
     age: int
 
 
-def nested(depth: int) -> Any:
-    schema: Any = {"type": "string"}
+def nested(depth):
+    schema = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
 
 
-ITSELF: dict[str, Any] = {"type": "object"}
+ITSELF = {"type": "object"}
 ITSELF["properties"] = ITSELF
-SHARED: dict[str, Any] = {"type": "string"}  # as text, 2^40 times as much
+SHARED = {"type": "string"}  # as text, 2^40 times as much
 for _ in range(40):
     SHARED = {"anyOf": [SHARED, SHARED]}
 
@@ -126,7 +125,7 @@ def test_what_only_a_compiler_can_tell_is_an_error_of_the_request_that_names_the
 
 
 WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
-PATHOLOGICAL: dict[str, dict[str, Any]] = {
+PATHOLOGICAL = {
     "every property optional": {"json_schema": WIDE},
     "any of many": {"json_schema": {"anyOf": [{"properties": {f"p{n}": {"type": "string"}}} for n in range(1200)]}},
     "a product": {"json_schema": {"allOf": [
@@ -219,7 +218,7 @@ SPACED = [
 ]
 
 
-def is_document(form: StructuredOutput, text: str) -> bool:
+def is_document(form, text):
     matcher = grammars().matcher(form).copy()
     try:
         for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
@@ -258,11 +257,11 @@ def test_threads_compile_side_by_side():
 class Slow:
     """A tokenizer that llguidance cannot read."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return VOCAB_SIZE
 
 
-def process(tokenizer: Any, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any) -> Any:
+def process(tokenizer, eos_token_ids=(EOS,), **options):
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=eos_token_ids)
     params = SamplingParams(structured_output=StructuredOutput(regex="a"), **options)
     return build_input_processor(tokenizer, EngineConfig(max_model_len=64), limits).process(

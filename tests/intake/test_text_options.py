@@ -1,26 +1,23 @@
 """Options on text and prompt: stop strings in the output, special tokens, truncation."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests.support.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(**options):
     return LLM(tiny_model(), **({"tokenizer": tiny_tokenizer()} | OPTIONS | options))
 
 
-def say(llm: LLM, tokens: list[int], **params: Any) -> Any:
+def say(llm, tokens, **params):
     """The completion of a request that is made to say these tokens, one after the other."""
 
-    def next_of(token_ids: list[int], row: Any) -> Any:
+    def next_of(token_ids, row):
         row[tokens[(len(token_ids) - 1) % len(tokens)]] += 1000.0
         return row
 
@@ -66,7 +63,7 @@ def test_a_stream_that_shows_its_stop_string_holds_nothing_back():
     tokens = tiny_tokenizer()("abcdefgh")["input_ids"]
     with open_llm() as llm:
 
-        def first_text(**options: Any) -> str:
+        def first_text(**options):
             bias = {tokens[0]: 100.0}
             stream = llm.stream([5], SamplingParams(temperature=0.0, max_tokens=2, logit_bias=bias, **options))
             return next(stream).outputs[0].text

@@ -1,10 +1,5 @@
 """`skip_tokenizer_init`: a folder without a tokenizer is prompted by token ids, offline and served."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -19,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     tiny_model().save_pretrained(folder)
     return folder
@@ -57,7 +52,7 @@ def test_it_is_served_by_token_ids(folder):
     engine = AsyncLLM(folder, skip_tokenizer_init=True, **OPTIONS)
     with TestClient(create_app(engine, ServerSettings(), model=folder), base_url="http://localhost") as client:
 
-        def post(path: str, **body: object) -> httpx.Response:
+        def post(path, **body):
             return client.post(path, json={"max_tokens": 6, "temperature": 0} | body)
 
         answer = post("/v1/completions", prompt=[5, 6, 7], return_token_ids=True).json()["choices"][0]

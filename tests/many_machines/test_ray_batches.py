@@ -1,7 +1,5 @@
 """Batch jobs on a cluster: texts are an engine's; each row exactly once, whatever dies and is started again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -22,7 +19,7 @@ from nanovllm.ray.batches import Stage, row_seed
 from tests.support.ray_clusters import ENGINE, NODE_CPUS, comes_true, die, join
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 NUM_FILES, ROWS_PER_FILE = 4, 15
 SAMPLED = {"max_tokens": 24, "temperature": 1.0}
 JOB = {"batch_size": 5, "sampling_params": SAMPLED, "num_cpus": NODE_CPUS, "resources": ENGINE} | OPTIONS
@@ -36,14 +33,14 @@ nanovllm.ray.batch(ray.data.read_json(given["source"]), given["output"], given["
 """
 
 
-def row_of(number: int) -> dict[str, Any]:
+def row_of(number):
     return {"id": f"row-{number}", "prompt": f"The quick brown fox jumps over {number} lazy dogs."}
 
 
 ROWS = [row_of(number) for number in range(NUM_FILES * ROWS_PER_FILE)]
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+def write(folder, rows):
     folder.mkdir()
     for first in range(0, len(rows), ROWS_PER_FILE):
         lines = (json.dumps(row) + "\n" for row in rows[first : first + ROWS_PER_FILE])
@@ -52,12 +49,12 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return save_tiny(Path(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def expected(model) -> dict[str, str]:
+def expected(model):
     """Each row's text by an engine on its own."""
     with LLM(model, **OPTIONS) as llm:
         params = [SamplingParams(**SAMPLED, seed=row_seed(0, row["id"])) for row in ROWS]
@@ -65,7 +62,7 @@ def expected(model) -> dict[str, str]:
     return {row["id"]: output.outputs[0].text for row, output in zip(ROWS, outputs, strict=True)}
 
 
-def texts(rows: Any) -> dict[str, str]:
+def texts(rows):
     found = rows.take_all()
     by_id = {row["id"]: row["text"] for row in found}
     assert len(by_id) == len(found), "a row twice"
@@ -74,7 +71,7 @@ def texts(rows: Any) -> dict[str, str]:
 
 def test_a_bad_row_is_told_in_its_row(model):
     chat = [{"role": "user", "content": "What is two and two?"}]
-    given: list[tuple[Any, Any, Any]] = [
+    given = [
         ("", None, None),
         (None, chat, None),
         ("Once", None, {"max_tokens": 3, "top_p": None}),
@@ -84,7 +81,7 @@ def test_a_bad_row_is_told_in_its_row(model):
     names = "id", "prompt", "messages", "sampling_params"
     rows = [dict(zip(names, (number, *row), strict=True)) for number, row in enumerate(given)]
 
-    async def generate() -> list[dict[str, Any]]:
+    async def generate():
         stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
         return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
 
@@ -98,7 +95,7 @@ def test_a_bad_row_is_told_in_its_row(model):
 def test_options_that_are_structs_are_without_the_fields_of_other_rows(tmp_path):
     model = save_tiny(tmp_path, eos_token_id=tiny_tokenizer().convert_tokens_to_ids("<|end|>"))
     schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
-    given: list[dict[str, Any]] = [
+    given = [
         {"logit_bias": {"5": 100.0}, "max_tokens": 2},
         {"logit_bias": {"7": 100.0}, "max_tokens": 2},
         {"structured_output": {"regex": "[0-9]{3}"}},
@@ -107,7 +104,7 @@ def test_options_that_are_structs_are_without_the_fields_of_other_rows(tmp_path)
         {"structured_output": {"json_schema": schema}},
     ]
 
-    async def generate(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def generate(given):
         rows = [{"id": n, "prompt": "Once", "sampling_params": each} for n, each in enumerate(given)]
         stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
         return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
@@ -170,6 +167,6 @@ def test_a_job_whose_process_is_killed_goes_on_where_it_stopped(cluster, model, 
     assert done and {path: path.stat().st_mtime_ns for path in done} == done
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path):
     """Whether Ray has noted the rows of a file as done."""
     return (path.parents[1] / "done" / f"{path.stem.rpartition('-')[0]}.parquet").exists()

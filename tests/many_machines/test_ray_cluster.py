@@ -1,7 +1,5 @@
 """Bad input on Ray is refused before anything is loaded: addresses without a cluster, options, rows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

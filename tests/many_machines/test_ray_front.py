@@ -1,13 +1,9 @@
 """The front without a cluster: answers over replicas of this process, which die in the middle of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -24,12 +20,12 @@ from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.replica import RayReporter, Replica, decode_request
 from nanovllm.ray.router import HeldBlocks
 from nanovllm.sequence import NewRequest
-from nanovllm.serving.replicas.messages import Add, Report, SentRequest, decode_from_engine, encode
+from nanovllm.serving.replicas.messages import Add, SentRequest, decode_from_engine, encode
 from nanovllm.serving.replicas.pool_request import MAX_DEATHS
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 SETTINGS = ServerSettings(served_model_name="tiny", api_key=("secret",), cache_salt_per_key=True, ui=False)
 HEADERS = {"Authorization": "Bearer secret"}
@@ -42,11 +38,11 @@ PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
 class Response:
     """Result of a handle's call."""
 
-    def __init__(self, reports: AsyncGenerator[bytes, None]) -> None:
-        self._items: asyncio.Queue[Any] = asyncio.Queue()
+    def __init__(self, reports):
+        self._items = asyncio.Queue()
         self._task = asyncio.ensure_future(self._read(reports))
 
-    async def _read(self, reports: AsyncGenerator[bytes, None]) -> None:
+    async def _read(self, reports):
         try:
             async for report in reports:
                 self._items.put_nowait(report)
@@ -54,20 +50,20 @@ class Response:
         except Exception as error:
             self._items.put_nowait(error)
 
-    def __aiter__(self) -> Response:
+    def __aiter__(self):
         return self
 
-    async def __anext__(self) -> bytes:
+    async def __anext__(self):
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
         return item
 
-    def die(self) -> None:
+    def die(self):
         self._task.cancel()
         self._items.put_nowait(ActorDiedError())
 
-    def cancel(self) -> None:
+    def cancel(self):
         self._task.cancel()
 
 
@@ -78,35 +74,35 @@ class Handle:
         kills: whether the replica dies that has yielded so many reports since it last died, for this request's prompt.
     """
 
-    def __init__(self, replicas: list[Replica], kills: Callable[[int, list[int]], bool]) -> None:
+    def __init__(self, replicas, kills):
         self._replicas, self._kills = replicas, kills
-        self._open: dict[int, list[Response]] = defaultdict(list)
+        self._open = defaultdict(list)
         self._num_reports = [0] * len(replicas)
         self._names = [str(index) for index in range(len(replicas))]
         self.num_deaths, self.num_calls = 0, 0
-        self.prompts: list[Prompt] = []
-        self.stats: dict[str, Any] = {}  # of the first replica, at the end
-        self.metadata: dict[str, Any] = {}
+        self.prompts = []
+        self.stats = {}  # of the first replica, at the end
+        self.metadata = {}
 
-    def options(self, **_: Any) -> Handle:
+    def options(self, **_):
         return self
 
     @property
-    def generate(self) -> Call:
+    def generate(self):
         return Call(self._generate)
 
     @property
-    def describe(self) -> Call:
+    def describe(self):
         return Call(self._replicas[0].describe)
 
-    def _generate(self, data: bytes, *arguments: Any, prompt: Prompt) -> Response:
+    def _generate(self, data, *arguments, prompt):
         index = self.num_calls % len(self._replicas)
         self.num_calls += 1
         self.prompts.append(prompt)
         prompt.routed(self._names[index], self._names)
         token_ids = decode_request(data).prompt_token_ids
 
-        async def read() -> AsyncGenerator[bytes, None]:
+        async def read():
             reports = self._replicas[index].generate(data, *arguments, Prompt())
             try:
                 if self._kills(0, token_ids):
@@ -123,7 +119,7 @@ class Handle:
         self._open[index].append(response)
         return response
 
-    def _die(self, index: int) -> None:
+    def _die(self, index):
         for response in self._open.pop(index):
             response.die()
         self._num_reports[index] = 0
@@ -132,7 +128,7 @@ class Handle:
 
 
 class Call:
-    def __init__(self, remote: Callable[..., Any]) -> None:
+    def __init__(self, remote):
         self.remote = remote
 
 
@@ -143,15 +139,15 @@ def folder(tmp_path_factory):
 
 
 def answers(
-    folder: str,
-    requests: list[tuple[str, dict[str, Any]]],
-    kills: Callable[[int, list[int]], bool] = lambda num_reports, token_ids: False,
-    **options: Any,
-) -> tuple[list[httpx.Response], Handle]:
+    folder,
+    requests,
+    kills=lambda num_reports, token_ids: False,
+    **options,
+):
     """Answers of clients that ask at the same time."""
     options = OPTIONS | {"enable_prefix_caching": False, "max_queue": 1024} | options
 
-    async def ask() -> tuple[list[httpx.Response], Handle]:
+    async def ask():
         own = {name: value for name, value in options.items() if name != "max_queue"}
         replicas = [await asyncio.to_thread(Replica, folder, None, own, stall_timeout=60.0) for _ in range(2)]
         handle, front = Handle(replicas, kills), Front.__new__(Front)
@@ -172,7 +168,7 @@ def answers(
     return asyncio.run(ask())
 
 
-def joined(response: httpx.Response) -> dict[str, Any]:
+def joined(response):
     """Choices and usage of an answer, of a stream its joined events; without ids and times."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
@@ -180,7 +176,7 @@ def joined(response: httpx.Response) -> dict[str, Any]:
         return {"usage": answer["usage"], "choices": answer["choices"]}
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
-    found: dict[str, Any] = {"usage": None}
+    found = {"usage": None}
     for event in map(json.loads, lines):
         assert "error" not in event
         found["usage"] = event["usage"] or found["usage"]
@@ -189,7 +185,7 @@ def joined(response: httpx.Response) -> dict[str, Any]:
     return found
 
 
-def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+def join(whole, part):
     for name, value in part.items():
         if isinstance(value, dict):
             join(whole.setdefault(name, {}), value)
@@ -202,7 +198,7 @@ def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 COMPLETION, TOKENS = {"prompt": PROMPT}, {"return_token_ids": True}
 JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-ON_COMPLETIONS: dict[str, dict[str, Any]] = {
+ON_COMPLETIONS = {
     "greedy": COMPLETION | SAMPLED | STREAM | TOKENS | {"temperature": 0},
     "sampled": COMPLETION | SAMPLED | STREAM | TOKENS | {"top_p": 0.9, "frequency_penalty": 0.5},
     "log-probabilities": COMPLETION | SAMPLED | STREAM | {"logprobs": 2},
@@ -210,7 +206,7 @@ ON_COMPLETIONS: dict[str, dict[str, Any]] = {
     "several prompts": SAMPLED | STREAM | {"prompt": [PROMPT, PROMPT[:9]]},
     "echo": COMPLETION | SAMPLED | {"echo": True, "logprobs": 1},
 }
-ON_CHATS: dict[str, dict[str, Any]] = {
+ON_CHATS = {
     "structured": SAMPLED | STREAM | {"messages": CHAT, "response_format": JSON, "ignore_eos": False},
     "conversation": SAMPLED | STREAM | {"messages": CHAT, "logprobs": True, "top_logprobs": 2},
     "whole": SAMPLED | {"messages": CHAT, "n": 2},
@@ -220,7 +216,7 @@ REQUESTS = {name: ("/v1/completions", body) for name, body in ON_COMPLETIONS.ite
 }
 
 
-def assert_same(found: Any, expected: Any, where: str) -> None:
+def assert_same(found, expected, where):
     """Equal up to the rounding of log-probabilities, which depends on the batch."""
     if isinstance(expected, float):
         assert found == pytest.approx(expected, abs=1e-4), where
@@ -239,7 +235,7 @@ def assert_same(found: Any, expected: Any, where: str) -> None:
 def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(folder):
     deaths = ["second", "first"]
 
-    def kills(num_reports: int, token_ids: list[int]) -> bool:
+    def kills(num_reports, token_ids):
         return num_reports == 100 and bool(deaths) and bool(deaths.pop())
 
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
@@ -253,11 +249,11 @@ def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(
 def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_middle(folder, monkeypatch, source, least):
     accepted, deaths, add = [], ["first"], SpeculationCounts.add
 
-    def counted(self, source: str, num_drafted: int, num_accepted: int) -> None:
+    def counted(self, source, num_drafted, num_accepted):
         accepted.append(num_accepted)
         add(self, source, num_drafted, num_accepted)
 
-    def kills(num_reports: int, token_ids: list[int]) -> bool:
+    def kills(num_reports, token_ids):
         return num_reports == 30 and bool(deaths) and bool(deaths.pop())
 
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
@@ -272,7 +268,7 @@ def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_mid
 
 def test_embeddings_and_the_other_interfaces_are_answered(folder):
     chat = [{"role": "user", "content": TEXT}]
-    requests: list[tuple[str, dict[str, Any]]] = [
+    requests = [
         ("/v1/embeddings", {"input": [TEXT, "fox"]}),
         ("/v1/messages", {"model": "tiny", "messages": chat, "max_tokens": 5}),
         ("/v1/responses", {"model": "tiny", "input": TEXT, "max_output_tokens": 16}),
@@ -324,10 +320,10 @@ def test_a_replica_reports_the_blocks_that_the_router_expects_of_a_prompt(folder
     assert num_leading_hits(hashes, held) == len(hashes)
 
 
-def generated(folder: str, hash_seed: str | None, sent_at: float) -> list[Report]:
+def generated(folder, hash_seed, sent_at):
     """A replica's report of a request, sent at this time of the front's clock."""
 
-    async def generate() -> list[Report]:
+    async def generate():
         replica = Replica(folder, None, OPTIONS, stall_timeout=60.0)
         assert await replica.describe(folder, None, OPTIONS | {"block_size": 32}) is None  # of another version
         ready = decode_from_engine(await replica.describe(folder, None, OPTIONS) or b"")

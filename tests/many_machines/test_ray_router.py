@@ -1,10 +1,7 @@
 """Routing on Ray: what a router believes of its replicas, from their reports and from what it sent them."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.ray.prompt import Prompt
@@ -17,7 +14,7 @@ HASHES = PromptHashes(range(100), 16, hash_seed="model")
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -55,9 +52,7 @@ def test_a_prompt_goes_to_the_replica_that_holds_most_of_it_unless_that_is_overl
 
 
 def test_a_prompt_goes_to_replicas_of_its_model_while_an_application_is_updated():
-    replicas: list[Any] = [
-        SimpleNamespace(replica_metadata=data) for data in ({"hash_seed": "old"}, {"hash_seed": "new"}, {})
-    ]
+    replicas = [SimpleNamespace(replica_metadata=data) for data in ({"hash_seed": "old"}, {"hash_seed": "new"}, {})]
     assert with_model(replicas, Prompt([1], model="new")) == replicas[1:2]
     assert with_model(replicas, Prompt([1], model="newer")) == with_model(replicas, None) == replicas
 

@@ -6,12 +6,10 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier, Event
-from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +21,7 @@ from nanovllm import LLM, SamplingParams
 from tests.support.ray_clusters import ENGINE, NODE_CPUS, comes_true, die, join
 from tests.support.tiny_models import random_prompts, save_tiny
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 257, "max_model_len": 2048}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 257, "max_model_len": 2048}
 KEY = {"Authorization": "Bearer secret"}
 PROMPTS = random_prompts(6, low=20, high=60)
 
@@ -33,16 +31,16 @@ class Application:
     url: str
     expected: list[list[int]]  # greedy answers to PROMPTS
 
-    def post(self, body: dict[str, Any], **headers: str) -> httpx.Response:
+    def post(self, body, **headers):
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=KEY | headers, timeout=90.0)
 
-    def answer(self, prompt: list[int], **options: Any) -> dict[str, Any]:
+    def answer(self, prompt, **options):
         response = self.post({"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True} | options)
         assert response.status_code == 200, response.text
         return response.json()
 
 
-def replicas() -> list[dict[str, Any]]:
+def replicas():
     """The controller's report to routers on each running replica."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     details = ray.get(controller.get_serve_instance_details.remote())
@@ -51,7 +49,7 @@ def replicas() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def application(cluster, tmp_path_factory) -> Iterator[Application]:
+def application(cluster, tmp_path_factory):
     """Two replicas, one a node; the front and the proxy are on the head."""
     folder = save_tiny(Path(tmp_path_factory.mktemp("model")))
     with LLM(folder, **OPTIONS) as llm:
@@ -113,7 +111,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached(application):
 def test_a_client_that_leaves_ends_its_request(application):
     handle = serve.get_deployment_handle("Replica", "default")
 
-    def num_running() -> int:
+    def num_running():
         stats = [handle.record_routing_stats.remote().result() for _ in range(8)]  # of any replica
         return max(one["num_running"] for one in stats)
 
@@ -131,7 +129,7 @@ def test_streams_of_a_killed_replica_go_on_token_for_token(application):
     expected = [application.answer(prompt, **body) for prompt in PROMPTS]
     begun, is_dead = Barrier(len(PROMPTS) + 1), Event()
 
-    def read(prompt: list[int]) -> list[dict[str, Any]]:
+    def read(prompt):
         options = body | {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
         url, events = f"{application.url}/v1/completions", []
         with httpx.stream("POST", url, json=options, headers=KEY, timeout=60.0) as response:

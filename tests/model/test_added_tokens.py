@@ -1,10 +1,6 @@
 """The added tokens of a tokenizer's file: as transformers finds them, or left to it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -14,7 +10,7 @@ from nanovllm.models.added_tokens import added_tokens_option
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """A tokenizer with control tokens, some of them in its vocabulary, and one that is normalised."""
     inner = Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2, "ab": 3}, [("a", "b")]))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -26,7 +22,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def edit(path: Path, **values: Any) -> None:
+def edit(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 

@@ -1,7 +1,5 @@
 """Products of quantised weights with rows as bytes, on processors that multiply bytes (VNNI) without matrix tiles."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -10,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.fast.kernels import cpp
-from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead
 from nanovllm.models.quantised import FORMATS, QuantisedLinear
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not OWN, reason="a 
 
 
 @pytest.fixture(scope="module", params=[(name, exact) for name in OWN for exact in (False, True)], ids=str)
-def kernels(request) -> Kernels:
+def kernels(request):
     name, exact = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(VARIABLE, raising=False)
@@ -40,19 +38,19 @@ def kernels(request) -> Kernels:
     return own
 
 
-def layer(kind: str, num_outputs: int = 96, depth: int = DEPTH) -> QuantisedLinear:
+def layer(kind, num_outputs=96, depth=DEPTH):
     bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     return QuantisedLinear(kind, random_blocks(kind, num_outputs, depth), bias, dtype=torch.bfloat16)
 
 
-def rows_of(num_rows: int, depth: int = DEPTH) -> torch.Tensor:
+def rows_of(num_rows, depth=DEPTH):
     """Runs of very different sizes."""
     generator = torch.Generator().manual_seed(num_rows)
     sizes = 10 ** (4 * torch.rand(num_rows, depth // RUN, 1, generator=generator) - 2)
     return (torch.randn(num_rows, depth // RUN, RUN, generator=generator) * sizes).flatten(1).bfloat16()
 
 
-def rounded(rows: torch.Tensor, largest: int) -> torch.Tensor:
+def rounded(rows, largest):
     """Each run as whole numbers up to `largest` times a scale."""
     runs = rows.float().unflatten(1, (-1, RUN))
     most = runs.abs().amax(dim=2, keepdim=True)

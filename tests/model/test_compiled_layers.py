@@ -1,7 +1,5 @@
 """Versions of a compiled layer; graph rewrites before it is compiled for few rows."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from concurrent.futures import ThreadPoolExecutor

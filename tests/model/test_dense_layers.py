@@ -3,16 +3,11 @@
 References in PyTorch stand in for the kernels, which run on a GPU alone: see tests/gpu/test_dense_layer.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.kernels import dense_layer, layer_stack
@@ -22,7 +17,6 @@ from nanovllm.fast.layers.distances import rewriting
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
 from nanovllm.fast.replaced_layers import FastLayers
-from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_dense import ReferenceDense
 from tests.support.reference_parts import PARTS
@@ -33,7 +27,7 @@ POSITIONS = [0, 5, 20, 17, 3, 9]
 
 
 @pytest.fixture(autouse=True)
-def references(monkeypatch) -> Iterator[None]:
+def references(monkeypatch):
     monkeypatch.setattr(kernel_layers, "find_kernel", lambda file, name: PARTS[name])
     monkeypatch.setattr(dense_layer, "DenseLayers", ReferenceDense)
     monkeypatch.setattr(dense_layer, "why_not", lambda *_: None)
@@ -42,15 +36,15 @@ def references(monkeypatch) -> Iterator[None]:
     ReferenceDense.compiled.clear()
 
 
-def tiny_binding(family: str = "llama", **fields: Any) -> ModelBinding:
+def tiny_binding(family="llama", **fields):
     return binding_of(tiny_model(family, dtype=torch.bfloat16, **fields), rotary=True)
 
 
-def some_rows(binding: ModelBinding) -> None:
+def some_rows(binding):
     hidden_step(binding, [0, 5, 20])
 
 
-def launched(binding: ModelBinding, num_rows: int = 16) -> list[tuple[int, int]]:
+def launched(binding, num_rows=16):
     """The launches of a step of so many rows, after the layers were compared in steps of 16 rows."""
     assert FastLayers(binding).use_kernel_layers(
         lambda: some_rows(binding), lambda: hidden_step(binding, POSITIONS, 16)
@@ -58,7 +52,7 @@ def launched(binding: ModelBinding, num_rows: int = 16) -> list[tuple[int, int]]
     return launches_of(binding, num_rows)
 
 
-def launches_of(binding: ModelBinding, num_rows: int) -> list[tuple[int, int]]:
+def launches_of(binding, num_rows):
     ReferenceDense.launches.clear()
     hidden_step(binding, [1, 30], num_rows)
     return [*ReferenceDense.launches]
@@ -96,7 +90,7 @@ def test_steps_of_fewer_rows_use_it_where_layers_are_too_large_for_a_stack(num_r
 def test_a_later_layer_starts_with_attention(monkeypatch):
     binding = tiny_binding(num_layers=3)
     launched(binding)
-    normed: list[Tensor] = []
+    normed = []
     of_states = DenseLayer.normed
     monkeypatch.setattr(DenseLayer, "normed", lambda layer, states: normed.append(states) or of_states(layer, states))
     hidden_step(binding, POSITIONS, 16)
@@ -121,7 +115,7 @@ def test_a_layer_that_gets_other_states_than_the_last_ones_output_computes_its_o
 def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, caplog):
     run = ReferenceDense.run
 
-    def wrong(self: Any, index: int, layer: Any, *args: Any) -> Any:
+    def wrong(self, index, layer, *args):
         hidden, query = run(self, index, layer, *args)
         if place in ("keys", "values") and layer.keys is not None:
             getattr(layer, place)[args[-1]] *= 1.05
@@ -140,7 +134,7 @@ def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, capl
 def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monkeypatch, caplog):
     run = ReferenceDense.run
 
-    def forgets(self: Any, index: int, layer: Any, *args: Any) -> Any:
+    def forgets(self, index, layer, *args):
         cache = getattr(layer, name)
         return run(self, index, layer if cache is None else layer._replace(**{name: cache.clone()}), *args)
 
@@ -247,8 +241,8 @@ def test_few_decodes_of_layers_too_large_for_a_stack_have_it_compiled(monkeypatc
     assert sizes_compiled_ahead(1, monkeypatch) == [16]
 
 
-def sizes_compiled_ahead(max_rows: int, monkeypatch: Any) -> list[int]:
-    compiled: list[int] = []
+def sizes_compiled_ahead(max_rows, monkeypatch):
+    compiled = []
     monkeypatch.setattr(dense_layer, "machine_code", lambda sizes, device, num_rows, **_: compiled.append(num_rows))
     binding = tiny_binding()
     calls = dense_layer_compilations(binding.layer_modules, binding.layers, binding.device, max_rows)

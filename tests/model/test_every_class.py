@@ -4,15 +4,12 @@ So it is as a live module, and saved to a folder by two ranks or one. A release 
 its cases here. A class's tests follow one another with one model; all engines of two ranks have the same two processes.
 """
 
-from __future__ import annotations
-
 from functools import cached_property, partial
-from typing import Any
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm import SamplingParams, UnsupportedModelError
 from nanovllm.features.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED
@@ -30,16 +27,16 @@ NAMES = [*BUILT, *(name for name in class_names() if name in NOT_BUILT)]
 class Own:
     """A class's tiny model, None if it is known not to be built by itself, and its greedy tokens, generated once."""
 
-    def __init__(self, class_name: str) -> None:
+    def __init__(self, class_name):
         self.model, self.prompts = tiny_model_of(class_name), prompts_of(class_name)
 
     @cached_property
-    def answers(self) -> list[list[int]]:
+    def answers(self):
         return own_answers(self.model, self.prompts, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def own(class_name) -> Own:
+def own(class_name):
     return Own(class_name)
 
 
@@ -49,7 +46,7 @@ def pair():
         yield
 
 
-def tiny_model_of(class_name: str) -> Any:
+def tiny_model_of(class_name):
     """A tiny model; None for a class that is known not to be built by itself."""
     try:
         return tiny_class_model(class_name)
@@ -61,7 +58,7 @@ def tiny_model_of(class_name: str) -> Any:
         ) from error
 
 
-def assert_listed(row: str) -> None:
+def assert_listed(row):
     """Unless another release of `transformers` is installed than the page was made with."""
     text = PAGE.read_text(encoding="utf-8")
     assert VERSION not in text or row in text.splitlines(), "run `python -m tests.support.models_page`"
@@ -76,7 +73,7 @@ def test_the_page_of_models_has_the_reasons_and_classes_of_the_tables():
         assert served.keys() == set(class_names()) - REFUSED.keys() - NOT_BUILT.keys()
 
 
-def assert_reports(llm: LLM, model: Any, prompt: list[int]) -> None:
+def assert_reports(llm, model, prompt):
     """Log-probabilities of a prompt and its embedding are the model's own, or refused where the page says so."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     if not llm._engine.model_runner.binding.passes.has_base_model:
@@ -95,7 +92,7 @@ def assert_reports(llm: LLM, model: Any, prompt: list[int]) -> None:
     torch.testing.assert_close(torch.tensor(embedded.embedding), states[-1], rtol=1e-3, atol=1e-3)
 
 
-def assert_served_or_refused(class_name: str, case: Case, own: Own, num_tokens: int) -> None:
+def assert_served_or_refused(class_name, case, own, num_tokens):
     model, prompts = own.model, own.prompts
     if model is None:
         return
@@ -142,7 +139,7 @@ def test_a_saved_class_is_refused_as_the_module_is_and_by_its_config_before_weig
     assert (str(of_folder.value), of_folder.value.reason) == (str(of_module.value), of_module.value.reason)
 
 
-def known_reasons(class_name: str) -> set[str | None]:
+def known_reasons(class_name):
     """Why two ranks may refuse it; of another release of `transformers` than the page's any class may be refused."""
     if class_name in REFUSED:
         return {REFUSED[class_name], "no plan", "part of the plan", "states on ranks"}
@@ -150,7 +147,7 @@ def known_reasons(class_name: str) -> set[str | None]:
     return {ONE_RANK.get(class_name)} if is_listed else {*REFUSED.values(), *ONE_RANK.values()}
 
 
-def assert_own_tokens(llm: LLM, own: Own) -> None:
+def assert_own_tokens(llm, own):
     prompts = own.prompts[2:5]  # of 1.5, 4 and 3 windows; the live module has the others
     (found,) = engine_answers(llm, SAVED_CASE, prompts, SAVED_TOKENS)
     check_engine(llm)

@@ -1,9 +1,6 @@
 """Routed experts: results as the library's, whatever rows are beside, and nothing left on an owner's module."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from tests.support.tiny_classes import HIDDEN_SIZE, VOCAB_SIZE, tiny_class_model
 
 # Plain; transposed, interleaved and with biases; without a gate.
 CLASSES = ["OlmoeForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"]
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 64, "max_num_batched_tokens": 32,
     "max_num_seqs": 4,
 }  # fmt: skip
@@ -28,11 +25,11 @@ PROMPTS = [[5, 9, 33, 21], [7] * 11, list(range(3, 40))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
-def kernels(dtype: torch.dtype) -> Any:
+def kernels(dtype):
     return load_kernels(dtype, 64, 3)
 
 
-def routed(module: Any, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(module, num_rows, dtype):
     """Rows, their experts and weights; one expert gets none."""
     generator = torch.Generator().manual_seed(num_rows)
     states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)

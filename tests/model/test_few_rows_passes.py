@@ -3,16 +3,10 @@
 The kernels' results come from plain PyTorch here; tests/gpu/test_few_experts.py has the kernels.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen
-from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nanovllm.device import find_kernel, own_code
@@ -33,11 +27,11 @@ SCHEMAS = {
 }
 
 
-def _sorted(ids: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+def _sorted(ids, num_experts, top_k):
     return torch.empty_like(ids), ids.new_empty(num_experts, dtype=torch.int32)
 
 
-def _products(rows: Tensor, weight: Tensor, bias: Any, ids: Tensor, *rest: Any) -> Tensor:
+def _products(rows, weight, bias, ids, *rest):
     return rows.new_empty(len(ids), weight.shape[2 if rest[2] else 1])
 
 
@@ -49,21 +43,21 @@ if not hasattr(torch.ops.nanovllm, "expert_products"):  # without Triton; no tes
 ALL_EXPERTS_FUNCTIONS.register(OPERATORS, experts._by_operators)
 
 
-def normalised(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def normalised(states, weight, epsilon):
     wide = states.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(monkeypatch):
     """Fills with the kernels that run; they suit all sizes and compute by PyTorch."""
-    seen: list[str] = []
+    seen = []
 
     class Experts:
-        def __init__(self, sizes: Any) -> None:
+        def __init__(self, sizes):
             self.top_k = sizes.top_k
 
-        def run(self, states: Tensor, gate_up: Tensor, down: Tensor, choice: Any, slots: Any) -> Tensor:
+        def run(self, states, gate_up, down, choice, slots):
             inputs, norm = states, None
             if isinstance(choice, Router):
                 norm = choice.norm
@@ -84,7 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return output.bfloat16() if norm is None else states + output.bfloat16()
 
     class Product:
-        def run(self, states: Tensor, norm: Tensor, epsilon: float, weight: Tensor, *_: Any) -> Tensor:
+        def run(self, states, norm, epsilon, weight, *_):
             seen.append("norm and product")
             return F.linear(normalised(states, norm, epsilon), weight)
 
@@ -95,27 +89,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def compiled(layer: Any) -> Callable[..., Any]:
+def compiled(layer):
     """The layer after both passes, traced for any number of rows."""
 
-    def backend(module: Any, inputs: Any) -> Any:
+    def backend(module, inputs):
         for change in (join_experts, join_norms, join_last_sum):
             change(module)
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(layer, *args, **kwargs):
         return layer._call_impl(*args, **kwargs)
 
     run = torch.compile(own_code(call), fullgraph=True, dynamic=False, backend=backend)
 
-    def run_rows(states: Tensor, **kwargs: Any) -> Any:
+    def run_rows(states, **kwargs):
         torch._dynamo.maybe_mark_dynamic(states, 1)
         return run(layer, states, **kwargs)
 
     return run_rows
 
 
-def difference(name: str) -> float:
+def difference(name):
     """Between the last layer of a class's tiny model and its compiled form, of the change that the layer makes."""
     torch.manual_seed(0)
     model = tiny_class_model(name).to(torch.bfloat16).eval()
@@ -154,7 +148,7 @@ def test_layers_compute_the_same_with_the_kernels_that_suit_them(name, expected,
 def test_a_router_of_another_kind_stays_in_the_graph(launches, monkeypatch):
     plain = qwen.Qwen3MoeTopKRouter.forward
 
-    def forward(self: Any, hidden_states: Tensor) -> Any:
+    def forward(self, hidden_states):
         logits, scores, ids = plain(self, hidden_states)
         return logits, 0.5 * scores, ids
 
@@ -165,7 +159,7 @@ def test_a_router_of_another_kind_stays_in_the_graph(launches, monkeypatch):
 
 @pytest.mark.full
 def test_a_norm_of_another_kind_stays_in_the_graph(launches, monkeypatch):
-    def forward(self: Any, states: Tensor) -> Tensor:
+    def forward(self, states):
         wide = states.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (1.0 + self.weight) * wide.to(states.dtype)
@@ -176,10 +170,10 @@ def test_a_norm_of_another_kind_stays_in_the_graph(launches, monkeypatch):
 
 
 def test_a_merged_product_joins_its_norm_and_the_next_weight_is_prefetched(launches, monkeypatch):
-    following: list[Any] = []
+    following = []
     run = normed_linear.normed_linear().run
 
-    def noting(self: Any, *args: Any) -> Tensor:
+    def noting(self, *args):
         following.append(args[5])
         return run(*args)
 
@@ -200,14 +194,14 @@ def test_a_merged_product_joins_its_norm_and_the_next_weight_is_prefetched(launc
 
 
 def test_a_product_with_a_sum_keeps_it(launches):
-    graphs: list[Any] = []
+    graphs = []
 
-    def backend(module: Any, inputs: Any) -> Any:
+    def backend(module, inputs):
         join_norms(module)
         graphs.append(module)
         return lambda states, *_: (states,)
 
-    def call(states: Tensor, norm: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    def call(states, norm, weight, residual):
         wide = states.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return torch.ops.nanovllm.linear_and_add(norm * wide.to(torch.bfloat16), weight, residual)

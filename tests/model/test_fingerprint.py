@@ -1,12 +1,8 @@
 """The fingerprint of a model, which files of prefixes name: every byte of its weights, its form and its code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 ROWS = 5_000  # of a linear layer, many more than any sample
 
 
-def digest_of(source: Path, **options: Any) -> str:
+def digest_of(source, **options):
     """The digest of a model as an engine loads it."""
     return model_digest(load_weights(str(source), EngineConfig(device="cpu", **options)).model)
 

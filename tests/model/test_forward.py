@@ -1,23 +1,18 @@
 """Hidden states and head, computed apart, are the model's own forward pass."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm.fast.gpu.capturable import splits_head
 from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.forward_passes import ForwardPasses
-from nanovllm.model import AttributePatches, ModelBinding
+from nanovllm.model import AttributePatches
 from nanovllm.probe import PassProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, favour_next_tokens, tiny_model
 
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "Granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "Cohere": {"logit_scale": 0.3},
     "Gemma2": {"head_dim": 32, "final_logit_softcapping": 5.0, "attn_logit_softcapping": None, "sliding_window": 4096},
@@ -26,7 +21,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def parts_and_whole(binding: ModelBinding) -> tuple[Tensor, Tensor]:
+def parts_and_whole(binding):
     """Logits of three rows of nine, by the parts and by one pass."""
     token_ids, positions = torch.arange(20, 29)[None], torch.arange(9)[None]
     rows = torch.tensor([8, 2, 2])
@@ -63,7 +58,7 @@ def test_a_model_that_makes_logits_of_more_than_hidden_states_is_not_split():
     model = tiny_model("llama")
     original = type(model).forward
 
-    def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, input_ids, **kwargs):
         output = original(self, input_ids=input_ids, **kwargs)
         rows = kwargs.get("logits_to_keep", slice(None))
         output.logits = output.logits + input_ids[0, rows, None] % 7

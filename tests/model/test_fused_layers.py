@@ -1,12 +1,8 @@
 """Fused decoder layers and packed linears: equal to the modules, and not used on unknown modules."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import STEP_HANDLE
 from nanovllm.errors import NotFusedError
-from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import can_pack
 from nanovllm.fast.layers import direct_pass, fused_layers
 from nanovllm.fast.layers.distances import TOLERANCE
@@ -38,21 +34,21 @@ from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
 
 
-def num_fused(llm: LLM) -> int:
+def num_fused(llm):
     return len(llm._engine.model_runner.binding.fused_layers)
 
 
-def has_direct_pass(llm: LLM) -> bool:
+def has_direct_pass(llm):
     return llm._engine.model_runner.binding.passes.direct is not None
 
 
-def runs_stack(llm: LLM) -> bool:
+def runs_stack(llm):
     stack = llm._engine.model_runner.binding.fused_layers[0].stack
     return stack is not None and stack.is_on
 
 
 @pytest.fixture(params=[1, 2, 5, 40])
-def num_threads(request) -> Iterator[int]:
+def num_threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -60,7 +56,7 @@ def num_threads(request) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def kernels(request) -> Kernels:
+def kernels(request):
     return load_kernels(request.param, 64, 3)
 
 
@@ -75,7 +71,7 @@ def test_a_packed_product_equals_the_dense_one_for_any_number_of_rows(kernels, n
         check_product(kernels, nn.Linear(depth, 160, dtype=kernels.dtype), num_rows)
 
 
-def check_product(kernels: Kernels, linear: nn.Linear, num_rows: int) -> None:
+def check_product(kernels, linear, num_rows):
     rows = torch.randn(1, num_rows, linear.in_features, dtype=kernels.dtype)
     expected = rows.double() @ linear.weight.double().T + linear.bias.double()
     tolerance = 1e-5 if kernels.dtype == torch.float32 else 5e-3
@@ -110,7 +106,7 @@ def test_not_a_number_stays_in_its_row(kernels):
 
 
 def test_only_products_of_a_known_shape_and_dtype_can_be_packed():
-    def linear(depth: int, outputs: int, **options: Any) -> nn.Linear:
+    def linear(depth, outputs, **options):
         return nn.Linear(depth, outputs, bias=False, **options)
 
     assert can_pack([linear(64, 96)], torch.float32)
@@ -142,7 +138,7 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
     folder = save_tiny(tmp_path / family, family, dtype=torch.bfloat16)
     prompts = random_prompts(12, low=30, high=90, seed=1)
 
-    def logits_in(dtype: torch.dtype) -> torch.Tensor:
+    def logits_in(dtype):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         with torch.no_grad():
             return torch.stack([model(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts])
@@ -245,7 +241,7 @@ def test_each_sequence_of_a_comparison_has_a_median_of_its_own(off, monkeypatch)
     angles = torch.zeros(1, 16, 4), torch.zeros(1, 16, 4)
     kwargs = {"position_embeddings": angles, STEP_HANDLE: None}
     equations = Mock(blocks=[SimpleNamespace(kind="Layer")])
-    given: Any = (0, fused, equations, (before,), kwargs, output)
+    given = (0, fused, equations, (before,), kwargs, output)
     with pytest.raises(NotFusedError) if off else nullcontext():
         fused_layers._compare(*given)
 
@@ -282,7 +278,7 @@ def test_layers_of_a_model_that_computes_something_beside_them_are_called_one_by
     check_greedy(tiny_model(), own)
 
 
-def check_greedy(model: Any, answers: list[list[int]], slack: float = 0.0) -> None:
+def check_greedy(model, answers, slack=0.0):
     """Each token of the answers has the largest logit of a dense pass, or at most the slack less."""
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         whole = torch.tensor([prompt + answer[:-1]])
@@ -429,7 +425,7 @@ def test_every_engine_has_memory_of_its_own(tmp_path):
     expected = by_transformers(tiny_model())
     with LLM(folder, **OPTIONS) as one, LLM(folder, **OPTIONS) as other:
         streams = [llm.stream(PROMPTS[0], GREEDY) for llm in (one, other)]
-        answers: list[Any] = [None, None]
+        answers = [None, None]
         for _ in range(12):
             for number, stream in enumerate(streams):
                 answers[number] = next(stream).outputs[0].token_ids

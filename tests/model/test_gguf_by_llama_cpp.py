@@ -1,10 +1,5 @@
 """Files of llama.cpp's own quantiser: the greedy tokens of `transformers` with the weights that `gguf` dequantises."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import gguf
 import pytest
 import torch
@@ -35,7 +30,7 @@ KINDS = {
 KINDS_OF_NARROW = {"Q4_K_S": {"Q5_0", "Q5_1", "Q8_0"}, "Q4_K_M": {"Q5_0", "Q8_0"}, "Q5_K_M": {"Q5_1", "Q8_0"}}
 
 
-def model_of(width: int) -> Any:
+def model_of(width):
     heads = width // 64
     return tiny_model(
         num_layers=4,
@@ -47,7 +42,7 @@ def model_of(width: int) -> Any:
     )
 
 
-def quantised(path: Path, model: Any, kind: str) -> Path:
+def quantised(path, model, kind):
     """A file by llama.cpp's quantiser."""
     llama_cpp = pytest.importorskip("llama_cpp", reason=REASON)
     whole = write_gguf(path / "whole.gguf", model, "F32", metadata={"rope.dimension_count": 64})
@@ -58,7 +53,7 @@ def quantised(path: Path, model: Any, kind: str) -> Path:
     return to
 
 
-def take_weights(model: Any, path: Path) -> None:
+def take_weights(model, path):
     """Give a module those of a file, dequantised by `gguf`."""
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)

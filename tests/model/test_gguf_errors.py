@@ -1,10 +1,7 @@
 """GGUF files that are damaged or hold what is not read, and options that contradict them: refused by name, early."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,21 +17,21 @@ from nanovllm.models.gguf.tokenizer import build_tokenizer
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(tmp_path_factory):
     """A file that loads; nobody writes to it."""
     return make(tmp_path_factory.mktemp("gguf") / "whole.gguf")
 
 
-def make(path: Path, **options: Any) -> Path:
+def make(path, **options):
     model = tiny_model(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64)
     return write_gguf(path, model, **options)
 
 
-def refusal(path: Path, kind: type[Exception] = ModelLoadError, **options: Any) -> str:
+def refusal(path, kind=ModelLoadError, **options):
     """What `LLM` says of it, before any weight was read."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(kind) as caught:
         patch.setattr(torch, "from_numpy", lambda data: pytest.fail("a weight was read"))
@@ -42,7 +39,7 @@ def refusal(path: Path, kind: type[Exception] = ModelLoadError, **options: Any) 
     return str(caught.value)
 
 
-def cut(path: Path, target: Path, num_bytes: int) -> Path:
+def cut(path, target, num_bytes):
     target.write_bytes(path.read_bytes()[:num_bytes])
     return target
 
@@ -77,11 +74,11 @@ def test_random_bytes_in_the_header_are_an_error_of_ours_or_another_valid_header
     assert refused > 75
 
 
-def text(content: str) -> bytes:
+def text(content):
     return struct.pack("<Q", len(content)) + content.encode()
 
 
-def header(path: Path, *parts: bytes, num_tensors: int = 0, num_keys: int = 1, size: int = 0) -> Path:
+def header(path, *parts, num_tensors=0, num_keys=1, size=0):
     """A file that begins so, and goes on with zeros (which take no space) up to `size`."""
     named = text("general.architecture") + struct.pack("<I", 8) + text("llama")
     with path.open("wb") as file:
@@ -90,12 +87,12 @@ def header(path: Path, *parts: bytes, num_tensors: int = 0, num_keys: int = 1, s
     return path
 
 
-def entry(name: str, dims: list[int], offset: int) -> bytes:
+def entry(name, dims, offset):
     """Of a tensor in float32."""
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 0, offset)
 
 
-def key(name: str, kind: int, *values: bytes) -> bytes:
+def key(name, kind, *values):
     return text(name) + struct.pack("<I", kind) + b"".join(values)
 
 

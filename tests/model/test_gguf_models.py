@@ -1,10 +1,6 @@
 """GGUF files: the greedy tokens and logits of `transformers` with the weights that `gguf` dequantises."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +32,9 @@ from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, widen
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -57,7 +53,7 @@ PHI3_FACTORS = {
     "long_factor": [1.5 + 0.1 * i for i in range(24)],
 }
 # Architecture of the file: its class, config, and the keys that its metadata have beside those of all.
-MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}, {"rope.dimension_count": 64, "vocab_size": VOCAB_SIZE}),
     "granite": (
         GraniteForCausalLM,
@@ -117,7 +113,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(architecture: str, **overrides: Any) -> Any:
+def make(architecture, **overrides):
     """A wide random module of the class."""
     model_class, config_class, own, _ = MODELS[architecture]
     torch.manual_seed(0)
@@ -131,7 +127,7 @@ def make(architecture: str, **overrides: Any) -> Any:
     return model
 
 
-def written(tmp_path: Path, architecture: str, kind: str = "Q8_0", **options: Any) -> tuple[Path, Any]:
+def written(tmp_path, architecture, kind="Q8_0", **options):
     """A file, and the module with its weights."""
     model = make(architecture, **options.pop("overrides", {}))
     metadata = MODELS[architecture][3] | options.pop("metadata", {})
@@ -139,7 +135,7 @@ def written(tmp_path: Path, architecture: str, kind: str = "Q8_0", **options: An
     return write_gguf(path, model, kind, architecture=architecture, metadata=metadata, **options), model
 
 
-def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int = 12) -> list[list[int]]:
+def greedy_tokens(model, prompts, num_tokens=12):
     """Of `transformers`, without a cache."""
     answers = []
     with torch.no_grad():
@@ -151,7 +147,7 @@ def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int = 12) ->
     return answers
 
 
-def engine_tokens(path: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def engine_tokens(path, prompts, **options):
     with LLM(path, **(OPTIONS | {"dtype": "float32"} | options)) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
@@ -212,7 +208,7 @@ def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_n
     prompts = random_prompts(2, low=40, high=60)
     with LLM(path, **OPTIONS, dtype="float32") as before:
 
-        def tokens(llm: LLM) -> list[list[int]]:
+        def tokens(llm):
             return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
         expected = greedy_tokens(first, prompts)
@@ -340,7 +336,7 @@ def test_a_split_file_is_read_whole(tmp_path):
     assert engine_tokens(parts[0], prompts) == greedy_tokens(reference, prompts)
 
 
-def split(path: Path, count: int) -> list[Path]:
+def split(path, count):
     """The tensors of a file in parts, named as llama.cpp does; the metadata in the first."""
     import gguf
 

@@ -1,10 +1,5 @@
 """Tokenizers of GGUF files: the ids and texts of `transformers`, from the same file and from the original."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import gguf
 import pytest
 import transformers
@@ -30,14 +25,14 @@ TEXTS = (
 )
 
 
-def finish(writer: gguf.GGUFWriter) -> None:
+def finish(writer):
     writer.add_context_length(128)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
 
 
-def byte_level(path: Path, pre: str) -> Any:
+def byte_level(path, pre):
     writer = gguf.GGUFWriter(path, "llama")
     add_tokenizer(writer, pre)
     finish(writer)
@@ -102,7 +97,7 @@ def test_llama_3_begins_with_bos_and_takes_whole_words(tmp_path):
     assert ours.convert_ids_to_tokens(ours("xyz", add_special_tokens=False)["input_ids"]) == ["xyz"]
 
 
-def sentencepiece(path: Path, architecture: str, **flags: bool) -> Any:
+def sentencepiece(path, architecture, **flags):
     """A vocabulary with scores as SentencePiece writes them, learned from the tiny corpus."""
     from tests.support.tiny_models import _CORPUS
 

@@ -1,7 +1,5 @@
 """Folders and files that are given by mistake: the error says what they are, not what a library failed at."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2690
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     return Path(save_tiny(tmp_path / "tiny"))
 
 
@@ -37,7 +35,7 @@ def test_a_git_lfs_pointer_is_named(folder, name):
         LLM(str(folder), **SMALL)
 
 
-def _pointer(name: str) -> str:
+def _pointer(name):
     return rf"{name} is a git-lfs pointer, not the file itself. Run git lfs pull"
 
 

@@ -1,11 +1,6 @@
 """Embedding models saved without a head: they embed as `transformers` does, and are refused for all that generates."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +31,7 @@ PROMPTS = random_prompts(4, low=1, high=90)
 REFUSAL = "MistralModel has no language model head, so it generates nothing: it embeds"
 
 
-def save_base(folder: Path, family: str = "mistral", **options: Any) -> Path:
+def save_base(folder, family="mistral", **options):
     """A folder of the family's base class, in several files of weights, with a tokenizer."""
     tiny_model(family, **options).base_model.save_pretrained(folder, max_shard_size="500KB")
     tiny_tokenizer().save_pretrained(folder)
@@ -45,7 +40,7 @@ def save_base(folder: Path, family: str = "mistral", **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base"))
 
 
@@ -55,12 +50,12 @@ def llm(folder):
         yield llm
 
 
-def last_states(model: Any) -> list[Any]:
+def last_states(model):
     with torch.no_grad():
         return [model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy() for prompt in PROMPTS]
 
 
-def assert_embeds(llm: LLM, model: Any, *, atol: float = 1e-4) -> None:
+def assert_embeds(llm, model, *, atol=1e-4):
     outputs = llm.embed(PROMPTS, normalize=False, use_tqdm=False)
     for output, expected in zip(outputs, last_states(model), strict=True):
         np.testing.assert_allclose(output.embedding, expected, atol=atol)
@@ -100,7 +95,7 @@ def test_a_base_class_with_the_weights_of_a_head_generates(tmp_path):
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-GENERATING: dict[str, Callable[[LLM], Any]] = {
+GENERATING = {
     "generate": lambda llm: llm.generate("hello"),
     "some": lambda llm: llm.generate([[1], [2]], [EmbeddingParams(), SamplingParams()]),
     "prompt_logprobs": lambda llm: llm.generate([1, 2], SamplingParams(prompt_logprobs=0, max_tokens=1)),
@@ -134,7 +129,7 @@ def test_scores_are_cosines_of_embeddings(llm):
 async def test_an_idle_engine_touches_no_head(folder, monkeypatch, caplog):
     monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
     with LLM(folder, **SMALL) as llm, caplog.at_level("INFO", logger="nanovllm"):
-        engine: Any = llm._engine
+        engine = llm._engine
         while engine.use_idle_time(captures=True):
             pass
         assert engine.model_runner.paths.num_rehearsed > 0
@@ -193,7 +188,7 @@ def test_drafts_are_refused(folder):
         LLM(tiny_model(), tokenizer=tiny_tokenizer(), speculation="draft", draft_model=str(folder), **SMALL)
 
 
-POOLED: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {  # modules' (name, type), config of the pooling
+POOLED = {  # modules' (name, type), config of the pooling
     "mean": ([("1_Pooling", "Pooling")], {"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}),
     "two": ([("1_Pooling", "Pooling")], {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}),
     "by name": ([("1_Pooling", "Pooling")], {"pooling_mode": "mean"}),
@@ -221,9 +216,9 @@ def test_another_pooling_than_that_of_the_last_token_is_refused(tmp_path, name):
         LLM(str(tmp_path), enforce_eager=True, **SMALL)
 
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ffn_dim": 64}  # fmt: skip
-OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+OTHERS = {
     "both directions": (Gemma3TextModel, Gemma3TextConfig, {"use_bidirectional_attention": True}, "in both directions"),
     "encoder": (BertModel, BertConfig, {}, "BertModel.* has no language model head"),
     "parts": (OPTModel, OPTConfig, {"num_key_value_heads": None}, "OPTModel has no head, and OPTForCausalLM does not"),

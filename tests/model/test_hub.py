@@ -1,13 +1,9 @@
 """Models of a hub: fetched from one that answers, read from its cache without one, refused after one request."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,19 +12,19 @@ from tests.support.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def nowhere() -> Iterator[str]:
+def nowhere():
     """The address of a hub that refuses connections."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and never listens
         yield f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
-def generate(model: str, cache: Path, endpoint: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def generate(model, cache, endpoint, *flags):
     variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     arguments = ["generate", "one", "--raw", "--max-tokens", "1", "--enforce-eager", "--max-model-len", "64"]
     return subprocess.run(

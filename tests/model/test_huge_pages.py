@@ -1,7 +1,5 @@
 """Memory of packed weights: tensors one behind another in one mapping, of the allocator where that has no room."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

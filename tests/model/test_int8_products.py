@@ -1,16 +1,13 @@
 """Products with int8 weights in bfloat16: in integer matrix tiles where the processor has them, else widened."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import PackedProduct
 from nanovllm.fast.kernels.processor_classes import processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear
@@ -22,38 +19,38 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
+def kernels():
     return load_kernels(torch.bfloat16, 64, 3, exact_rows=targets()[0].name != "amx")  # else `test_byte_products.py`
 
 
-def has_integer_tiles(kernels: Kernels) -> bool:
+def has_integer_tiles(kernels):
     return kernels.target == "amx" and {"amx_int8", "avx512_vnni", "avx512vbmi"} <= processor_flags()
 
 
-def layer(num_outputs: int, depth: int, *, bias: bool = False, seed: int = 0) -> QuantisedLinear:
+def layer(num_outputs, depth, *, bias=False, seed=0):
     vector = torch.randn(num_outputs, generator=torch.Generator().manual_seed(seed)).bfloat16() if bias else None
     blocks = random_blocks("int8", num_outputs, depth, seed=seed)
     return QuantisedLinear("int8", blocks, vector, dtype=torch.bfloat16)
 
 
-def rows_of(num_rows: int, depth: int) -> torch.Tensor:
+def rows_of(num_rows, depth):
     """Rows of very different sizes."""
     generator = torch.Generator().manual_seed(num_rows)
     sizes = 10 ** (8 * torch.rand(num_rows, 1, generator=generator) - 4)
     return (torch.randn(num_rows, depth, generator=generator) * sizes).bfloat16()
 
 
-def numbers_of_rows(num_threads: int) -> Sequence[int]:
+def numbers_of_rows(num_threads):
     """Every one up to 70, and where many threads wait for one another some."""
     return range(1, 71) if num_threads == 1 else (1, 4, 5, 16, 17, 33, 47, 70)
 
 
-def exact(quantised: QuantisedLinear, rows: torch.Tensor) -> torch.Tensor:
+def exact(quantised, rows):
     product = rows.double() @ quantised.dequantise().double().T
     return product if quantised.bias is None else product + quantised.bias.double()
 
 
-def check(own: torch.Tensor, quantised: QuantisedLinear, rows: torch.Tensor) -> None:
+def check(own, quantised, rows):
     sizes = rows.double().norm(dim=1, keepdim=True) * quantised.dequantise().double().norm(dim=1)
     assert ((own.double() - exact(quantised, rows)).abs() <= 3e-4 * sizes + 1e-6).all()
 
@@ -115,7 +112,7 @@ def test_gate_and_up_interleaved_beside_layers_side_by_side(kernels):
     first, second, rows = layer(64, 192, bias=True), layer(64, 192, seed=1), rows_of(21, 192)
     parts = [PackedLinear(one, kernels)(rows) for one in (first, second)]
 
-    def product(*, interleave: bool) -> torch.Tensor:
+    def product(*, interleave):
         packed, output = PackedProduct([first, second], interleave=interleave), rows.new_empty(21, 128)
         kernels.linear(ctypes.byref(packed.struct), rows.data_ptr(), output.data_ptr(), 21, 2)
         return output

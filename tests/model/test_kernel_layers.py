@@ -3,10 +3,6 @@
 References in PyTorch stand in for the kernels, which run on a GPU alone: see tests/gpu/test_kernels.py.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +11,6 @@ from nanovllm.fast.layers import kernel_layers
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
 from nanovllm.fast.replaced_layers import FastLayers
-from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
 from tests.support.reference_parts import PARTS
 from tests.support.reference_stack import ReferenceStack
@@ -24,18 +19,18 @@ from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
-def references(monkeypatch) -> dict[str, Any]:
+def references(monkeypatch):
     """The kernels by name; a test may replace one."""
     found = dict(PARTS)
     monkeypatch.setattr(kernel_layers, "find_kernel", lambda file, name: found[name])
     return found
 
 
-def tiny_binding(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **fields: Any) -> ModelBinding:
+def tiny_binding(family="llama", dtype=torch.bfloat16, **fields):
     return binding_of(tiny_model(family, dtype=dtype, **fields), rotary=True)
 
 
-def run_by_kernels(binding: ModelBinding) -> bool:
+def run_by_kernels(binding):
     """Whether the layers run by the kernels after they were compared."""
     FastLayers(binding).use_kernel_layers(lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
     return all(isinstance(binding.calls.get(module), KernelLayer) for module in binding.layer_modules)
@@ -69,7 +64,7 @@ def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name
     module = getattr(binding.model.model, name)
     own = module.forward
 
-    def scaled(*args: Any, **kwargs: Any) -> Any:
+    def scaled(*args, **kwargs):
         output = own(*args, **kwargs)
         return output * 0.99 if name == "norm" else tuple(part * 0.99 for part in output)
 
@@ -93,7 +88,7 @@ def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place,
 def test_a_wrong_kernel_is_not_used(name, references, caplog):
     right = references[name]
 
-    def wrong(*args: Any) -> Any:
+    def wrong(*args):
         output = right(*args)
         return (output[0], output[1] * 0.99) if name == "add_and_norm" else output * 0.99
 
@@ -104,7 +99,7 @@ def test_a_wrong_kernel_is_not_used(name, references, caplog):
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_layers_to_the_compiler(references, caplog):
-    def fails(*_: Any) -> Any:
+    def fails(*_):
         raise ValueError("no such instruction")
 
     references["gated"] = fails

@@ -1,16 +1,12 @@
 """Loading by name: required files, errors that name what is missing, options that are honoured."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,32 +17,32 @@ from nanovllm import LLM, EngineConfig, ModelLoadError, SamplingParams, Unsuppor
 from nanovllm.models.loader import identity_of, load_tokenizer
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory):
     """A whole folder; tests that spoil one take a copy."""
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny", eos_token_ids=[7, 9])
 
 
 @pytest.fixture
-def spoil(saved, tmp_path) -> Callable[..., Path]:
+def spoil(saved, tmp_path):
     """A copy of the folder without some of its files."""
 
-    def copy_without(*patterns: str) -> Path:
+    def copy_without(*patterns):
         return Path(shutil.copytree(saved, tmp_path / "spoilt", ignore=shutil.ignore_patterns(*patterns)))
 
     return copy_without
 
 
-def dtypes(llm: LLM) -> tuple[set[torch.dtype], torch.dtype]:
+def dtypes(llm):
     binding = llm._engine.model_runner.binding
     return {parameter.dtype for parameter in binding.model.parameters()}, binding.caches.of_layers[0][0].dtype
 
 
-def answers(llm: LLM) -> list[list[int]]:
+def answers(llm):
     outputs = llm.generate(random_prompts(3), GREEDY, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -155,7 +151,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(saved, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
-def refusal(model: Any, **options: Any) -> str:
+def refusal(model, **options):
     with pytest.raises(ModelLoadError) as caught:
         LLM(model, **(OPTIONS | options))
     return str(caught.value)
@@ -303,7 +299,7 @@ def test_a_hub_id_offline_fails_within_seconds_and_without_a_traceback_of_the_li
 
 
 def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
-    seen: list[dict[str, Any]] = []
+    seen = []
 
     def note(_source, **options):
         seen.append(options)
@@ -322,7 +318,7 @@ def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
 
 
 def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, monkeypatch):
-    seen: list[dict[str, Any]] = []
+    seen = []
 
     def note(_source, **options):
         seen.append(options)
@@ -349,7 +345,7 @@ def test_a_revision_of_a_local_folder_is_refused(saved):
 
 
 def test_a_local_folder_is_never_looked_up_on_the_hub(saved, monkeypatch):
-    seen: list[bool] = []
+    seen = []
     for loader in (AutoModelForCausalLM, AutoTokenizer):
         load = loader.from_pretrained
 

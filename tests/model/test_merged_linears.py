@@ -1,7 +1,5 @@
 """Linear layers that read the same input, merged into one product."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

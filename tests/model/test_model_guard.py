@@ -1,10 +1,7 @@
 """Models whose rows depend on the batch are refused by name when they are loaded; others are served."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, tiny_model, widen
 
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
+OPTIONS = {"block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -24,7 +21,7 @@ _DECODER = {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_
 ROW_COUNTING = ["Bart", "Marian", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall"]
 COUNTING_FROM_PADDING = ["Roberta", "XLMRoberta", "Camembert", "RobertaPreLayerNorm"]
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HONEST: dict[str, dict[str, Any]] = {
+HONEST = {
     "Llama": {},
     "Qwen2": {},
     "Qwen3": {"head_dim": 32},
@@ -54,7 +51,7 @@ HONEST: dict[str, dict[str, Any]] = {
 }
 
 
-def refusal(model: nn.Module) -> str:
+def refusal(model):
     """The message that refuses a model, which is left as it was."""
     before = Snapshot(model)
     with pytest.raises(UnsupportedModelError) as caught:
@@ -63,12 +60,12 @@ def refusal(model: nn.Module) -> str:
     return str(caught.value)
 
 
-def answers(model: nn.Module, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def answers(model, prompts, **options):
     with LLM(model, **(OPTIONS | options)) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def own_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def own_answers(model, prompts):
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -108,18 +105,18 @@ def test_a_model_whose_positions_do_not_begin_at_zero_is_refused(family, dtype):
 class _ShiftedMLP(nn.Module):
     """Mixes each row with its neighbour, as a token shift or a convolution does."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states):
         return self.mlp(states + 0.5 * states.roll(1, dims=1))
 
 
 class _PooledMLP(_ShiftedMLP):
     """Mixes all rows, whatever their order."""
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states):
         return self.mlp(states + states.mean(dim=1, keepdim=True) * states.shape[1])
 
 
@@ -133,11 +130,11 @@ def test_a_model_that_mixes_rows_outside_of_attention_is_refused(kind, dtype):
     assert "mixes rows outside of attention" in message
 
 
-def _forward_without(name: str, model: nn.Module) -> None:
+def _forward_without(name, model):
     """Let a model swallow one of the arguments of its forward."""
     plain = type(model).forward
 
-    def forward(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
         kwargs.pop(name, None)
         return plain(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
 
@@ -156,7 +153,7 @@ def test_a_forward_that_gives_the_logits_of_other_rows_is_refused():
     model = tiny_model()
     plain = type(model).forward
 
-    def forward(self: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+    def forward(self, logits_to_keep=0, **kwargs):
         keep = logits_to_keep.sort().values if isinstance(logits_to_keep, Tensor) else logits_to_keep
         return plain(self, logits_to_keep=keep, **kwargs)
 
@@ -166,7 +163,7 @@ def test_a_forward_that_gives_the_logits_of_other_rows_is_refused():
     assert "other rows" in message
 
 
-def _llama4(**fields: Any) -> Any:
+def _llama4(**fields):
     return small(
         "Llama4Text", head_dim=32, num_local_experts=2, intermediate_size_mlp=64, no_rope_layers=[1, 0],
         attention_chunk_size=4096, attn_temperature_tuning=True,

@@ -1,11 +1,8 @@
 """The order of packed weights, element by element, and which plain weights may be freed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +21,11 @@ from tests.support.tiny_models import save_tiny, tiny_model
 DEPTH = 62
 
 
-def matrix(num_outputs: int, dtype: torch.dtype, depth: int = DEPTH) -> torch.Tensor:
+def matrix(num_outputs, dtype, depth=DEPTH):
     return torch.arange(num_outputs * depth).view(num_outputs, depth).mul(7).remainder(251).to(dtype)
 
 
-def in_order(rows: torch.Tensor) -> torch.Tensor:
+def in_order(rows):
     """[num_panels, depth / step, PANEL, step] of rows that are in their panels' order, by the definition."""
     step = 4 // rows.element_size()
     packed = torch.empty(len(rows) // PANEL, rows.shape[1] // step, PANEL, step, dtype=rows.dtype)
@@ -70,12 +67,12 @@ def test_weights_that_lie_anyhow_are_packed_alike(dtype):
 class Reader(nn.Module):
     """Two linear layers, of which the second is used past itself if so wished."""
 
-    def __init__(self, *, reads_directly: bool) -> None:
+    def __init__(self, *, reads_directly):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.reads_directly = reads_directly
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         rows = self.first(rows)
         return F.linear(rows, self.second.weight, self.second.bias) if self.reads_directly else self.second(rows)
 
@@ -85,7 +82,7 @@ def test_weights_are_freed_only_if_no_module_reads_them_directly(reads_directly)
     model, rows, calls = Reader(reads_directly=reads_directly), torch.randn(3, 4), []
     expected = model(rows)
 
-    def check(hiding: Any) -> torch.Tensor:
+    def check(hiding):
         try:
             with hiding():
                 calls.append(model.second.weight.numel())
@@ -104,9 +101,9 @@ def test_weights_are_freed_only_if_no_module_reads_them_directly(reads_directly)
 class KeepsAJoinedWeight(LlamaMLP):
     """Joins two weights in its first pass."""
 
-    joined: torch.Tensor | None = None
+    joined = None
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states):
         if self.joined is None:
             self.joined = torch.cat([self.gate_proj.weight, self.up_proj.weight])
         gate, up = F.linear(states, self.joined).chunk(2, -1)
@@ -116,9 +113,9 @@ class KeepsAJoinedWeight(LlamaMLP):
 class KeepsANorm(LlamaMLP):
     """Computes a factor in its first pass."""
 
-    factor: torch.Tensor | None = None
+    factor = None
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states):
         if self.factor is None:
             self.factor = 4 / self.down_proj.weight.norm()
         return super().forward(states) * self.factor
@@ -129,7 +126,7 @@ class Rescales(LlamaMLP):
 
     is_rescaled = False
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states):
         if not self.is_rescaled:
             self.down_proj.weight.mul_(0.25)
             self.is_rescaled = True
@@ -139,7 +136,7 @@ class Rescales(LlamaMLP):
 class ReadsANorm(LlamaMLP):
     """Computes a factor in each pass."""
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states):
         return super().forward(states) / (1 + self.down_proj.weight.norm())
 
 
@@ -162,7 +159,7 @@ def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_free
 def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, monkeypatch):
     """Steps name the rows of their logits; the model's own pass does not."""
 
-    def forward(self: Any, input_ids: torch.Tensor, logits_to_keep: Any = 0, **inputs: Any) -> CausalLMOutputWithPast:
+    def forward(self, input_ids, logits_to_keep=0, **inputs):
         states = self.model(input_ids=input_ids, **inputs).last_hidden_state
         if isinstance(logits_to_keep, torch.Tensor):
             return CausalLMOutputWithPast(logits=F.linear(states[:, logits_to_keep], self.lm_head.weight))

@@ -1,12 +1,9 @@
 """Rotary embeddings that follow the batch in `transformers` are pinned: a request's tokens depend on it alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,11 @@ from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, widen
 
 ORIGINAL = 64
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_num_batched_tokens": 48, "max_num_seqs": 4,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-LONG_ROPE: dict[str, Any] = {
+LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(16)],
@@ -31,7 +28,7 @@ LONG_ROPE: dict[str, Any] = {
 SHORT, LONG = (random_prompts(4, low=low, high=high, seed=3) for low, high in ((10, 50), (80, 120)))
 
 
-def model_with(rope: dict[str, Any], family: str = "Phi3", **fields: Any) -> Any:
+def model_with(rope, family="Phi3", **fields):
     if family == "Phi3":
         fields["original_max_position_embeddings"] = ORIGINAL
     model = small(family, rope_parameters=dict(rope), **fields)
@@ -39,12 +36,12 @@ def model_with(rope: dict[str, Any], family: str = "Phi3", **fields: Any) -> Any
     return model
 
 
-def answers(model: Any, prompts: list[list[int]], max_model_len: int) -> list[list[int]]:
+def answers(model, prompts, max_model_len):
     with LLM(model, **OPTIONS, max_model_len=max_model_len) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def own_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def own_answers(model, prompts):
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -55,7 +52,7 @@ def own_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def always_long(model: Any) -> Any:
+def always_long(model):
     """A copy whose frequencies are those of its long factors at every length."""
     model = copy.deepcopy(model)
     model.model.rotary_emb(torch.zeros(1), torch.tensor([[2 * ORIGINAL]]))  # the library's own choice for a long one
@@ -140,7 +137,7 @@ def test_dynamic_frequencies_beyond_that_length_are_refused_with_both_numbers():
 def test_an_engine_that_opens_during_another_ones_step_pins_the_same():
     model = model_with(LONG_ROPE)
     expected = answers(model, LONG, 4 * ORIGINAL)
-    found: list[Any] = []
+    found = []
     with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first:
         second = threading.Thread(target=lambda: found.append(answers(model, LONG, 4 * ORIGINAL)))
         with first._engine.model_runner.binding.installed():  # as in a step: the library's own choice is hidden
@@ -154,7 +151,7 @@ def test_a_step_of_another_engine_is_no_change_by_the_owner():
     model = model_with(LONG_ROPE)
     with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first, LLM(model, **OPTIONS, max_model_len=256) as second:
         first.generate(SHORT, GREEDY, use_tqdm=False)
-        found: list[bool] = []
+        found = []
         look = functools.partial(first._engine.model_runner.model_changed, was_idle=True)
         looking = threading.Thread(target=lambda: found.append(look()))
         with second._engine.model_runner.binding.installed():

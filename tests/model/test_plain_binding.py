@@ -1,7 +1,5 @@
 """A binding without further parts serves a plain model, and refuses one that needs a part by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm import LLM, UnsupportedModelError

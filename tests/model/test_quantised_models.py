@@ -1,10 +1,7 @@
 """Engines of int8 and int4 weights: float32 answers are those of `transformers` on the dequantised weights."""
 
-from __future__ import annotations
-
 import logging
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="quantised wei
 KINDS = ("int8", "int4")
 
 
-def dequantised(folder: str, option: str, dtype: torch.dtype = torch.float32) -> Any:
+def dequantised(folder, option, dtype=torch.float32):
     """A plain module whose weights are those that the engine computes with."""
     plain, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for _ in range(2))
     quantise_model(model, option)
@@ -35,12 +32,12 @@ def dequantised(folder: str, option: str, dtype: torch.dtype = torch.float32) ->
     return plain
 
 
-def num_fused(llm: LLM) -> int:
+def num_fused(llm):
     return len(llm._engine.model_runner.binding.fused_layers)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("quantised") / "llama", "llama"))
 
 
@@ -72,7 +69,7 @@ def test_the_weights_are_those_that_were_asked_for(llm, folder):
     assert num_fused(llm) == 2 and isinstance(model.get_input_embeddings(), QuantisedEmbedding)
 
 
-def log_probabilities(llm: LLM) -> list[torch.Tensor]:
+def log_probabilities(llm):
     """Of each prompt's tokens but the first."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -82,7 +79,7 @@ def log_probabilities(llm: LLM) -> list[torch.Tensor]:
     ]
 
 
-def log_probabilities_of(model: Any) -> list[torch.Tensor]:
+def log_probabilities_of(model):
     with torch.no_grad():
         return [
             model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
@@ -195,7 +192,7 @@ def test_plain_weights_are_freed_one_after_another(monkeypatch):
     model, alive = tiny_model(tie_word_embeddings=True), []
     weights = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
 
-    def counting(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    def counting(weight, kind):
         alive.append(sum(reference() is not None for reference in weights))
         return quantise(weight, kind)
 
@@ -206,7 +203,7 @@ def test_plain_weights_are_freed_one_after_another(monkeypatch):
 
 def test_a_model_without_linear_layers_is_refused():
     class Bare(nn.Module):
-        def get_input_embeddings(self) -> None:
+        def get_input_embeddings(self):
             return None
 
     with pytest.raises(UnsupportedModelError, match="Bare has no linear layers"):

@@ -1,7 +1,5 @@
 """The kernels' products with quantised weights, beside those with the dequantised ones."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.fast.kernels import cpp
-from nanovllm.fast.kernels.cpp import Kernels, load_kernels
+from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import PackedProduct, can_pack
 from nanovllm.fast.kernels.processor_classes import targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear, pack_linear_layers
@@ -24,16 +22,16 @@ SOME_ROWS = 16  # that are multiplied with each run's whole numbers, in bfloat16
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def kernels(request) -> Kernels:
+def kernels(request):
     return load_kernels(request.param, 64, 3, exact_rows=targets()[0].name != "amx")  # else `test_byte_products.py`
 
 
-def layer(kind: str, dtype: torch.dtype, num_outputs: int = 160, depth: int = 512, *, bias: bool = True):
+def layer(kind, dtype, num_outputs=160, depth=512, *, bias=True):
     vector = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).to(dtype) if bias else None
     return QuantisedLinear(kind, random_blocks(kind, num_outputs, depth), vector, dtype=dtype)
 
 
-def plain(quantised: QuantisedLinear) -> nn.Linear:
+def plain(quantised):
     """The same with dequantised weights."""
     linear = nn.Linear(quantised.in_features, quantised.out_features, bias=quantised.bias is not None)
     linear.weight.data = quantised.dequantise()
@@ -42,7 +40,7 @@ def plain(quantised: QuantisedLinear) -> nn.Linear:
     return linear.to(quantised.dtype)
 
 
-def rows_of(num_rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
+def rows_of(num_rows, depth, dtype):
     return torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
 
 
@@ -96,7 +94,7 @@ def test_a_row_is_the_same_among_others_on_any_number_of_threads(kind, num_threa
     quantised = layer(kind, kernels.dtype, bias=False)
     head, rows, before = PackedHead(quantised, kernels), rows_of(40, 512, kernels.dtype), torch.get_num_threads()
 
-    def by(size: int, rows: torch.Tensor) -> torch.Tensor:
+    def by(size, rows):
         return torch.cat([head(part).clone() for part in rows.split(size)])
 
     try:
@@ -130,7 +128,7 @@ def test_tiny_activations_are_no_nan(kind, size, kernels):
     assert (output.double() - expected).abs().max() < max(0.03 * expected.abs().max(), 1e-36)
 
 
-def huge_rows(num_rows: int, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def huge_rows(num_rows, weight, dtype):
     """Rows whose products with the weight are as large as float32 can add in any order, and one of a single number."""
     rows = rows_of(num_rows, weight.shape[1], torch.float32)
     rows *= 1.5e38 / (rows.double().abs() @ weight.abs().T).max().item()

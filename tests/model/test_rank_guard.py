@@ -1,7 +1,5 @@
 """A model of which ranks together compute something else than the whole is refused; others are not, in any dtype."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

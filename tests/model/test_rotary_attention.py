@@ -1,7 +1,5 @@
 """Attention modules in whose place one kernel norms and turns q and k and writes K and V, here a dense form of it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

@@ -1,7 +1,5 @@
 """A model sharded by transformers' plan computes what the whole one does; what has no plan is refused by name."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

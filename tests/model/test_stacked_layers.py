@@ -3,14 +3,11 @@
 The kernel is stood in for by its reference in PyTorch, since it runs on a GPU alone: see tests/gpu/test_layer_stack.py.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -20,7 +17,6 @@ from nanovllm.fast.kernels import layer_stack
 from nanovllm.fast.layers.layer_equations import RECORDING_NAME
 from nanovllm.fast.layers.stacked_layers import StackedLayers
 from nanovllm.fast.replaced_layers import FastLayers
-from nanovllm.model import ModelBinding
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_stack import ReferenceStack
 from tests.support.scaled_parts import PLACES, scale_part
@@ -34,7 +30,7 @@ def reference_stack(monkeypatch):
     monkeypatch.setattr(ReferenceStack, "launches", [])
 
 
-def stacked(binding: ModelBinding) -> bool:
+def stacked(binding):
     """Whether the layers run as one after they were compared; the launches of comparing are forgotten."""
     FastLayers(binding).stack_layers(
         BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
@@ -71,11 +67,11 @@ def test_layers_of_llamas_kind_run_as_one_and_answer_as_their_modules(family):
 class InItsPlace(nn.Module):
     """As `RotaryAttention` stands for an attention module while a step runs."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention):
         super().__init__()
         self.attention = attention
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.attention(*args, **kwargs)
 
 
@@ -98,13 +94,13 @@ def test_steps_of_other_numbers_of_rows_run_layer_by_layer(num_rows):
     assert ReferenceStack.launches == []
 
 
-def small(config_class: Any, model_class: Any, **fields: Any) -> Any:
+def small(config_class, model_class, **fields):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}  # fmt: skip
     return model_class(config_class(**(sizes | fields))).bfloat16().eval()
 
 
-def tiny_llama(**fields: Any) -> Any:
+def tiny_llama(**fields):
     return tiny_model("llama", dtype=torch.bfloat16, **fields)
 
 
@@ -149,11 +145,11 @@ def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place,
 class ScaledInput(nn.Module):
     """An attention module that gets its input times a factor."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention):
         super().__init__()
         self.attention = attention
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+    def forward(self, hidden_states, **kwargs):
         return self.attention(hidden_states=hidden_states * 0.995, **kwargs)
 
 
@@ -168,7 +164,7 @@ def test_a_factor_before_fused_attention_keeps_the_modules():
 def test_a_kernel_that_writes_no_k_or_v_keeps_the_modules(name, monkeypatch, caplog):
     run = ReferenceStack.run
 
-    def forgets(stack: ReferenceStack, *args: Any, **options: Any) -> Tensor:
+    def forgets(stack, *args, **options):
         before = [getattr(layer, name).clone() for layer in stack._layers]
         output = run(stack, *args, **options)
         for layer, old in zip(stack._layers, before, strict=True):

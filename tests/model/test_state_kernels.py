@@ -1,15 +1,12 @@
 """C++ kernels for decodes of recurrent layers: equal to torch, tried on each layer, and without a trace in modules."""
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.fast.kernels.cpp_states import StateKernels, load_state_kernels
+from nanovllm.fast.kernels.cpp_states import load_state_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, targets
 from nanovllm.fast.kernels.state_checks import first_wrong
 from nanovllm.features.states import state_kernels
@@ -24,30 +21,30 @@ CLASSES = {
     "Mamba2ForCausalLM": BOTH, "FalconH1ForCausalLM": BOTH, "Lfm2ForCausalLM": CONVOLUTION,
     "MambaForCausalLM": CONVOLUTION,
 }  # fmt: skip
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "max_model_len": 224, "max_num_seqs": 4, "num_kv_blocks": 10, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
 ANSWER = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
-def prompts() -> list[list[int]]:
+def prompts():
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(3, VOCAB_SIZE, (130,), generator=generator).tolist()
     own = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (1, 60, 64, 125, 190, 9, 40)]
     return [*own[:5], shared + own[5], shared + own[6]]
 
 
-def layers_of(llm: LLM) -> list[Any]:
+def layers_of(llm):
     return llm._engine.model_runner.binding.mixers.layers
 
 
-def generate(llm: LLM, asked: list[list[int]]) -> list[list[int]]:
+def generate(llm, asked):
     return [output.outputs[0].token_ids for output in llm.generate(asked, GREEDY, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> StateKernels:
+def kernels():
     return load_state_kernels()
 
 
@@ -114,7 +111,7 @@ def test_a_forward_that_the_owner_set_is_the_one_that_runs():
 def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
     right = getattr(kernels, kind)
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
+    def wrong(*args, **kwargs):
         result = right(*args, **kwargs)
         (result[0] if isinstance(result, tuple) else result).add_(0.1)
         return result
@@ -134,7 +131,7 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
 def test_chunks_are_computed_by_the_library_where_a_kernel_does_not_serve_them(monkeypatch, kernels, way):
     right = kernels.delta_rule
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
+    def wrong(*args, **kwargs):
         if way == "raises":
             raise ValueError("rows of another kind")
         output, pool = right(*args, **kwargs)

@@ -1,9 +1,6 @@
 """Embedding and head of different sizes: no token id reaches another row's logits or fails the step."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +11,13 @@ from tests.support.refusals import assert_names
 from tests.support.serving import serving
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer, widen
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
 SMALL_HEAD, LARGE_HEAD = VOCAB_SIZE - 112, VOCAB_SIZE + 64
 PROMPTS = random_prompts(3, low=10, high=40)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 
 
-def model_with_head(num_rows: int) -> Any:
+def model_with_head(num_rows):
     """A tiny Llama with an embedding of VOCAB_SIZE rows and a head of `num_rows`."""
     model = tiny_model()
     model.lm_head = nn.Linear(model.config.hidden_size, num_rows, bias=False)
@@ -28,14 +25,14 @@ def model_with_head(num_rows: int) -> Any:
     return model.eval()
 
 
-def generate(model: Any, params: Any = GREEDY, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+def generate(model, params=GREEDY, prompts=PROMPTS, **options):
     with LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(prompts)
         return [output.outputs[0].token_ids for output in outputs]
 
 
-def by_transformers(model: Any, **options: Any) -> list[list[int]]:
+def by_transformers(model, **options):
     num_rows = model.lm_head.out_features
     if num_rows > VOCAB_SIZE:
         options["suppress_tokens"] = list(range(VOCAB_SIZE, num_rows))
@@ -47,7 +44,7 @@ def by_transformers(model: Any, **options: Any) -> list[list[int]]:
     return answers
 
 
-def refused(model: Any, **params: Any) -> str:
+def refused(model, **params):
     with LLM(model, tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
         with pytest.raises(ValueError) as caught:
             llm.generate(PROMPTS, SamplingParams(**params), use_tqdm=False)

@@ -1,7 +1,5 @@
 """Messages over a socket: whole, in order, and never waiting for a peer that does not read."""
 
-from __future__ import annotations
-
 import random
 import threading
 

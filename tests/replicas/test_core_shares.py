@@ -1,7 +1,5 @@
 """The cores of a host without GPUs, shared among replicas."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,7 +8,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.serving.replicas import opening
 
 
-def shares(count: int, cores: set[int], monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+def shares(count, cores, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     split = opening.split_host(EngineConfig(data_parallel_size=count, device="cpu"))
     assert [int(share.environment["OMP_NUM_THREADS"]) for share in split] == [len(share.cores) for share in split]

@@ -1,12 +1,8 @@
 """`--engine-process`: an engine in another process answers as one in the server's, and is started again if it dies."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from nanovllm.serving.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import bounded
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
-from tests.support.serving import Serving, comes_true, serving
+from tests.support.serving import comes_true, serving
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)
@@ -25,16 +21,16 @@ BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extr
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serving]:
+def running():
     with serving(model=tiny_folder(), front_door=EngineProcessLLM, **OPTIONS) as running:
         yield running
 
 
-def expected(prompt: list[int], params: SamplingParams = PARAMS) -> str:
+def expected(prompt, params=PARAMS):
     return one_engine().generate(prompt, params, use_tqdm=False)[0].outputs[0].text
 
 
-def streamed(running: Serving, prompt: list[int]) -> Iterator[str]:
+def streamed(running, prompt):
     for chunk in running.client().completions.create(prompt=prompt, stream=True, **BODY):
         yield chunk.choices[0].text
 
@@ -56,7 +52,7 @@ def test_answers_and_streams_are_those_of_an_engine_in_the_servers_process(runni
 @pytest.mark.full
 def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile(running):
     prompt = random_prompts(1, low=30, high=30, seed=42)[0]
-    texts: list[str] = []
+    texts = []
     with running.http() as http:
         for text in streamed(running, prompt):
             texts.append(text)
@@ -84,9 +80,9 @@ def test_prefixes_go_to_files_when_the_server_ends(tmp_path):
 
 @pytest.mark.parametrize("given", [None, False, True])
 def test_the_option_chooses_the_front_door(monkeypatch, given):
-    opened: list[Any] = []
+    opened = []
 
-    def open_front(self: AsyncLLM, *_: Any, **__: Any) -> None:
+    def open_front(self, *_, **__):
         opened.append(type(self))
         raise KeyboardInterrupt
 
@@ -122,7 +118,7 @@ async def test_an_async_llm_has_its_engine_in_a_process_if_asked(ranks):
         (replica,) = llm.replicas()
         assert replica.process_id not in (None, os.getpid())
 
-        async def text_of(prompt: list[int]) -> str:
+        async def text_of(prompt):
             return "".join([o.outputs[0].text async for o in llm.generate(prompt, PARAMS, output_kind="delta")])
 
         texts = await asyncio.gather(*map(text_of, prompts))

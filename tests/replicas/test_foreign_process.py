@@ -1,7 +1,5 @@
 """A process that is held on to by more than its number, which may be another's after its end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

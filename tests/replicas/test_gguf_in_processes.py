@@ -1,7 +1,5 @@
 """A GGUF file in several processes: the tokens of one engine, from blocks in replicas and plain weights in ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -22,7 +20,7 @@ def test_tokens_are_those_of_one_engine(tmp_path, mode):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(hidden_size=256, intermediate_size=256, **sizes), "Q4_K")
     prompts = random_prompts(4, high=40)
 
-    def tokens(**options: int) -> list[list[int]]:
+    def tokens(**options):
         with LLM(path, **OPTIONS, **options) as llm:
             assert llm.tokenizer.chat_template
             return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]

@@ -1,7 +1,5 @@
 """An engine process whose step hangs ends itself, and one that says nothing at all is ended by its front."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

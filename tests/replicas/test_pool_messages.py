@@ -1,9 +1,5 @@
 """What a pool sends its replicas: requests once, aborts, and nothing of what has ended; without processes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.requests import InputProcessor, RequestLimits
 from nanovllm.sequence import NewRequest
@@ -19,34 +15,34 @@ class Fleet:
 
     has_failed = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.replicas = self.up = [ReplicaQueue(0), ReplicaQueue(1)]
-        self.sent: list[tuple[int, Any]] = []
-        self.reports: list[tuple[ReplicaQueue, Any]] = []
+        self.sent = []
+        self.reports = []
 
-    def listen(self) -> list[tuple[ReplicaQueue, Any]]:
+    def listen(self):
         reports, self.reports = self.reports, []
         return reports
 
-    def send(self, replica: ReplicaQueue, message: Any) -> None:
+    def send(self, replica, message):
         self.sent.append((replica.index, message))
 
-    def stalled(self) -> list[ReplicaQueue]:
+    def stalled(self):
         return []
 
-    def wake(self, *_: Any) -> None:
+    def wake(self, *_):
         """Nothing sleeps, ends or starts."""
 
     wait = drop = restart = wake
 
 
-def make_pool() -> tuple[ReplicaPool, Fleet]:
+def make_pool():
     config, fleet = make_config(data_parallel_size=2, block_size=16), Fleet()
     processor = InputProcessor(None, config, RequestLimits(100, 100, "Tiny"))
     return ReplicaPool(fleet, PoolParts(config, processor, None, "", expects_prefixes=False), round_robin()), fleet
 
 
-def request(**options: Any) -> NewRequest:
+def request(**options):
     return NewRequest("a", [1, 2], SamplingParams(max_tokens=9), arrival_time=1.0, **options)
 
 

@@ -1,13 +1,11 @@
 """The router's index of cached prefixes: fed by the block managers' events, it knows exactly what they hold."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from nanovllm.block_manager import digest, root_hash
-from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents, Findable
+from nanovllm.features.kv_events.block_events import BlockEvents, Findable
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
@@ -23,17 +21,17 @@ SEED = "model:float32"
 class Followed:
     """A block manager with the index of it, fed by `flush`."""
 
-    def __init__(self, manager) -> None:
+    def __init__(self, manager):
         self.manager, self.index = manager, PrefixIndex()
-        self.seen: list[BlockEvent] = []
+        self.seen = []
         BlockEvents.follow(manager, StepObservers(), lambda events: self.index.apply(encode(events)))
         BlockEvents.follow(manager, StepObservers(), self.seen.extend)
 
-    def flush(self) -> set[bytes]:
+    def flush(self):
         self.manager.observer.flush()
         return self.index.held
 
-    def is_exact(self) -> bool:
+    def is_exact(self):
         return self.flush() == set(self.manager.entries)
 
 
@@ -42,12 +40,12 @@ class Followed:
 STEMS = ([0] * 24, [1, 2, 3, 4, 5, 6, 7, 0] * 3, [1, 2, 3, 4, 5, 6, 7, 1] * 3)
 
 
-def random_prompt(rng: random.Random, longest: int) -> list[int]:
+def random_prompt(rng, longest):
     tail = [rng.randrange(8) for _ in range(rng.randint(1, 3))]
     return [*rng.choice(STEMS)[: rng.randint(0, longest - 3)], *tail]
 
 
-def walk(rng: random.Random, loop: Loop, max_model_len: int) -> str:
+def walk(rng, loop, max_model_len):
     """One call of a scheduler or its block manager, any that the engine may make next; returns its name."""
     name = rng.choices(
         ("add", "launch", "read", "fail", "abort", "reset", "drop", "non-finite"), (25, 40, 30, 3, 4, 1, 1, 1)
@@ -76,7 +74,7 @@ def walk(rng: random.Random, loop: Loop, max_model_len: int) -> str:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("seed", range(8))
-def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed: int):
+def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed):
     """Preemption, aborts, failed steps, resets, NaN; batches of events of any number of calls."""
     rng = random.Random(seed)
     block_size, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(12, 28)
@@ -111,7 +109,7 @@ def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_event_says_whose_child_the_block_is(seed: int):
+def test_every_event_says_whose_child_the_block_is(seed):
     rng = random.Random(seed)
     loop = Loop(make_scheduler(max_model_len=28, num_kv_blocks=20, max_num_seqs=4))
     followed = Followed(loop.manager)
@@ -167,7 +165,7 @@ def test_a_reset_empties_the_index_at_once():
 
 
 def test_a_batch_is_hardly_more_than_its_hashes():
-    batches: list[list[BlockEvent]] = []
+    batches = []
     manager = make_manager(200)
     BlockEvents.follow(manager, StepObservers(), batches.append)
     computed(manager, list(range(100 * SIZE)), max_model_len=512)
@@ -201,10 +199,10 @@ def test_events_come_once_a_step_and_with_the_next_request():
     assert [len(batch) for batch in batches] == [2, 1]
 
 
-def test_a_receiver_that_raises_is_dropped_and_the_others_are_not(caplog: pytest.LogCaptureFixture):
+def test_a_receiver_that_raises_is_dropped_and_the_others_are_not(caplog):
     manager, observers, batches = make_manager(8), StepObservers(), []
 
-    def broken(events: list[BlockEvent]) -> None:
+    def broken(events):
         raise OSError("no pipe")
 
     BlockEvents.follow(manager, observers, broken)
@@ -231,7 +229,7 @@ class View:
 
     num_waiting = num_running = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.index = PrefixIndex()
         self.num_hits = self.index.num_hits
 
@@ -268,7 +266,7 @@ def test_what_events_confirm_stays_when_a_request_settles():
 
 
 def test_a_long_prompt_is_hashed_no_further_than_needed():
-    known: list[bytes] = []
+    known = []
     hashes = PromptHashes(range(10_000), SIZE, known=known)
     index = PrefixIndex()
     assert index.num_hits(hashes) == 0 and len(known) == 1

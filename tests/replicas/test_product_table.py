@@ -1,16 +1,12 @@
 """Every public option, argument and call that replicas, or several ranks, do not refuse is run there."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("programs_are_forked")
 MODES = (REPLICAS, TENSOR_PARALLEL)
 TEMPLATE = Path(tempfile.mkdtemp(prefix="nanovllm-template-"), "template.jinja")
 TEMPLATE.write_text(tiny_tokenizer().chat_template.replace("<|user|>", "<|user|>ask "))
-LIMITS: dict[str, Any] = {
+LIMITS = {
     "dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8,
     "max_queue": 16, "step_timeout": 900.0, "priority_ageing_s": 5.0,
     "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
@@ -43,7 +39,7 @@ LIMITS: dict[str, Any] = {
     "chat_template_content_format": "string", "speculation": "suffix",
     "num_speculative_tokens": 5,
 }  # fmt: skip
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "kv_cache_memory_bytes": 8 << 20,
     "block_size": 32,
     "max_model_len": 512,
@@ -63,7 +59,7 @@ def favour_the_last(token_ids, logits):
 
 
 # Proof that a parameter has an effect: answers differ from those without it.
-PARAMS: dict[str, dict[str, Any]] = {
+PARAMS = {
     "n": {"n": 3},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
     "allowed_token_ids": {"allowed_token_ids": (3, 300, 400, 500)},
@@ -93,7 +89,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 # Further options that make an effect visible: few tokens to repeat, or a likely one.
 FEW = {"allowed_token_ids": (3, 300, 400, 500)}
-BASES: dict[str, dict[str, Any]] = {
+BASES = {
     "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
     "bad_words": {"logit_bias": {7: 40.0}},
 }  # fmt: skip
@@ -108,7 +104,7 @@ SAME = {
 
 
 @functools.cache
-def greedy_folder() -> str:
+def greedy_folder():
     """The tiny model with a generation config of its own."""
     folder = tempfile.mkdtemp(prefix="nanovllm-greedy-")
     shutil.copytree(tiny_folder(), folder, dirs_exist_ok=True)
@@ -117,17 +113,17 @@ def greedy_folder() -> str:
 
 
 @functools.cache
-def one() -> LLM:
+def one():
     return LLM(greedy_folder(), tokenizer=tiny_tokenizer(), **LIMITS)
 
 
 @pytest.fixture(scope="module", params=MODES)
-def mode(request) -> str:
+def mode(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[Any]:
+def steps():
     return []
 
 
@@ -157,12 +153,12 @@ def async_options(mode, tmp_path_factory):
     return OTHERS | {mode: 2, "prepares_when_idle": True, "kv_events_rank": 3} | own
 
 
-def base_of(name: str) -> dict[str, Any]:
+def base_of(name):
     return {"seed": 11, "max_tokens": 8} | BASES.get(name, {})
 
 
 @functools.cache
-def expected_with_and_without(name: str) -> list[list[Any]]:
+def expected_with_and_without(name):
     """Answers of one engine, for both modes."""
     return [
         one().generate(PROMPTS, SamplingParams(**base_of(name) | given), use_tqdm=False) for given in (PARAMS[name], {})
@@ -198,7 +194,7 @@ def assert_same_logprobs(lefts, rights):
 # ------------------------------------------------------------------------------------------------- calls and options
 
 
-def run_prompts(llm: LLM, steps: list[Any]) -> None:
+def run_prompts(llm, steps):
     mixed = [PROMPTS[0], "the cat sat on the mat"]
     before = len(steps)
     assert completions(llm.generate(mixed, LONG, use_tqdm=False)) == completions(
@@ -207,23 +203,23 @@ def run_prompts(llm: LLM, steps: list[Any]) -> None:
     assert len(steps) > before
 
 
-def run_chat(llm: LLM, steps: list[Any]) -> None:
+def run_chat(llm, steps):
     params = SamplingParams(seed=5, max_tokens=10)
     assert llm.apply_chat_template(MESSAGES) == one().apply_chat_template(MESSAGES)
     assert completions(llm.chat(MESSAGES, params, use_tqdm=False)) == completions(
         one().chat(MESSAGES, params, use_tqdm=False)
     )
-    variables: dict[str, Any] = {"mood": "kind"}
+    variables = {"mood": "kind"}
     own = "{{ mood }}{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "f"}}]
-    arguments: dict[str, Any] = {
+    arguments = {
         "chat_template": own, "chat_template_kwargs": variables, "tools": tools,
         "add_generation_prompt": False, "continue_final_message": False,
     }  # fmt: skip
     assert llm.apply_chat_template(MESSAGES, **arguments) == one().apply_chat_template(MESSAGES, **arguments)
 
 
-def run_stream(llm: LLM, steps: list[Any]) -> None:
+def run_stream(llm, steps):
     """Two at once, one with a higher priority; one is left early, which aborts it."""
     left, read = llm.stream(PROMPTS[0], LONG, priority=1), llm.stream(PROMPTS[1], LONG, priority=-1)
     next(left)
@@ -235,21 +231,21 @@ def run_stream(llm: LLM, steps: list[Any]) -> None:
     assert not llm._engine.requests
 
 
-def run_resume(llm: LLM, steps: list[Any]) -> None:
+def run_resume(llm, steps):
     if llm.config.data_parallel_size == 1:  # replicas refuse it
         (cut,) = llm.generate(PROMPTS[0], replace(LONG, max_tokens=12), use_tqdm=False)
         *_, last = llm.resume(cut, replace(LONG, max_tokens=18))
         assert completions([last]) == completions(one().generate(PROMPTS[0], LONG, use_tqdm=False))
 
 
-def run_beam_search(llm: LLM, steps: list[Any]) -> None:
+def run_beam_search(llm, steps):
     if llm.config.data_parallel_size == 1:  # replicas refuse it
         params = BeamSearchParams(beam_width=2, max_tokens=6)
         own, found = (each.beam_search(PROMPTS, params) for each in (one(), llm))
         assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in own]
 
 
-def run_fork(llm: LLM, steps: list[Any]) -> None:
+def run_fork(llm, steps):
     if llm.config.data_parallel_size == 1:  # replicas refuse it
         (whole,) = one().generate(PROMPTS[0], LONG, use_tqdm=False)
         stream = llm.stream(PROMPTS[0], LONG)
@@ -261,12 +257,12 @@ def run_fork(llm: LLM, steps: list[Any]) -> None:
         stream.close()
 
 
-def run_priority(llm: LLM, steps: list[Any]) -> None:
+def run_priority(llm, steps):
     given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
 
 
-def run_client(llm: LLM, steps: list[Any]) -> None:
+def run_client(llm, steps):
     given = {"client": ["batch", "one", "batch", "two"], "use_tqdm": False}
     assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
     stream = llm.stream(PROMPTS[0], LONG, client="batch")
@@ -275,11 +271,11 @@ def run_client(llm: LLM, steps: list[Any]) -> None:
     stream.close()
 
 
-def run_cache_salt(llm: LLM, steps: list[Any]) -> None:
+def run_cache_salt(llm, steps):
     llm.reset_prefix_cache()
     prompt, params = [*range(200)], SamplingParams(temperature=0.0, max_tokens=3)
 
-    def num_cached(salt: str) -> int:  # of a burst, so that each replica has seen the prompt
+    def num_cached(salt):  # of a burst, so that each replica has seen the prompt
         return max(o.num_cached_tokens for o in llm.generate([prompt] * 4, params, cache_salt=salt, use_tqdm=False))
 
     num_cached("one")
@@ -289,12 +285,12 @@ def run_cache_salt(llm: LLM, steps: list[Any]) -> None:
     assert llm.stats().prefix_cache_hits == before
 
 
-def run_timeout(llm: LLM, steps: list[Any]) -> None:
+def run_timeout(llm, steps):
     outputs = llm.generate(PROMPTS, LONG, timeout=[1e-3, 60.0, 60.0, 60.0], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length", "length", "length"]
 
 
-def run_generation_config(llm: LLM, steps: list[Any]) -> None:
+def run_generation_config(llm, steps):
     """Without parameters the model's generation config holds, else `SamplingParams`."""
     assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
@@ -306,7 +302,7 @@ def run_generation_config(llm: LLM, steps: list[Any]) -> None:
     assert index == 0 and completions([plain]) != completions(expected)
 
 
-def run_options(llm: LLM, steps: list[Any]) -> None:
+def run_options(llm, steps):
     """Each is resolved as set, with its visible effect."""
     assert {name: getattr(llm.config, name) for name in LIMITS} == LIMITS
     places = llm.config.max_num_seqs * (2 if llm.config.data_parallel_size == 2 else 1)
@@ -319,7 +315,7 @@ def run_options(llm: LLM, steps: list[Any]) -> None:
     assert len(llm.replicas()) == (2 if llm.config.data_parallel_size == 2 else 0)
 
 
-def run_score(llm: LLM, steps: list[Any]) -> None:
+def run_score(llm, steps):
     template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
     kinds = ({}, {"instruction": "is it about towns?"}, {"template": template})
     with pytest.MonkeyPatch.context() as patch:
@@ -333,7 +329,7 @@ def run_score(llm: LLM, steps: list[Any]) -> None:
     assert found == pytest.approx(own, abs=1e-4)
 
 
-def run_embed(llm: LLM, steps: list[Any]) -> None:
+def run_embed(llm, steps):
     for normalize in (True, False):
         own, found = (each.embed(PROMPTS, normalize=normalize, use_tqdm=False) for each in (one(), llm))
         for expected, output in zip(own, found, strict=True):
@@ -344,7 +340,7 @@ def run_embed(llm: LLM, steps: list[Any]) -> None:
     assert output.embedding is None and len(output.outputs[0].token_ids) == 2
 
 
-SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
+SYNCHRONOUS = {
     run_prompts: {"prompts", "generate", "on_step", "tokenizer", "model", "trace"},
     run_chat: {
         "chat",
@@ -393,7 +389,7 @@ def test_asynchronous_calls_work(mode, async_options):
     asyncio.run(asyncio.wait_for(use_asynchronously(mode, async_options), 120.0))
 
 
-async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
+async def use_asynchronously(mode, options):
     params, [expected] = SamplingParams(seed=4, max_tokens=12), completions(one().generate(
         PROMPTS[0], SamplingParams(seed=4, max_tokens=12), use_tqdm=False
     ))  # fmt: skip

@@ -1,7 +1,5 @@
 """A replica that dies costs nobody a token: its requests go on in the other, and it is started again."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

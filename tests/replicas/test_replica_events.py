@@ -1,7 +1,5 @@
 """KV events of replicas: each publishes its own, on a port of its own."""
 
-from __future__ import annotations
-
 import socket
 
 import msgspec
@@ -16,12 +14,12 @@ from tests.support.tiny_models import random_prompts
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 
-def two_free_ports() -> int:
+def two_free_ports():
     """The first of two neighbouring ports."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+            port = first.getsockname()[1]
             try:
                 second.bind(("127.0.0.1", port + 1))
             except OSError:
@@ -38,7 +36,7 @@ def test_each_replica_publishes_under_its_rank_on_the_next_port():
         for number in range(2):
             subscriber.connect(f"tcp://127.0.0.1:{port + number}")
 
-        def heard_both() -> bool:
+        def heard_both():
             seed = len(ranks) + subscriber.poll(0)
             llm.generate(random_prompts(2, seed=seed), SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
             llm.reset_prefix_cache()
@@ -52,14 +50,14 @@ def test_each_replica_publishes_under_its_rank_on_the_next_port():
 def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
     """It hears that nothing is cached as soon as the replica is up again, before anything is."""
     options = REPLICAS | {"kv_events": f"ipc://{tmp_path}/events"}
-    held: set[int] = set()
-    numbers: list[int] = []
+    held = set()
+    numbers = []
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, LLM(tiny_folder(), **options) as llm:
         subscriber.subscribe(b"")
         subscriber.linger = 0
         subscriber.connect(f"ipc://{tmp_path}/events_dp1")
 
-        def listen(milliseconds: int = 300) -> None:
+        def listen(milliseconds=300):
             while subscriber.poll(milliseconds):
                 _, number, payload = subscriber.recv_multipart()
                 numbers.append(int.from_bytes(number, "big"))
@@ -69,11 +67,11 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
                     else:
                         held.difference_update(event.get("block_hashes", set(held)))
 
-        def fill(seed: int) -> None:
+        def fill(seed):
             prompts = random_prompts(2, low=40, high=40, seed=seed)
             llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 
-        def known() -> set[int]:
+        def known():
             return {as_number(block_hash) for block_hash in llm._engine.replicas[1].prefixes.held}
 
         while not held:  # a late subscription misses some: cached blocks are not reported again

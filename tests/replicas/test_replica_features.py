@@ -1,7 +1,5 @@
 """Replicas refuse unsupported features by name, before anything is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 

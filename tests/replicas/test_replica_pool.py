@@ -1,7 +1,5 @@
 """Two replicas are used like one engine, and answer like it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

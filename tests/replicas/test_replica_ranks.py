@@ -1,7 +1,5 @@
 """Replicas of two ranks each: they give the tokens of one engine, and each dies and restarts alone and whole."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

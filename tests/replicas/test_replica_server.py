@@ -1,7 +1,5 @@
 """The server over two replicas: streams, health, metrics, the live view, and the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

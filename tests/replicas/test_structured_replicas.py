@@ -1,7 +1,5 @@
 """Structured outputs behind replicas: the front checks them, each engine process compiles its own."""
 
-from __future__ import annotations
-
 import queue
 import threading
 

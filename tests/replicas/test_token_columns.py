@@ -1,10 +1,7 @@
 """Tokens sent in columns: a reader gets the outputs that whole messages would bring, times and counts included."""
 
-from __future__ import annotations
-
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,15 +25,15 @@ NO_STATS = EngineStats(*[0] * 14, None, None, None)
 class Streams:
     """Requests of an engine without a model, and their records in two fronts: by columns, and by whole messages."""
 
-    def __init__(self, kind: OutputKind, params: list[SamplingParams]) -> None:
+    def __init__(self, kind, params):
         config = SimpleNamespace(max_model_len=1000, seed=0, record_itl=False)
         limits = SimpleNamespace(eos_token_ids=())
-        processor: Any = SimpleNamespace(
+        processor = SimpleNamespace(
             config=config, limits=limits, tokenizer=tiny_tokenizer(), parts=AllParts(tiny_tokenizer(), config, limits)
         )
         arrivals = count()
-        self.requests: dict[str, Request] = {}
-        self.fronts: list[tuple[PoolRequest, PoolRequest]] = []
+        self.requests = {}
+        self.fronts = []
         for number, own in enumerate(params):
             options = {"arrival_time": 0.25, "bad_words": ()}
             asked = NewRequest(str(number), [5, 6], own, output_kind=OutputKind.DELTA, **options)
@@ -46,7 +43,7 @@ class Streams:
         self.sender, self.num_columns, self.num_whole = TokenSender(), 0, 0
         self.placements = {str(number): number for number in range(len(params))}
 
-    def advance(self, rows: list[int], now: float, event: str = "token") -> None:
+    def advance(self, rows, now, event="token"):
         """Tokens of these requests, unless they have ended."""
         sequences = [self.requests[str(row)].sequences[0] for row in rows]
         sequences = [sequence for sequence in sequences if not sequence.is_finished]
@@ -62,7 +59,7 @@ class Streams:
                 sequence.finish_reason, sequence.is_finished = "length", True
         self.send(deliver(self.requests, sequences, now, TokenTimes(), lambda *_: None, runs))
 
-    def send(self, outputs: list[RequestOutput]) -> None:
+    def send(self, outputs):
         every = [SentOutput.from_output(output, self.placements[output.request_id], None) for output in outputs]
         whole, tokens = self.sender.split(outputs, self.placements)
         sent = [SentOutput.from_output(output, self.placements[output.request_id], None) for output in whole]
@@ -122,7 +119,7 @@ def test_samples_of_one_request_are_sent_whole():
 
 
 def test_tokens_of_another_time_are_sent_whole():
-    def token(request_id: str, time: float) -> RequestOutput:
+    def token(request_id, time):
         metrics = RequestMetrics(0.0, last_token_time=time, num_output_tokens=2)
         return RequestOutput(request_id, None, [1], [CompletionOutput(0, "a", [5], None, None)], False, 0, metrics)
 

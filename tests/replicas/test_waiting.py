@@ -1,7 +1,5 @@
 """Requests without a replica: which may have killed theirs, and how suspects are tried one after the other."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm import SamplingParams

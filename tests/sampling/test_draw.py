@@ -1,9 +1,5 @@
 """The draw that a graph captures: its inputs, and its form in torch against the form for CPUs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +14,7 @@ from nanovllm.sequence import NewRequest, Sequence
 from tests.support.nuclei import nuclei_that_end_exactly
 
 CPU = torch.device("cpu")
-WAYS: list[dict[str, Any]] = [
+WAYS = [
     {}, {"temperature": 0.0}, {"temperature": 0.001}, {"top_k": 1}, {"top_k": 10}, {"top_k": 2**63 - 1}, {"top_p": 0.5},
     {"top_p": 0.9999}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.05, "temperature": 1.8},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.02}, {"temperature": 0.0, "top_k": 3, "top_p": 0.2},
@@ -26,15 +22,15 @@ WAYS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def request(seed: int = 0, **params: Any) -> Sequence:
+def request(seed=0, **params):
     return Sequence(NewRequest("r", [1, 2], SamplingParams(**params)), arrival=0, max_model_len=1000, seed=seed)
 
 
-def requests_of(count: int) -> list[Sequence]:
+def requests_of(count):
     return [request(seed, **WAYS[seed % len(WAYS)]) for seed in range(count)]
 
 
-def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+def random_logits(num_rows, vocab_size):
     return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
 
 

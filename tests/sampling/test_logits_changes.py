@@ -1,13 +1,8 @@
 """Bad words and logits processors against `transformers`, and rows with no token left to sample."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -31,22 +26,20 @@ from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.llms import check_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-POOLS: dict[str, dict[str, Any]] = {
+POOLS = {
     "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
 VOCAB = 50
 
 
-def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+def open_llm(model=None, pool="roomy pool", **options):
     return LLM(
         model or tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **(POOLS[pool] | options)
     )
 
 
-def request(
-    tokens: list[int], words: list[list[int]] | None = None, *, seed: int = 0, num_outputs: int = 0, **params: Any
-) -> Sequence:
+def request(tokens, words=None, *, seed=0, num_outputs=0, **params):
     prompt, output = tokens[: len(tokens) - num_outputs], tokens[len(tokens) - num_outputs :]
     own = SamplingParams(bad_words=["x"] if words else [], **params)
     request = NewRequest("r", prompt, own, bad_words=tuple(map(tuple, words or [])))
@@ -55,7 +48,7 @@ def request(
     return sequence
 
 
-def random_rows(num_rows: int, vocab_size: int = VOCAB) -> Tensor:
+def random_rows(num_rows, vocab_size=VOCAB):
     return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1))
 
 
@@ -166,7 +159,7 @@ def test_bad_words_without_a_tokenizer_are_refused_before_anything_runs():
 # ---------------------------------------------------------------------------------------------------------- processors
 
 
-def counting(token_ids: list[int], row: Tensor) -> Tensor:
+def counting(token_ids, row):
     """A token's logit falls with each time that it stands anywhere, most for the newest: every token counts."""
     for place, token_id in enumerate(token_ids):
         row[token_id] -= 0.5 + place / len(token_ids)
@@ -176,7 +169,7 @@ def counting(token_ids: list[int], row: Tensor) -> Tensor:
 class Counting:
     """The same for `transformers`."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids, scores):
         return torch.stack([counting(ids, row.clone()) for ids, row in zip(input_ids.tolist(), scores, strict=True)])
 
 
@@ -215,11 +208,11 @@ def test_with_overlap_a_request_with_a_processor_gets_a_token_in_every_step():
 def test_processors_act_in_turn_and_a_copy_of_their_row_may_be_kept():
     kept = []
 
-    def keep(_: list[int], row: Tensor) -> Tensor:
+    def keep(_, row):
         kept.append(row)
         return row + 1
 
-    def double(_: list[int], row: Tensor) -> Tensor:
+    def double(_, row):
         return row * 2
 
     logits = random_rows(2)
@@ -229,7 +222,7 @@ def test_processors_act_in_turn_and_a_copy_of_their_row_may_be_kept():
     assert torch.equal(ours[1], logits[1])
 
 
-def fails(token_ids: list[int], row: Tensor) -> Tensor:
+def fails(token_ids, row):
     if len(token_ids) > 5:
         raise KeyError("lost")
     return row
@@ -269,7 +262,7 @@ def test_what_is_no_function_is_refused(value):
 # -------------------------------------------------------------------------------------------------------- nothing left
 
 
-def forbid_all(_: list[int], row: Tensor) -> Tensor:
+def forbid_all(_, row):
     return torch.full_like(row, -torch.inf)
 
 

@@ -1,32 +1,29 @@
 """Logprobs against the log-softmax of a plain forward pass, under any chunking, preemption and overlap."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm import LLM, RequestOutput, SamplingParams, StepError
+from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.features.logprobs.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
 from tests.support.llms import check_engine
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
-POOLS: dict[str, dict[str, Any]] = {
+POOLS = {
     "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
     "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
 
 
-def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+def open_llm(model=None, pool="roomy pool", **options):
     return LLM(model or tiny_model(), enforce_eager=True, block_size=16, **(POOLS[pool] | options))
 
 
-def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+def generate(llm, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     check_engine(llm)
     return outputs
@@ -105,7 +102,7 @@ def test_who_asks_for_them_draws_the_same_tokens():
 
 
 def test_who_does_not_ask_pays_no_sort_and_no_measuring(monkeypatch):
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("a vocabulary was sorted")
 
     with open_llm() as llm:
@@ -157,7 +154,7 @@ def test_the_logits_of_a_long_prompt_are_made_in_pieces(monkeypatch):
         binding, sizes = llm._engine.model_runner.binding, []
         logits_of_rows = binding.passes.logits
 
-        def noting(*args: Any, **kwargs: Any) -> Tensor:
+        def noting(*args, **kwargs):
             logits = logits_of_rows(*args, **kwargs)
             sizes.append(len(logits))
             return logits
@@ -187,7 +184,7 @@ def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
         engine = llm._engine
         execute, countdown = engine.model_runner.execute, [0]
 
-        def failing(batch: Any) -> Any:
+        def failing(batch):
             countdown[0] += 1
             if countdown[0] in (2, 5, 9):
                 raise RuntimeError("for the test")

@@ -1,9 +1,6 @@
 """Penalties and allowed tokens, against the processors of `transformers` and against the formulas written out."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,26 +12,26 @@ from nanovllm.features.penalties.penalties import LatestTokens, change_logits, p
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
-POOLS: dict[str, dict[str, Any]] = {
+POOLS = {
     "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
 VOCAB = 50
 
 
-def request(prompt: list[int], output: list[int], **params: Any) -> Sequence:
+def request(prompt, output, **params):
     sequence = Sequence(NewRequest("r", prompt, SamplingParams(**params)), arrival=0, max_model_len=1000)
     sequence.token_ids.extend(output)
     return sequence
 
 
-def changed(logits: torch.Tensor, sequences: list[Sequence], latest: LatestTokens | None = None) -> torch.Tensor:
+def changed(logits, sequences, latest=None):
     waits = [0] * len(sequences) if latest is None else (latest.token_ids < 0).tolist()
     positions = [len(sequence.token_ids) + int(waiting) for sequence, waiting in zip(sequences, waits, strict=True)]
     return change_logits(logits.clone(), sequences, positions, latest)
 
 
-def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def logits_of(num_rows, dtype=torch.float32):
     return (3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1))).to(dtype)
 
 
@@ -113,7 +110,7 @@ REPETITIONS = [1.1, 1.5, 0.8, 1.0] * 2
 
 
 @functools.cache
-def by_transformers() -> list[list[int]]:
+def by_transformers():
     model, answers = tiny_model("qwen3"), []
     for prompt, penalty in zip(PENALISED, REPETITIONS, strict=True):
         inputs = torch.tensor([prompt])

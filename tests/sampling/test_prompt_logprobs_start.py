@@ -1,7 +1,5 @@
 """`prompt_logprobs_start`: what comes before is found in the prefix cache, what is reported stays the same."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,15 +1,11 @@
 """The C++ forms of sampling against torch's: the same tokens, log-probabilities and logits to the last bit."""
 
-from __future__ import annotations
-
 import functools
 import os
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm import SamplingParams
 from nanovllm.batch import NON_FINITE
@@ -23,7 +19,7 @@ from nanovllm.sampler import DrawInputs, masses, noise_keys
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.nuclei import nuclei_that_end_exactly
 
-FILTERS: list[dict[str, float]] = [
+FILTERS = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.95}, {"top_p": 0.2}, {"top_p": 0.99999},
     {"min_p": 0.05}, {"top_p": 1e-38}, {"top_k": 40, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.02},
     {"top_k": 500, "top_p": 0.99, "min_p": 0.001},
@@ -32,15 +28,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 @functools.cache
-def kernels() -> RowKernels:
+def kernels():
     return load_row_kernels()
 
 
-def random_logits(num_rows: int, vocab_size: int, *, scale: float = 3.0, seed: int = 0) -> Tensor:
+def random_logits(num_rows, vocab_size, *, scale=3.0, seed=0):
     return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_of(num_rows: int, temperature: float = 1.0, **given: float) -> DrawInputs:
+def inputs_of(num_rows, temperature=1.0, **given):
     ones = np.ones(num_rows, np.float32)
     filters = [np.full(num_rows, given.get(name, 0), stage.dtype) for name, stage in FILTER_STAGES.items()]
     keys = noise_keys(list(range(num_rows)), [7] * num_rows)
@@ -48,13 +44,13 @@ def inputs_of(num_rows: int, temperature: float = 1.0, **given: float) -> DrawIn
     return DrawInputs(keys, inverse, ones * (temperature > 0), *filters, np.zeros(num_rows, np.int32))
 
 
-def assert_same_tokens(logits: Tensor, inputs: DrawInputs) -> list[int]:
+def assert_same_tokens(logits, inputs):
     expected = draw_on_cpu(logits, inputs).tolist()
     assert draw_on_cpu(logits, inputs, kernels()).tolist() == expected
     return expected
 
 
-def hard_rows(vocab_size: int) -> Tensor:
+def hard_rows(vocab_size):
     """Ties, flat rows, one-hot ones, outliers, and values that filters cannot tell apart."""
     plain, steps = random_logits(1, vocab_size)[0], torch.arange(vocab_size) / vocab_size
     one_hot = torch.full((vocab_size,), -torch.inf)
@@ -168,7 +164,7 @@ def test_equal_logits_are_reported_lowest_token_first():
         assert measured.token_ids.tolist() == [[4, 1, 3, 6, 2, 4]]
 
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.7}, {"presence_penalty": -0.4, "top_p": 0.9},
     {"repetition_penalty": 0.7, "frequency_penalty": -0.2, "presence_penalty": 1.1, "logit_bias": {3: 2.5, 9: -8}},
     {"allowed_token_ids": list(range(0, 90, 3)), "repetition_penalty": 1.2, "logprobs": 4},
@@ -177,7 +173,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def sequences_of(vocab_size: int) -> list[Sequence]:
+def sequences_of(vocab_size):
     sequences = []
     for number, options in enumerate(OPTIONS * 2):
         generator = np.random.default_rng(number)
@@ -232,10 +228,10 @@ class WithoutMinP:
 
     filters = RowKernels.filters - {"min_p"}
 
-    def can_read(self, logits: Tensor) -> bool:
+    def can_read(self, logits):
         return kernels().can_read(logits)
 
-    def draw(self, logits: Tensor, inputs: DrawInputs, least_levels: Tensor) -> np.ndarray:
+    def draw(self, logits, inputs, least_levels):
         return kernels().draw(logits, inputs, torch.full_like(least_levels, -torch.inf))
 
 

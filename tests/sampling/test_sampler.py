@@ -1,14 +1,10 @@
 """The sampler: exact distributions, and noise that depends on seed, position and token id alone."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -32,7 +28,7 @@ GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's
 GAMMA_32, MIX_32 = 0x9E3779B9, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 
 
-def request(seed: int = 0, *, num_output_tokens: int = 0, eos: tuple[int, ...] = (), **params: Any) -> Sequence:
+def request(seed=0, *, num_output_tokens=0, eos=(), **params):
     sequence = Sequence(
         NewRequest("r", [1], SamplingParams(**params)), arrival=0, max_model_len=10_000, eos_token_ids=eos, seed=seed
     )
@@ -40,16 +36,16 @@ def request(seed: int = 0, *, num_output_tokens: int = 0, eos: tuple[int, ...] =
     return sequence
 
 
-def draw(logits: Tensor, requests: list[Sequence], positions: list[int] | None = None) -> list[int]:
+def draw(logits, requests, positions=None):
     positions = positions or list(range(1, len(requests) + 1))
     return fast_sampler(build_stage=RequestOptions).sample(logits.clone(), requests, positions).tolist()
 
 
-def random_logits(num_rows: int, vocab_size: int, *, scale: float = 2.0, seed: int = 0) -> Tensor:
+def random_logits(num_rows, vocab_size, *, scale=2.0, seed=0):
     return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def keys_of(numbers: range, *, position: int = 5) -> Tensor:
+def keys_of(numbers, *, position=5):
     """Keys of many seeds at one position."""
     return torch.tensor([signed(noise_key(number, position)) for number in numbers])
 
@@ -58,11 +54,11 @@ def noise_key(seed, position):
     return int(noise_keys([seed], [position])[0])
 
 
-def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
+def noise_of(keys, vocab_size):
     return gumbel_noise(keys, token_counters(vocab_size, keys.device))
 
 
-def signed(value: int) -> int:
+def signed(value):
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -106,7 +102,7 @@ def test_a_tiny_temperature_is_greedy_and_overflows_nowhere():
 # --------------------------------------------------------------------------------------- the distribution that is drawn
 
 
-def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
+def by_transformers(logits, params):
     """Probabilities by the library's own warpers, in the documented order."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k > 0:
@@ -118,17 +114,17 @@ def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
     return warpers(None, logits.clone()).softmax(dim=-1)
 
 
-def by_us(logits: Tensor, params: SamplingParams) -> Tensor:
+def by_us(logits, params):
     return filtered(logits / params.temperature, [params] * len(logits)).softmax(dim=-1)
 
 
-def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+def filtered(logits, params):
     columns = {name: np.array([getattr(p, name) for p in params], np.float64) for name in FILTER_STAGES}
     inputs = [stage.encode(columns[name]).astype(stage.dtype) for name, stage in FILTER_STAGES.items()]
     return keep_likely(logits, inputs)
 
 
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {},
     {"temperature": 0.3},
     {"temperature": 3.0},
@@ -184,7 +180,7 @@ def test_top_p_keeps_all_tokens_that_tie_with_the_one_that_crosses():
     assert support(torch.tensor([0.4, 0.2, 0.2, 0.2]).log(), top_p=0.5) == [0, 1, 2, 3]
 
 
-def support(logits: Tensor, **params: Any) -> list[int]:
+def support(logits, **params):
     return by_us(logits[None], SamplingParams(**params))[0].nonzero().flatten().tolist()
 
 
@@ -362,7 +358,7 @@ def test_noise_of_neighbouring_tokens_is_uncorrelated(lag):
     assert abs(torch.corrcoef(torch.stack([noise[lag:], noise[:-lag]]))[0, 1]) < 5 / math.sqrt(100_000)
 
 
-def unmixed_32(value: int) -> int:
+def unmixed_32(value):
     """The inverse of the mixer of 32 bits, to reach any output that we want to see."""
     for shift, factor in reversed(MIX_32):
         value = value * pow(factor, -1, 2**32) % 2**32
@@ -373,7 +369,7 @@ def unmixed_32(value: int) -> int:
     return value
 
 
-def noise_of_bits(bits: int, *, token_id: int = 3, low: int = 0x12345678) -> float:
+def noise_of_bits(bits, *, token_id=3, low=0x12345678):
     """The noise of a token whose 32 random bits are these."""
     halfway = (low + (token_id + 1) * GAMMA_32) % 2**32
     for shift, factor in MIX_32:

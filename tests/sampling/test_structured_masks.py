@@ -1,7 +1,5 @@
 """Bit masks in the logits, by C++ and by torch."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Listening sockets: a port belongs to one server from before its model is loaded, and to the next one at once."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -9,17 +7,17 @@ import pytest
 from nanovllm.serving.server.listening import allow_restart, bind
 
 
-def port_of(listeners: list[socket.socket]) -> int:
+def port_of(listeners):
     number = listeners[0].getsockname()[1]
     return number
 
 
-def close(listeners: list[socket.socket]):
+def close(listeners):
     for listener in listeners:
         listener.close()
 
 
-def leave_lingering_connection(listener: socket.socket):
+def leave_lingering_connection(listener):
     """Serve a client whose connection the server closes first, so that its end stays in TIME_WAIT."""
     with socket.create_connection(listener.getsockname()) as client:
         accepted, _ = listener.accept()

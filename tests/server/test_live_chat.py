@@ -1,13 +1,10 @@
 """The live view's chat in a browser: Markdown that cannot run, edits, retries, conversations that stay, and curl."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
 from tests.support.live_pages import answered, ask, contains, live_pages, matches, press, question, shows, state
 from tests.support.serving import serving, user
@@ -49,7 +46,7 @@ def running():
 
 
 @pytest.fixture
-def open_page(browser: Browser):
+def open_page(browser):
     with live_pages(browser) as open_page:
         yield open_page
 
@@ -61,7 +58,7 @@ def page(running, open_page):
     return page
 
 
-def answer_with(page: Page, text: str, size: int = 7) -> list[dict[str, Any]]:
+def answer_with(page, text, size=7):
     """Answer the page's questions with `text` in pieces of `size` characters; returns the list of their bodies."""
     bodies = []
 
@@ -77,7 +74,7 @@ def answer_with(page: Page, text: str, size: int = 7) -> list[dict[str, Any]]:
     return bodies
 
 
-def said(page: Page):
+def said(page):
     return page.locator(".message.assistant .said").last
 
 

@@ -1,7 +1,5 @@
 """The live view's feed: correct figures, no prompt or answer text, and snapshots only for watchers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -13,7 +11,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -49,7 +46,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=400)
 Message = tuple[str, dict[str, Any]]
 
 
-def parsed(data: bytes) -> Message:
+def parsed(data):
     found = re.fullmatch(r"event: (\w+)\ndata: (.*)\n\n", data.decode())
     assert found is not None, data
     content = json.loads(found[2])
@@ -58,7 +55,7 @@ def parsed(data: bytes) -> Message:
     return found[1], content
 
 
-async def take(feed: LiveFeed, number: int) -> list[Message]:
+async def take(feed, number):
     """Return the first messages of a new watcher."""
     messages = []
     async with aclosing(feed.watch()) as watch:
@@ -69,11 +66,11 @@ async def take(feed: LiveFeed, number: int) -> list[Message]:
     return messages
 
 
-def rows(look) -> list[dict[str, Any]]:
+def rows(look):
     return [dict(zip(REQUEST_VALUES, row, strict=True)) for row in look["requests"]]
 
 
-def build_step(step_id: int) -> StepRecord:
+def build_step(step_id):
     return StepRecord(step_id, float(step_id), step_id - 0.5, 1, 1, 0, 0, 1, 0, 1, 0.0, 0.0, 0.0, 0.0, ())
 
 
@@ -89,7 +86,7 @@ class StillEngine:
         self.pool = (bytes(5), bytes(5))
         self.error = None
 
-    async def inspect(self, look) -> EngineSnapshot:
+    async def inspect(self, look):
         self.num_looks += 1
         if self.error is not None:
             raise self.error
@@ -378,7 +375,7 @@ async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follo
 # --------------------------------------------------------------------------------------------------------------- server
 
 
-def refusal(http: httpx.Client, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+def refusal(http, path, headers=None):
     """Return status and code of a refusal; a feed would never end."""
     with http.stream("GET", path, headers=headers) as answer:
         assert answer.headers["content-type"] == "application/json"

@@ -1,13 +1,11 @@
 """The live view's page in a browser: chat, figures, pause, scrubbing, and every state of the server."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
 from tests.support.async_llms import in_engine_steps, slow_steps
 from tests.support.live_pages import (
@@ -39,7 +37,7 @@ def running():
 
 
 @pytest.fixture
-def open_page(browser: Browser):
+def open_page(browser):
     with live_pages(browser) as open_page:
         yield open_page
 
@@ -51,12 +49,12 @@ def page(running, open_page):
     return page
 
 
-def step(page: Page) -> int:
+def step(page):
     found = re.match(r"step ([\d,]+)", page.locator("#readout").inner_text())
     return int(found[1].replace(",", "")) if found else 0
 
 
-def tile(page: Page, name: str) -> str:
+def tile(page, name):
     return page.locator(".tile", has_text=name).inner_text()
 
 
@@ -242,7 +240,7 @@ def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page)
     assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
 
 
-def count_pixels(page: Page, canvas: str, name: str) -> int:
+def count_pixels(page, canvas, name):
     """Count the pixels of a canvas in a palette colour."""
     return page.evaluate(
         """([id, name]) => {

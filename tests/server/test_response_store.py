@@ -1,8 +1,5 @@
 """`previous_response_id`: conversations go on, bounded in number and bytes, each for its key."""
 
-from __future__ import annotations
-
-import httpx
 import pytest
 
 from nanovllm.serving.server.errors import ApiError
@@ -12,17 +9,17 @@ from tests.support.serving import serving, user
 ASK = {"temperature": 0, "max_output_tokens": 6}
 
 
-def conversation(num_bytes: int = 10, owner: str = "") -> StoredConversation:
+def conversation(num_bytes=10, owner=""):
     return StoredConversation(owner, (user("x"),), num_bytes)
 
 
-def post(http: httpx.Client, **body):
+def post(http, **body):
     answer = http.post("/v1/responses", json=ASK | body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def text_of(response) -> str:
+def text_of(response):
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 

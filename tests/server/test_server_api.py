@@ -1,11 +1,8 @@
 """The endpoints, driven by OpenAI's own client: the offline engine's tokens, and refusals by name."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import openai
 import pytest
@@ -52,7 +49,7 @@ def expected(prompt, **params):
     return output
 
 
-def chat_prompt(messages: list[dict[str, Any]]) -> list[int]:
+def chat_prompt(messages):
     return offline().apply_chat_template(messages)[0]
 
 

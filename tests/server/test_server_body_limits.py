@@ -1,7 +1,5 @@
 """Limits on request bodies, and large bodies that are accepted."""
 
-from __future__ import annotations
-
 import json
 import threading
 from types import SimpleNamespace

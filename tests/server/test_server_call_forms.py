@@ -1,11 +1,8 @@
 """Tool calls as models write them: each format's own form, and the deviations that users of public engines report."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from typing import Any
 
 import pytest
 
@@ -31,11 +28,11 @@ KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_e
 Q = '<|"|>'
 
 
-def tag(inner: str) -> str:
+def tag(inner):
     return f"<tool_call>{inner}</tool_call>"
 
 
-def xml(*parts: str, name: str = "write", begin: str = "<tool_call>\n", end: str = "</function>\n</tool_call>") -> str:
+def xml(*parts, name="write", begin="<tool_call>\n", end="</function>\n</tool_call>"):
     return f"{begin}<function={name}>\n{''.join(parts)}{end}"
 
 
@@ -43,7 +40,7 @@ PATH, BODY = "<parameter=path>\n/x\n</parameter>\n", "<parameter=content>\nhello
 OPEN_PATH, OPEN_BODY = "<parameter=path>\n/x\n", "<parameter=content>\nhello\n"
 
 
-def dsml(*parts: str, name: str = "write", block: str = "function_calls") -> str:
+def dsml(*parts, name="write", block="function_calls"):
     head = f'<｜DSML｜{block}>\n<｜DSML｜invoke name="{name}">\n'
     return f"{head}{''.join(parts)}</｜DSML｜invoke>\n</｜DSML｜{block}>"
 
@@ -52,7 +49,7 @@ DSML_PATH = '<｜DSML｜parameter name="path" string="true">/x</｜DSML｜parame
 DSML_BODY = '<｜DSML｜parameter name="content" string="true">hello</｜DSML｜parameter>\n'
 
 
-def invoke(*parts: str, name: str = "write") -> str:
+def invoke(*parts, name="write"):
     return f'<minimax:tool_call>\n<invoke name="{name}">\n{"".join(parts)}</invoke>\n</minimax:tool_call>'
 
 
@@ -62,12 +59,12 @@ PAIR_PATH = "<arg_key>path</arg_key>\n<arg_value>/x</arg_value>\n"
 PAIR_BODY = "<arg_key>content</arg_key>\n<arg_value>hello</arg_value>\n"
 
 
-def whole(form: str, calls: list, *texts: str) -> list[tuple]:
+def whole(form, calls, *texts):
     """Answers that are these calls and nothing else."""
     return [(form, text, "", calls) for text in texts]
 
 
-def no_call(form: str, *texts: str) -> list[tuple]:
+def no_call(form, *texts):
     """Answers that stay text: arguments that are not certain, tools that are not there."""
     return [(form, text, text, []) for text in texts]
 
@@ -277,7 +274,7 @@ CALLS = [  # format, text, content, calls
 ]  # fmt: skip
 
 
-def parsed(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+def parsed(form, parts):
     stream = ToolStream(FORMATS[form], TOOLS)
     content, calls = "", []
     for number, part in enumerate(parts):
@@ -289,7 +286,7 @@ def parsed(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     return content, calls
 
 
-def cuts(text: str, chance: random.Random) -> list[list[str]]:
+def cuts(text, chance):
     """The text in pieces: whole, single characters, two pieces, and at random."""
     found = [[text], list(text)]
     found += [[text[:at], text[at:]] for at in range(1, len(text))]
@@ -306,7 +303,7 @@ def test_a_call_is_read_with_all_its_arguments_or_stays_text(form, text, content
         assert parsed(form, parts) == (content, calls), parts
 
 
-def joined(form: str, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def joined(form, parts):
     """Content and calls of an answer whose calls are returned in parts."""
     stream = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False, streams_calls=True)
     content, calls = "", []

@@ -1,7 +1,5 @@
 """The helpers of OpenAI's and Anthropic's clients for streamed and repeated tool calls."""
 
-from __future__ import annotations
-
 import json
 
 import openai
@@ -27,7 +25,7 @@ def running():
 
 
 @beta_tool
-def read(path: str) -> str:
+def read(path):
     """Read a file.
 
     Args:

@@ -1,7 +1,5 @@
 """Arguments of tool calls that stream, in each protocol, and calls that are cut off."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -32,7 +30,7 @@ def running():
         yield running
 
 
-def events(running, path: str, body):
+def events(running, path, body):
     """The events of a streamed answer."""
     with running.http() as http, http.stream("POST", path, json={"model": MODEL, "stream": True} | body) as answer:
         assert answer.status_code == 200, answer.read()

@@ -1,7 +1,5 @@
 """Strings of tool calls that stand between tags without quotes: constrained by their schemas as those in JSON are."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -15,7 +13,7 @@ from nanovllm.serving.server.answers.grammar import AnswerConstraints
 from nanovllm.serving.server.answers.rules import Rules
 from nanovllm.serving.server.answers.string_formats import FORMATS
 from nanovllm.serving.server.answers.text_values import text_value
-from tests.support.answer_grammars import Setting, setting_of
+from tests.support.answer_grammars import setting_of
 from tests.support.serving import function_tool
 
 TAGGED = [(name, as_tokens) for name in ("qwen_xml", "seed", "glm") for as_tokens in (True, False)]
@@ -26,7 +24,7 @@ WRITTEN = {
 }
 
 
-def taking(schema, *, strict: bool = True):
+def taking(schema, *, strict=True):
     """A tool that takes one argument x."""
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
     return function_tool("f", parameters=parameters, strict=strict)
@@ -130,7 +128,7 @@ a:/b//c a:// 1a:b a:b%20c a:b%2 http://h:x/ a:?q a:#f#g //a/b http://[v1.a]/ htt
 FOUND = "a b ab ba xax xbx A xB 7 ٣ $ x$ ( | x| a/b é/b ^ ]"
 
 
-def accepted(setting: Setting, grammar: str, texts: list[str]) -> list[bool]:
+def accepted(setting, grammar, texts):
     built = llguidance.LLMatcher(setting.guide, grammar)
     assert not built.is_error(), built.get_error()
     found = []

@@ -1,7 +1,5 @@
 """`nanovllm serve`: its options, from flags, the environment and a file."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -31,7 +29,7 @@ def served(monkeypatch):
     return calls
 
 
-def refused(capsys, *arguments: str) -> str:
+def refused(capsys, *arguments):
     assert main(["serve", *arguments]) == 2
     return capsys.readouterr().err
 

@@ -1,15 +1,11 @@
 """Limits of connections: sockets, headers, and slow senders, with either HTTP parser."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 import json
 import logging
 import socket
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import h11
 import pytest
@@ -39,7 +35,7 @@ def connected(running):
         yield connection
 
 
-def answer(connection: socket.socket) -> bytes:
+def answer(connection):
     """Read until the server closes."""
     received = b""
     while data := connection.recv(65536):
@@ -47,7 +43,7 @@ def answer(connection: socket.socket) -> bytes:
     return received
 
 
-def refusal(connection: socket.socket, status: int):
+def refusal(connection, status):
     """Return the error of a refusal that closed the connection."""
     head, _, body = answer(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head
@@ -55,7 +51,7 @@ def refusal(connection: socket.socket, status: int):
     return json.loads(body)["error"]
 
 
-def send_until_refused(connection: socket.socket, piece: bytes, num_bytes: int) -> int:
+def send_until_refused(connection, piece, num_bytes):
     """Send until the server answers; returns the number of bytes sent, at most `num_bytes`."""
     connection.setblocking(False)
     num_sent = 0
@@ -437,14 +433,14 @@ def test_limits_must_be_above_zero(name):
 @bounded
 async def test_an_event_waits_for_the_comment_that_is_being_sent():
     begun = asyncio.Event()
-    sent: list[Any] = []
+    sent = []
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events():
         yield b""
         await begun.wait()
         yield b"event"
 
-    async def send(message: Any) -> None:
+    async def send(message):
         if message.get("body") == COMMENT:
             begun.set()
             for _ in range(10):

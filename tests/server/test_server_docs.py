@@ -1,7 +1,5 @@
 """docs/guide/server.md: its commands run, its configuration loads, its lists are complete."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -24,7 +22,7 @@ OPENAI_FIELDS = {
 }  # fmt: skip
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 

@@ -1,7 +1,5 @@
 """/v1/embeddings, /v1/rerank and /v1/score: the offline engine's numbers in the forms of the clients."""
 
-from __future__ import annotations
-
 import base64
 import concurrent.futures
 import json

@@ -1,10 +1,7 @@
 """Hosts, origins and priorities that a server accepts, and a port already in use."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from typing import Any
 
 import httpx
 import pytest
@@ -38,9 +35,9 @@ def test_a_server_on_the_loopback_answers_to_no_other_name():
 
 
 def test_each_of_several_host_headers_is_checked():
-    sent: list[Any] = []
+    sent = []
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     hosts = [(b"host", b"localhost"), (b"host", b"evil.example")]

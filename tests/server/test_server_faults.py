@@ -1,7 +1,5 @@
 """Clients that leave or do not read, full queues, a nearly full pool, shutdown, a dead engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -42,23 +40,23 @@ def watch_steps(running, monkeypatch, before):
     in_engine_steps(running.engine, monkeypatch, lambda _: before())
 
 
-def take_longer(running, monkeypatch, seconds: float):
+def take_longer(running, monkeypatch, seconds):
     watch_steps(running, monkeypatch, lambda: time.sleep(seconds))
 
 
-def fails_with(error: Exception):
+def fails_with(error):
     def fail():
         raise error
 
     return fail
 
 
-def answers_as_ever(running) -> bool:
+def answers_as_ever(running):
     answer = running.post(ANSWERS, SHORT | {"return_token_ids": True}).json()
     return answer["choices"][0]["token_ids"] == offline_tokens(SHORT)
 
 
-def num_queued(running) -> int:
+def num_queued(running):
     stats = running.stats()
     return stats.num_running + stats.num_waiting
 
@@ -69,7 +67,7 @@ def close(running, *connections):
     comes_true(running.is_idle)
 
 
-def parse_events(answer: httpx.Response) -> list[str]:
+def parse_events(answer):
     return [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
 
 
@@ -181,7 +179,7 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
         assert outcomes(running) == {"length": 1}
 
 
-def outcomes(running) -> dict[str, float]:
+def outcomes(running):
     """Return the finished requests by reason, from /metrics."""
     families = text_string_to_metric_families(running.get("/metrics").text)
     return {
@@ -242,7 +240,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         others.close()
 
 
-def raw_stream_with_small_buffer(running, body) -> socket.socket:
+def raw_stream_with_small_buffer(running, body):
     """`raw_stream` with a small receive buffer, so that the server soon blocks."""
     data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -253,7 +251,7 @@ def raw_stream_with_small_buffer(running, body) -> socket.socket:
     return connection
 
 
-def offline_tokens(body) -> list[int]:
+def offline_tokens(body):
     params = SamplingParams(**{name: value for name, value in body.items() if name in ("max_tokens", "temperature")})
     return offline().generate([body["prompt"]], params, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -495,7 +493,7 @@ def test_a_step_that_hangs_ends_its_answers_turns_health_to_503_and_the_server_e
         comes_true(lambda: not running.engine._engine_thread._thread.is_alive())
 
 
-def read_to_end(connection: socket.socket) -> bytes:
+def read_to_end(connection):
     """Read until the server closes or sends no more."""
     connection.settimeout(30.0)
     received = b""
@@ -545,7 +543,7 @@ def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits
         process.stderr.close()
 
 
-def url_in(log: str) -> str:
+def url_in(log):
     return log.split("running on ")[1].split(" ")[0]
 
 

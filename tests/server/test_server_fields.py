@@ -1,7 +1,5 @@
 """Fields that clients send and that cannot change an answer; unknown ones; the error of a prompt that is too long."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random bodies for every endpoint, those of no schema too: an answer or a named refusal, never a server error."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -62,11 +60,11 @@ def test_no_body_is_a_server_error(running):
     assert not failed and answered > 5 * EXAMPLES
 
 
-def drawn_path(draw: random.Random, route: APIRoute) -> str:
+def drawn_path(draw, route):
     return re.sub(r"\{[^}]+\}", lambda _: draw.choice([MODEL, "a%20b", "%00", "%ff", "blobs", "pull"]), route.path)
 
 
-def drawn_body(draw: random.Random, route: APIRoute) -> bytes:
+def drawn_body(draw, route):
     if route.body_field is None or draw.random() < 0.1:
         return draw.choice(BROKEN)
     names = route.body_field.field_info.annotation.names()

@@ -1,7 +1,5 @@
 """Grammars of whole answers: llguidance accepts what the readers read, and what it generates is always a valid call."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -206,7 +204,7 @@ def test_a_budget_of_thought_forces_its_end(reasoning):
     assert matcher.consume_token(close_id)
 
 
-def allowed_by(matcher: llguidance.LLMatcher) -> list[int]:
+def allowed_by(matcher):
     return [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
 
 

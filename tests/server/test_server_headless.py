@@ -1,7 +1,5 @@
 """A served model without a head: endpoints that embed answer, those that generate are refused by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ def running():
         yield running
 
 
-def states() -> list[np.ndarray]:
+def states():
     """Normalised last hidden states of `transformers`, [hidden_size] each."""
     model, tokenizer = tiny_model(num_layers=1).base_model, tiny_tokenizer()
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """Health and refusals: figures at once, a stall by its name, and Retry-After."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import sys

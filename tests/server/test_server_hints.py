@@ -1,7 +1,5 @@
 """Fields that clients send of their own accord and that have no effect; parts of a conversation that are left out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import typing

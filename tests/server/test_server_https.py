@@ -1,7 +1,5 @@
 """HTTPS, the path below a proxy, and the level of the log."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import ssl

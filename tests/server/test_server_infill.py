@@ -1,7 +1,5 @@
 """`suffix` of completions and llama.cpp's /infill, whole and streamed, and their refusals."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -50,7 +48,7 @@ def test_a_suffix_asks_for_the_middle_of_each_prompt(running, tokenizer):
 BODY = {"input_prefix": PREFIX, "input_suffix": SUFFIX, **GREEDY}
 
 
-def streamed(running, fields) -> list[dict]:
+def streamed(running, fields):
     """The events of a streamed middle."""
     lines = running.post("/infill", BODY | fields | {"stream": True}).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line]

@@ -1,7 +1,5 @@
 """x-request-id, the access log, JSON logs, counts by API key, and spans."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -40,7 +38,7 @@ def log(caplog):
     return caplog
 
 
-def accesses(log, count: int) -> list[logging.LogRecord]:
+def accesses(log, count):
     """The lines of `count` requests; the last one is written after its response."""
 
     def found():

@@ -1,11 +1,8 @@
 """/v1/messages: Anthropic's own client against a live server, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
-from typing import Any
 
 import anthropic
 import pytest
@@ -109,7 +106,7 @@ def test_an_agent_makes_several_calls_without_a_malformed_event(running, client,
     )
 
 
-def count(client: anthropic.Anthropic, messages: list[Any], **options) -> int:
+def count(client, messages, **options):
     return client.messages.count_tokens(model=MODEL, messages=messages, tools=TOOLS, **options).input_tokens
 
 

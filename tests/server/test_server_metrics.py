@@ -1,7 +1,5 @@
 """Prometheus metrics: their values, and a dashboard that uses no others."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -174,7 +172,7 @@ def test_the_alerts_ask_for_nothing_that_the_server_has_not(counted):
 
 
 def test_a_request_of_several_samples_ends_as_its_worst_one():
-    def reason(*reasons: str | None) -> str:
+    def reason(*reasons):
         return worst_reason(SimpleNamespace(outputs=[SimpleNamespace(finish_reason=each) for each in reasons]))
 
     assert [reason("stop", "length"), reason("timeout", "abort", "stop"), reason("error", "stop")] == [

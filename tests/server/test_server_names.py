@@ -1,7 +1,5 @@
 """Names of the model and of endpoints: several, any, and the forms of other servers."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.serving.server.settings import ServerSettings

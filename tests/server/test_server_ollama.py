@@ -1,13 +1,9 @@
 """Ollama's API: chats, completions, embeddings and the model, whole and as JSON lines, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 from datetime import datetime
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -40,20 +36,20 @@ def http(running):
         yield http
 
 
-def post(http: httpx.Client, path: str, **body):
+def post(http, path, **body):
     answer = http.post(path, json={"model": MODEL, "stream": False} | body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def lines(http: httpx.Client, path: str, **body) -> list[dict[str, Any]]:
+def lines(http, path, **body):
     """The lines of a stream, which is the default."""
     answer = http.post(path, json={"model": MODEL} | body)
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def openai_text(http: httpx.Client, **body) -> str:
+def openai_text(http, **body):
     given = {"messages": ASK, "temperature": 0, "max_tokens": 8} | body
     return http.post("/v1/chat/completions", json=given).json()["choices"][0]["message"]["content"]
 
@@ -206,7 +202,7 @@ def test_embeddings_are_those_of_openais_endpoint(http):
     np.testing.assert_allclose(older["embedding"], expected[0], atol=1e-5)
 
 
-def post_embed(http: httpx.Client, **body):
+def post_embed(http, **body):
     answer = http.post("/api/embed", json={"model": MODEL} | body)
     assert answer.status_code == 200, answer.text
     return answer.json()

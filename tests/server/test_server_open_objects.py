@@ -1,7 +1,5 @@
 """Objects of a document are closed in every API that asks for one, unless the server or the request opens them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.scripted import ending_model

@@ -1,7 +1,5 @@
 """Reasoning: thought split from content by the chat template's markers, efforts, and variables of the template."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +56,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def split(name: str, is_open: bool, parts: list[str]) -> tuple[str, str, list[str]]:
+def split(name, is_open, parts):
     special = {"<|eot|>", "[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>", "<|channel>", "<channel|>"}
     form = AnswerFormat(REASONING_FORMATS[name], FORMATS["hermes"], frozenset(special))
     stream = form.stream({"weather": {}}, is_open=is_open)

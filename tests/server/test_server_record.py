@@ -1,14 +1,10 @@
 """A server's record of its requests: what it holds, what survives a kill, and that the tools read it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,11 +23,11 @@ from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.sweeps import CALIBRATION, COST
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def ended(length: int, arrival: float = 0.0, **options) -> tuple[NewRequest, RequestOutput]:
+def ended(length, arrival=0.0, **options):
     """A request of `length` prompt tokens that got three tokens."""
     request = NewRequest("r", list(range(length)), SamplingParams(), arrival_time=arrival, **options)
     metrics = RequestMetrics(arrival, num_prompt_tokens=length, num_output_tokens=3)

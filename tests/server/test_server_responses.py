@@ -1,7 +1,5 @@
 """/v1/responses: OpenAI's own client against a live server, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 from contextlib import aclosing
 from functools import partial

@@ -1,7 +1,5 @@
 """API keys, limits, origins, and what answers and logs must not reveal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -13,7 +11,6 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from nanovllm import AsyncLLM
 from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.serving.server.security import ApiKeys, BodyGate, client_name
 from nanovllm.serving.server.settings import ServerSettings, cache_salt
@@ -27,7 +24,7 @@ HI = [user("Hi")]
 BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
 
 
-def bearer(key: str) -> dict[str, str]:
+def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -144,7 +141,7 @@ def clients():
     return []
 
 
-def note_clients(engine: AsyncLLM, clients: list[str]):
+def note_clients(engine, clients):
     process = engine._input_processor.process_each
 
     def noted(*arguments, **options):
@@ -154,7 +151,7 @@ def note_clients(engine: AsyncLLM, clients: list[str]):
     engine._input_processor.process_each = noted
 
 
-def send(running, **headers: str) -> int:
+def send(running, **headers):
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     return running.post("/v1/completions", BODY, headers=names).status_code
 
@@ -322,7 +319,7 @@ def test_arguments_of_a_call_that_are_nested_too_deeply_stay_text():
             assert answer.status_code == 200, answer.text
 
 
-def nested(depth: int):
+def nested(depth):
     value = 1
     for number in range(depth):
         value = {"a": value} if number % 2 else [value]
@@ -366,7 +363,7 @@ def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
     assert ("messages[0].content holds" in message) == (param == "messages")
 
 
-def scope_of(**headers: str):
+def scope_of(**headers):
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http", "headers": named, "client": ("10.1.2.3", 4)}
 

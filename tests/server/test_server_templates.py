@@ -1,7 +1,5 @@
 """Messages of every API through the templates of many families: no text is lost, none is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -22,7 +20,7 @@ def running():
         yield running
 
 
-def chat_body(kind: str, *, arguments='{"path": "a.txt"}'):
+def chat_body(kind, *, arguments='{"path": "a.txt"}'):
     """A conversation of one kind for /v1/chat/completions."""
     ask, answer = user(QUESTION), {"role": "assistant", "content": ANSWER}
     tool = function_tool("read")
@@ -45,7 +43,7 @@ def chat_body(kind: str, *, arguments='{"path": "a.txt"}'):
             return {"messages": [ask, answer, {"role": "system", "content": RULE}, user(NEXT)]}
 
 
-def responses_body(kind: str):
+def responses_body(kind):
     """The same for /v1/responses."""
     items = []
     given = chat_body(kind)
@@ -63,7 +61,7 @@ def responses_body(kind: str):
     return {"input": items} | ({"tools": tools} if tools else {})
 
 
-def messages_body(kind: str):
+def messages_body(kind):
     """The same for /v1/messages."""
     given, made = chat_body(kind), []
     body = {"model": "tiny", "max_tokens": 1}
@@ -84,7 +82,7 @@ def messages_body(kind: str):
     return body | {"messages": made} | ({"tools": tools} if tools else {})
 
 
-def ollama_body(kind: str):
+def ollama_body(kind):
     """The same for /api/chat, whose content is text alone."""
     given = chat_body(kind, arguments={"path": "a.txt"})
     for message in given["messages"]:
@@ -109,7 +107,7 @@ TEXTS = {
 }
 
 
-def prompt(running, monkeypatch, family: str, body, path: str = CHATS) -> str:
+def prompt(running, monkeypatch, family, body, path=CHATS):
     """The prompt that a body becomes with a family's template."""
     monkeypatch.setattr(running.engine.tokenizer, "chat_template", FAMILIES.get(family, family))
     prompts = prompt_of(running, monkeypatch)

@@ -1,12 +1,9 @@
 """Tool calls: rendered into the prompt by the chat template, parsed from the answer by model family."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jsonschema
 import pytest
@@ -96,7 +93,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+def read(form, parts):
     special = frozenset(["<|eot|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"])
     stream = AnswerFormat(None, FORMATS[form], special).stream(TOOL_SCHEMAS, is_open=False)
     content, calls = "", []

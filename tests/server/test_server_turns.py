@@ -1,7 +1,5 @@
 """Requests that come at once begin a few at a time, in their order; /health does not wait for them."""
 
-from __future__ import annotations
-
 import asyncio
 
 from nanovllm.features.intake.intake import CLIENT
@@ -25,7 +23,7 @@ class Recorded:
         self.turn += 1
         asyncio.get_running_loop().call_soon(self.count_turns)
 
-    def request(self, turns: Turns, path: str, client: str = "") -> asyncio.Task[None]:
+    def request(self, turns, path, client=""):
         return asyncio.create_task(turns({"type": "http", "path": path, "client": client}, None, None))
 
 

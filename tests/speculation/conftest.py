@@ -1,7 +1,5 @@
 """In these tests steps take no time, so drafts are verified whatever the machine is doing, of all running sequences."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,21 +1,16 @@
 """Tokens with drafts follow the model's distribution exactly, whatever the drafts know of the noise."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from nanovllm.fast.fast_draws import fast_sampler
 from nanovllm.fast.row_kernels import load_row_kernels
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
-from nanovllm.sampler import Sampler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.engine.loops import VOCAB_SIZE
 from tests.support.chi_squared import SIGNIFICANCE, p_value
@@ -28,19 +23,19 @@ OTHER = MODEL + torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().
 
 
 @functools.cache
-def sampler() -> Sampler:
+def sampler():
     return fast_sampler(row_kernels=load_row_kernels())
 
 
-def drawn_from(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
+def drawn_from(logits, sequences, positions):
     return sampler().sample(logits, sequences, positions)
 
 
 class SharedNoise:
     """Drafts that a model similar to the target draws with the target's noise: the most that drafts can know of it."""
 
-    def propose(self, requests: Any) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in requests]
+    def propose(self, requests):
+        drafts = [[] for _ in requests]
         for depth in range(max(request.max_tokens for request in requests)):
             last = [(own or request.tokens_from(-1))[-1] for own, request in zip(drafts, requests, strict=True)]
             positions = [request.num_tokens + depth for request in requests]
@@ -53,7 +48,7 @@ class SharedNoise:
 class Likeliest:
     """Drafts of the likeliest tokens, which know nothing of the noise."""
 
-    def propose(self, requests: Any) -> list[list[int]]:
+    def propose(self, requests):
         drafts = []
         for request in requests:
             own = [request.tokens_from(-1)[0]]
@@ -63,11 +58,11 @@ class Likeliest:
         return drafts
 
 
-def outputs(drafter: Any, params: dict[str, Any]) -> tuple[Tensor, Any]:
+def outputs(drafter, params):
     """Tokens [NUM_REQUESTS, MAX_TOKENS] of requests that begin with each token in turn; and the counts of drafts."""
     limits = {"max_num_seqs": 4 * AT_ONCE, "max_num_batched_tokens": 4 * AT_ONCE, "num_kv_blocks": 4 * AT_ONCE}
     scheduler = with_drafts(make_scheduler(enable_prefix_caching=False, **limits), drafter, max_drafts=3)
-    sequences: list[Sequence] = []
+    sequences = []
     while batch := scheduler.schedule() or len(sequences) < NUM_REQUESTS:
         if batch is True:  # all have ended
             for seed in range(len(sequences), len(sequences) + AT_ONCE):
@@ -83,7 +78,7 @@ def outputs(drafter: Any, params: dict[str, Any]) -> tuple[Tensor, Any]:
     return torch.tensor([sequence.output_token_ids for sequence in sequences]), scheduler.proposer.counts
 
 
-def distribution(params: dict[str, Any]) -> Tensor:
+def distribution(params):
     """Probabilities [VOCAB_SIZE, VOCAB_SIZE] of the next token after each, by the library's own warpers."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params["temperature"]), TopPLogitsWarper(params["top_p"])])
     return warpers(None, MODEL.clone()).softmax(dim=-1)

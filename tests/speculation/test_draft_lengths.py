@@ -1,7 +1,5 @@
 """How many drafts are verified: by the number of running sequences, and none for a while after they lost time."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
@@ -9,7 +7,6 @@ from nanovllm.features.costs.buckets import RowSizes, runs_as_decodes
 from nanovllm.features.costs.cost_model import StepWork
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation import lengths as rule
-from nanovllm.features.speculation.drafter import DraftRequest
 from nanovllm.features.speculation.lengths import (
     BOUNDS,
     LONGEST_REST,
@@ -33,7 +30,7 @@ def _steps_take_time(_steps_are_free, monkeypatch):
     monkeypatch.setattr(rule, "BOUNDS", BOUNDS)
 
 
-def decodes(count: int) -> list[ScheduledSequence]:
+def decodes(count):
     sequences = [make_sequence(range(20), arrival=arrival) for arrival in range(count)]
     return [ScheduledSequence(sequence, 19, 1, 1, [1, 2], 19) for sequence in sequences]
 
@@ -53,13 +50,13 @@ class Steps:
         accepted: drafts of each sequence that are right.
     """
 
-    def __init__(self, seconds: tuple[float, float], *, accepted: float = 0.0, count: int = 4) -> None:
+    def __init__(self, seconds, *, accepted=0.0, count=4):
         self.lengths = DraftLengths(7, overlap=True)
         self.seconds, self.accepted, self.count = seconds, accepted, count
         self.time, self.drafted = 0.0, []
         self.step(0.0)  # steps are measured from the end of the one before
 
-    def step(self, seconds: float | None = None, **changes: object) -> None:
+    def step(self, seconds=None, **changes):
         """One step, drafted if it may be; `changes` of its record."""
         is_drafted = self.lengths.limit(self.count) > 0 and seconds is None
         ahead = 0.0 if is_drafted else 1e-6
@@ -75,13 +72,13 @@ class Steps:
         self.lengths.step_ended(record, ScheduledBatch(record.step_id, ()))
         self.drafted.append(is_drafted)
 
-    def run(self, number: int) -> list[bool]:
+    def run(self, number):
         for _ in range(number):
             self.step()
         return self.drafted[-number:]
 
 
-def runs_of(steps: list[bool]) -> list[int]:
+def runs_of(steps):
     """Lengths of the runs of equal steps; drafted ones come first."""
     ends = [at for at in range(1, len(steps)) if steps[at] != steps[at - 1]]
     return [end - begin for begin, end in zip([0, *ends], [*ends, len(steps)], strict=True)]
@@ -158,9 +155,9 @@ def test_few_rows_are_shared_evenly():
     with open_llm() as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
-    most: list[int] = []
+    most = []
 
-    def watched(request: DraftRequest, drafts: list[int]) -> list[int]:
+    def watched(request, drafts):
         most.append(request.max_tokens)
         return drafts
 
@@ -224,7 +221,7 @@ def test_decodes_wait_for_those_with_drafts():
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
 
-    def of_the_first(request: DraftRequest, drafts: list[int]) -> list[int]:
+    def of_the_first(request, drafts):
         return drafts[:2] if request.token_ids[0] == 5 else []
 
     with open_llm(speculation=KnownAnswers(answers, of_the_first), overlap=True) as llm:
@@ -248,7 +245,7 @@ def test_no_prompt_runs_ahead_of_drafts():
         engine = llm._engine
         schedule, ahead = engine.scheduler.schedule, []
 
-        def watched() -> ScheduledBatch | None:
+        def watched():
             has_drafts = any(batch.drafted for batch in engine.scheduler.in_flight)
             batch = schedule()
             ahead.append((has_drafts, batch))

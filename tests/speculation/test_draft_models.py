@@ -1,7 +1,5 @@
 """Drafts by a small model with the target's noise: the same outputs, and hardly a draft of its own copy rejected."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -23,23 +21,23 @@ PARAMS = {
 }
 
 
-def saved(path, module, tokenizer=None) -> str:
+def saved(path, module, tokenizer=None):
     module.save_pretrained(path)
     (tokenizer or tiny_tokenizer()).save_pretrained(path)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def same(tmp_path_factory) -> str:
+def same(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("same"), tiny_model())
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> str:
+def other(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("other"), tiny_model("qwen3", num_layers=1, seed=3))
 
 
-def open_llm(draft: str | None, **options) -> LLM:
+def open_llm(draft, **options):
     drafts = {} if draft is None else {"speculation": "draft", "draft_model": draft}
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | drafts | options))
 
@@ -61,7 +59,7 @@ def test_a_copy_of_the_model_draws_what_the_model_draws(name, same):
 
 
 @functools.cache
-def short(name: str) -> tuple[SamplingParams, list[list[int]]]:
+def short(name):
     """Hardly a draft of a stranger is accepted: each token takes steps of both models."""
     params = replace(PARAMS[name], max_tokens=15)
     with open_llm(None) as llm:

@@ -1,17 +1,13 @@
 """Drafters of users: what they are given, and what becomes of those that fail; failed steps, aborts and streams."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepError, StepRecord, StructuredOutput, TraceWriter
+from nanovllm import LLM, SamplingParams, StepError, StructuredOutput, TraceWriter
 from nanovllm.admission import NoProposer
 from nanovllm.features.groups.block_checks import check_scheduler
-from nanovllm.features.speculation.drafter import DraftRequest
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import STATES, details_of
 from tests.support.forked_processes import programs_are_forked
@@ -25,22 +21,22 @@ PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[list[int]]:
+def wanted():
     with open_llm() as llm:
         return token_ids(generate(llm, PROMPTS, PARAMS))
 
 
 @pytest.fixture
-def right(wanted) -> KnownAnswers:
+def right(wanted):
     return KnownAnswers({tuple(prompt): [answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)})
 
 
 class Recorder:
     """Proposes nothing, and keeps what it is asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[DraftRequest] = []
-        self.seen: list[tuple[Any, ...]] = []
+    def __init__(self):
+        self.asked = []
+        self.seen = []
 
     def propose(self, requests):
         for request in requests:
@@ -92,7 +88,7 @@ def test_tokens_that_a_form_forces_are_drafts_that_cannot_fail(temperature):
 
 def test_traces_and_step_records_show_drafts_and_nothing_without_them(tmp_path, wanted, right):
     for drafter, is_drafted in ((right, True), (Recorder(), False)):
-        records: list[StepRecord] = []
+        records = []
         path = tmp_path / f"{is_drafted}.json"
         with TraceWriter(path) as trace, open_llm(speculation=drafter, trace=trace, on_step=records.append) as llm:
             assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
@@ -109,7 +105,7 @@ def test_traces_and_step_records_show_drafts_and_nothing_without_them(tmp_path, 
 
 
 class Broken:
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer):
         self.answer, self.num_calls = answer, 0
 
     def propose(self, requests):
@@ -200,7 +196,7 @@ def test_logits_processors_see_no_drafts(wanted, right):
 def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch):
     """Byte for byte: each step's rows as they are handed to the model."""
 
-    def steps(**options: Any) -> list[list[bytes]]:
+    def steps(**options):
         rows = []
         with open_llm(**options) as llm:
             executor = llm._engine.model_runner.executor

@@ -1,9 +1,6 @@
 """Drafts with tiers of the prefix cache, beams, forks and embeddings: answers are those of an engine without drafts."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,12 @@ BEAMS = BeamSearchParams(beam_width=3, max_tokens=12)
 
 
 @functools.cache
-def expected(name: str) -> list[list[int]]:
+def expected(name):
     with open_llm() as llm:
         return token_ids(generate(llm, PROMPTS, PARAMS[name]))
 
 
-def drafter(name: str) -> KnownAnswers:
+def drafter(name):
     answers = zip(PROMPTS, expected(name), strict=True)
     return KnownAnswers({tuple(prompt): [answer] for prompt, answer in answers})
 
@@ -32,7 +29,7 @@ def drafter(name: str) -> KnownAnswers:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_come_back_from_a_tier(name, overlap):
-    options: dict[str, Any] = {"num_kv_blocks": 33, "prefix_cache_host_bytes": 8 << 20, "overlap": overlap}
+    options = {"num_kv_blocks": 33, "prefix_cache_host_bytes": 8 << 20, "overlap": overlap}
     with open_llm(speculation=drafter(name), **options) as llm:
         for _ in range(3):  # the pool holds two of these prompts: later rounds find the others in host memory
             for prompt, answer in zip(PROMPTS, expected(name), strict=True):

@@ -1,9 +1,6 @@
 """Drafts with tensor parallelism: two ranks verify a step's drafts together, and answer as without drafts."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.support.structured import EOS, form
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_tokenizer
 
 PROMPTS = random_prompts(5, low=5, high=70, seed=1)
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "top-p": {"temperature": 0.7, "top_p": 0.9},
@@ -35,16 +32,16 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("model"), eos_token_ids=[EOS]))
 
 
-def open_llm(folder: str, num_ranks: int, **options: Any) -> LLM:
+def open_llm(folder, num_ranks, **options):
     given = OPTIONS | {"tensor_parallel_size": num_ranks} | options
     return LLM(folder, tokenizer=tiny_tokenizer(), **given)
 
 
-def described(outputs: list[Any]) -> list[Any]:
+def described(outputs):
     return [
         (c.token_ids, c.text, c.finish_reason, c.logprobs and [list(entry) for entry in c.logprobs], output.error)
         for output in outputs
@@ -53,13 +50,13 @@ def described(outputs: list[Any]) -> list[Any]:
 
 
 @functools.cache
-def expected(folder: str) -> dict[str, list[Any]]:
+def expected(folder):
     """Outputs of two ranks without drafts."""
     with open_llm(folder, 2) as llm:
         return {name: generate(llm, PROMPTS, params_of(name)) for name in KINDS}
 
 
-def params_of(name: str) -> SamplingParams:
+def params_of(name):
     return SamplingParams(**{"seed": 5, "max_tokens": 40} | KINDS[name])
 
 

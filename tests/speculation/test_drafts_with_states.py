@@ -1,16 +1,12 @@
 """Drafts for models with recurrent states: a rejected draft leaves no trace in them, and answers are those without."""
 
-from __future__ import annotations
-
 import functools
 import random
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import StepError
-from nanovllm.features.speculation.drafter import DraftRequest
 from tests.support.class_cases import own_answers
 from tests.support.llms import check_engine, fail_in_step
 from tests.support.mock_drafts import KnownAnswers
@@ -21,67 +17,67 @@ from tests.support.tiny_models import tiny_tokenizer
 FAMILIES = ("Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM")
 NUM_TOKENS = 40
 LENGTHS = (5, 63, 64, 65, 100)
-PARAMS: dict[str, dict[str, Any]] = {
+PARAMS = {
     "greedy": {"temperature": 0.0},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
     "n": {"temperature": 0.7, "n": 3},
     "penalties, logprobs": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2},
 }
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "roomy": {},
     "overlap": {"overlap": True},
     "preemption": {"num_kv_blocks": 5, "max_num_seqs": 10},
     "no prefix cache": {"enable_prefix_caching": False},
     "few slots": {"num_kv_blocks": 12, "max_num_seqs": 9},
 }
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "enforce_eager": True, "max_model_len": 160, "max_num_seqs": 12, "num_kv_blocks": 60, "max_num_batched_tokens": 90,
     "block_size": 64,
 }  # fmt: skip
 RNG = random.Random(0)
 
 
-def mostly_right(_: DraftRequest, drafts: list[int]) -> list[int]:
+def mostly_right(_, drafts):
     return [token_id if RNG.random() < 0.85 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
 
 
-def always_wrong(_: DraftRequest, drafts: list[int]) -> list[int]:
+def always_wrong(_, drafts):
     return [(token_id + 1) % VOCAB_SIZE for token_id in drafts]
 
 
 @functools.cache
-def model(family: str) -> Any:
+def model(family):
     return tiny_class_model(family)
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts():
     choice = random.Random(4)
     beginning, *own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (66, *LENGTHS)]
     return [*own, beginning + own[0], beginning + own[0][:3]]
 
 
-def params_of(name: str) -> SamplingParams:
+def params_of(name):
     return SamplingParams(**{"seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True} | PARAMS[name])
 
 
-def open_llm(family: str, **options: Any) -> LLM:
+def open_llm(family, **options):
     return LLM(model(family), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def answers(llm: LLM, name: str) -> list[Any]:
+def answers(llm, name):
     outputs = llm.generate(prompts(), params_of(name), use_tqdm=False)
     check_engine(llm)
     return [[(c.token_ids, c.logprobs and [*map(list, c.logprobs)]) for c in output.outputs] for output in outputs]
 
 
 @functools.cache
-def expected(family: str, name: str) -> list[Any]:
+def expected(family, name):
     with open_llm(family) as llm:
         return answers(llm, name)
 
 
-def drafter(family: str, name: str, change: Any) -> KnownAnswers:
+def drafter(family, name, change):
     pairs = zip(prompts(), expected(family, name), strict=True)
     return KnownAnswers({tuple(prompt): [tokens for tokens, _ in samples] for prompt, samples in pairs}, change)
 

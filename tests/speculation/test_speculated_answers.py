@@ -1,16 +1,11 @@
 """Outputs with drafts are those without, token for token, whatever the drafts are and whatever a request asks for."""
 
-from __future__ import annotations
-
 import functools
 import random
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.speculation.drafter import DraftRequest
 from tests.support import layer_kinds
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.llms import OPTIONS, assert_idle_and_whole
@@ -20,7 +15,7 @@ from tests.support.structured import EOS, FORMS, form
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 PROMPTS = random_prompts(5, low=5, high=70, seed=1)
-PARAMS: dict[str, dict[str, Any]] = {
+PARAMS = {
     "greedy": {"temperature": 0.0},
     "T = 0.7": {"temperature": 0.7},
     "T = 1.0, top-p": {"temperature": 1.0, "top_p": 0.9},
@@ -54,26 +49,26 @@ RNG = random.Random()
 
 
 @pytest.fixture(autouse=True)
-def _drafts_of_a_test_depend_on_no_other() -> None:
+def _drafts_of_a_test_depend_on_no_other():
     RNG.seed(0)
 
 
-def _noisy(request: DraftRequest, drafts: list[int]) -> list[int]:
+def _noisy(request, drafts):
     return [token_id if RNG.random() < 0.8 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
 
 
-def _nearly_right(request: DraftRequest, drafts: list[int]) -> list[int]:
+def _nearly_right(request, drafts):
     """Of answers so short that more noise would leave no run of drafts whole."""
     return [token_id if RNG.random() < 0.95 else RNG.randrange(VOCAB_SIZE) for token_id in drafts]
 
 
-def _with_a_stop_inside(request: DraftRequest, drafts: list[int]) -> list[int]:
+def _with_a_stop_inside(request, drafts):
     stops = sorted(request.sequence.stop_token_ids) or [EOS]
     place = RNG.randint(0, len(drafts))
     return [*drafts[:place], RNG.choice(stops), *drafts[place:]]
 
 
-CHANGES: dict[str, Callable[[DraftRequest, list[int]], list[int]]] = {
+CHANGES = {
     "right": lambda _, drafts: drafts,
     "random": lambda request, _: [RNG.randrange(VOCAB_SIZE) for _ in range(request.max_tokens)],
     "always wrong": lambda _, drafts: [(token_id + 1) % VOCAB_SIZE for token_id in drafts],
@@ -85,15 +80,15 @@ CHANGES: dict[str, Callable[[DraftRequest, list[int]], list[int]]] = {
 
 
 @functools.cache
-def ending_model() -> Any:
+def ending_model():
     return tiny_model(num_layers=1, eos_token_id=EOS)
 
 
-def open_llm(module: Any = None, **options: Any) -> LLM:
+def open_llm(module=None, **options):
     return LLM(module or ending_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
-def described(outputs: list[Any]) -> list[Any]:
+def described(outputs):
     """Fields of an output without times; log-probabilities by token."""
     return [
         (
@@ -107,22 +102,22 @@ def described(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[Any]:
+def generate(llm, batch, params):
     outputs = llm.generate(batch, params, use_tqdm=False)
     assert_idle_and_whole(llm)
     return outputs
 
 
-def answers_of(batch: list[list[int]], outputs: list[Any]) -> dict[tuple[int, ...], list[list[int]]]:
+def answers_of(batch, outputs):
     return {tuple(p): [c.token_ids for c in o.outputs] for p, o in zip(batch, outputs, strict=True)}
 
 
-def params_of(name: str) -> SamplingParams:
+def params_of(name):
     return SamplingParams(**{"seed": 5, "max_tokens": 30} | PARAMS[name])
 
 
 @functools.cache
-def expected(name: str) -> list[Any]:
+def expected(name):
     with open_llm() as llm:
         return generate(llm, PROMPTS, params_of(name))
 
@@ -131,7 +126,7 @@ def expected(name: str) -> list[Any]:
 EVERY_CHANGE = ("T = 1.0, top-p", "stop strings", "end of sequence", "preemption", "overlap", "json_schema")
 
 
-def cells(names: Iterable[str]) -> list[Any]:
+def cells(names):
     """Each name with each change of drafts."""
     return [
         pytest.param(name, change, marks=[] if change == "mostly right" or name in EVERY_CHANGE else pytest.mark.slow)
@@ -155,12 +150,12 @@ def test_outputs_with_drafts_are_those_without(name, change):
             assert described(generate(llm, PROMPTS, params_of(name))) == described(wanted), "with a warm cache"
 
 
-def structured_params(kind: str) -> list[SamplingParams]:
+def structured_params(kind):
     return [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
 
 
 @functools.cache
-def structured(kind: str) -> list[Any]:
+def structured(kind):
     with open_llm() as llm:
         return generate(llm, PROMPTS, structured_params(kind))
 
@@ -190,7 +185,7 @@ def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
             assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "smallest budget": {"max_num_batched_tokens": 80, "max_num_seqs": 8},
     "preemption": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -203,7 +198,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def of_every_kind() -> list[Any]:
+def of_every_kind():
     with open_llm() as llm:
         return generate(llm, *requests())
 

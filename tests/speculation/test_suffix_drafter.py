@@ -1,7 +1,5 @@
 """Drafts from repeated text: matches, votes, salts, slices and the bound on memory."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -16,19 +14,19 @@ from tests.support.tiny_models import random_prompts
 ROOM = 1 << 20
 
 
-def request(prompt: list[int], output: tuple[int, ...] = (), *, salt: str = "", max_tokens: int = 7) -> DraftRequest:
+def request(prompt, output=(), *, salt="", max_tokens=7):
     new = NewRequest("id", prompt, SamplingParams(), cache_salt=salt)
     sequence = Sequence(new, arrival=0, max_model_len=100_000)
     sequence.token_ids.extend(output)
     return DraftRequest(sequence, max_tokens)
 
 
-def proposed(drafter: SuffixDrafter, one: DraftRequest) -> list[int]:
+def proposed(drafter, one):
     (drafts,) = drafter.propose([one])
     return drafts
 
 
-def finish(drafter: SuffixDrafter, one: DraftRequest) -> None:
+def finish(drafter, one):
     drafter.propose([one])
     drafter.end(one.sequence)
 

@@ -1,30 +1,26 @@
 """Grammars of whole answers under llguidance itself: what they accept, random texts of them, what is read in these."""
 
-from __future__ import annotations
-
 import functools
-import random
-from typing import Any
 
 import llguidance
 import llguidance.hf
 
 from nanovllm.serving.server.answers.answer_format import AnswerFormat
-from nanovllm.serving.server.answers.grammar import AnswerConstraints, build_form
+from nanovllm.serving.server.answers.grammar import build_form
 from nanovllm.serving.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.serving.server.answers.tool_calls import FORMATS
 from tests.support.tiny_models import tiny_tokenizer
 
 
 @functools.cache
-def setting_of(tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> Setting:
+def setting_of(tools, reasoning="none", *, as_tokens=True):
     return Setting(tools, reasoning, as_tokens=as_tokens)
 
 
 class Setting:
     """A tokenizer with the markers of a format, as tokens or as text, and llguidance's view of it."""
 
-    def __init__(self, tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> None:
+    def __init__(self, tools, reasoning="none", *, as_tokens=True):
         self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
         if as_tokens:
             plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
@@ -51,21 +47,19 @@ class Setting:
         self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
         self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
 
-    def matcher(self, constraints: AnswerConstraints, is_open: bool) -> llguidance.LLMatcher:
+    def matcher(self, constraints, is_open):
         built = build_form(constraints, self.form, self.tokenizer, is_open=is_open)
         grammar = built.grammar or f"start: %json {built.json_schema}"
         matcher = llguidance.LLMatcher(self.guide, grammar)
         assert not matcher.is_error(), (matcher.get_error(), grammar)
         return matcher
 
-    def accepts(self, constraints: AnswerConstraints, text: str, *, is_open: bool = False) -> bool:
+    def accepts(self, constraints, text, *, is_open=False):
         matcher = self.matcher(constraints, is_open)
         ids = self.tokenizer(text)["input_ids"]
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    def generate(
-        self, constraints: AnswerConstraints, chance: random.Random, *, is_open: bool = False, limit: int = 2000
-    ) -> str | None:
+    def generate(self, constraints, chance, *, is_open=False, limit=2000):
         """A random text of the grammar; None if it has not ended within the limit."""
         matcher, ids = self.matcher(constraints, is_open), []
         hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
@@ -88,5 +82,5 @@ class Setting:
                 return self.tokenizer.decode(ids, skip_special_tokens=False)
         return None
 
-    def read(self, text: str, schemas: dict[str, Any], *, is_open: bool = False) -> Any:
+    def read(self, text, schemas, *, is_open=False):
         return self.form.stream(schemas, is_open=is_open).add(text, is_last=True)

@@ -3,8 +3,6 @@
 python -m tests.support.bench_scripts SCRIPT ...      prints a line of JSON a script: its name, exit status and output
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -14,7 +12,7 @@ import traceback
 from pathlib import Path
 
 # The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
-ON_CPU: dict[str, str] = {
+ON_CPU = {
     "machines/prefix_tiers": "host --shape tiny --prefix 256 --repeats 1",
     "machines/replicas": "simulated --model tiny --sizes 1 --requests 2",
     "machines/simulator": "routing --replicas 1 2 --requests 2",
@@ -22,7 +20,7 @@ ON_CPU: dict[str, str] = {
     "machines/structured": "masks --vocab-size 1000 --rows 2 --steps 2",
 }
 # The same behind the marker `slow`: models of real sizes, servers, calibrations.
-SLOW_ON_CPU: dict[str, str] = {
+SLOW_ON_CPU = {
     "machines/curves": "--output {folder} --repeats 1 budget",
     "machines/goals_flood": "--shape tiny --seconds 1 --every 0.5 --longest 20 --how shares",
     "machines/hybrid": "prefix streams --shape tiny --count 2 --tokens 4 --shared 64 --repeats 1",
@@ -37,12 +35,12 @@ SLOW_ON_CPU: dict[str, str] = {
     "machines/tensor_parallel": "--shapes tiny --sizes 1 --requests 2 --rounds 1",
 }
 # The smallest run on a GPU; elsewhere each is refused by name.
-ON_GPU: dict[str, str] = {
+ON_GPU = {
     "machines/gpu": "pool",
     "machines/paged_decode": "4x256 --no-flex",
 }
 # Scripts that another test runs, or a script that one runs, by its file.
-IN_TESTS: dict[str, str] = {
+IN_TESTS = {
     "machines/cpu_table": "tests/tools/test_cpu_machines.py",
     "machines/goals_by_rate": "tests/tools/test_goals_by_rate.py",
     "machines/traffic": "tests/tools/test_traffic.py",
@@ -58,33 +56,33 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 
 
-def names() -> set[str]:
+def names():
     """Each script by its path below bench, without suffix: every file that is no part of others and no test."""
     files = {path.relative_to(BENCH).with_suffix("").as_posix() for path in BENCH.rglob("*.py")}
     return {name for name in files if name not in PARTS and "/test_" not in name}
 
 
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(name, *arguments):
     """Run a script as its page says, from the root of the repository."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def helps() -> dict[str, tuple[int, str]]:
+def helps():
     """Exit status and output of each script with --help."""
     command = [sys.executable, "-m", "tests.support.bench_scripts", *sorted(names())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {name: (status, output) for name, status, output in map(json.loads, done.stdout.splitlines())}
 
 
-def _import_what_most_need() -> None:
+def _import_what_most_need():
     import bench.machines.random_models  # noqa: F401
     import nanovllm.serving.llm
     import nanovllm.serving.server.app  # noqa: F401
 
 
-def _answer(name: str) -> tuple[int, str]:
+def _answer(name):
     """Of one script, in a fork, which need not import the libraries again."""
     read, write = os.pipe()
     if (process := os.fork()) == 0:
@@ -107,7 +105,7 @@ def _answer(name: str) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
 
 
-def main() -> None:
+def main():
     _import_what_most_need()
     sys.path.insert(0, "")  # the folder of each script
     for name in sys.argv[1:]:

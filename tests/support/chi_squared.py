@@ -1,15 +1,12 @@
 """Tests of counts against probabilities: Pearson's chi-squared, and of their temperature."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 # A correct sampler fails for one seed in ten thousand; the seeds are fixed.
 SIGNIFICANCE = 1e-4
 
 
-def p_value(counts: Tensor, probabilities: Tensor) -> float:
+def p_value(counts, probabilities):
     """Return the p-value of Pearson's chi-squared test of counts against probabilities."""
     expected = counts.sum() * probabilities.double()
     assert expected.min() >= 5, "too few draws for the statistic to be one of chi-square"
@@ -18,7 +15,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
-def temperature_p_value(counts: Tensor, probabilities: Tensor) -> float:
+def temperature_p_value(counts, probabilities):
     """Return the p-value of the mean log-probability of what was drawn, which a wrong temperature moves most."""
     counts, logprobs = counts.double(), probabilities.double().log()
     mean = (probabilities * logprobs).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     is_warm: bool = True
     attention_backend: str = "sdpa"
 
-    def for_class(self, class_name: str) -> Case:
+    def for_class(self, class_name):
         """With blocks of whole chunks for a class with recurrent states."""
         chunk = CHUNKS.get(class_name, 1)
         if self.block_size % chunk == 0:
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return self._replace(block_size=chunk, max_num_batched_tokens=num_tokens, num_kv_blocks=num_kv_blocks)
 
     @property
-    def name(self) -> str:
+    def name(self):
         cache = "warm" if self.is_warm else "cold" if self.enable_prefix_caching else "uncached"
         return f"{self.attention_backend}-{self.block_size}-{self.max_num_batched_tokens}-{self.num_kv_blocks}-{cache}"
 
@@ -60,13 +60,13 @@ CASES = [
 ]
 
 
-def seeded_case(class_name: str) -> Case:
+def seeded_case(class_name):
     """One of the cases that need no compiler, another for each class, the same in every run."""
     cases = [case for case in CASES if case.attention_backend == "sdpa"]
     return cases[zlib.crc32(class_name.encode()) % len(cases)].for_class(class_name)
 
 
-def prompts_of(class_name: str) -> list[list[int]]:
+def prompts_of(class_name):
     """Six prompts of ordinary tokens."""
     choice = random.Random(class_name)
     shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(WINDOW * 5 // 2)]
@@ -74,7 +74,7 @@ def prompts_of(class_name: str) -> list[list[int]]:
     return [*own, shared + own[0], shared + own[1]]
 
 
-def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def own_answers(model, prompts, num_tokens):
     """The greedy tokens of the model's own `generate`."""
     found = []
     for prompt in prompts:
@@ -91,7 +91,7 @@ def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[l
     return found
 
 
-def open_case(model: Any | Path, case: Case, *, tensor_parallel_size: int = 1) -> LLM:
+def open_case(model, case, *, tensor_parallel_size=1):
     """An engine of that case, over a module or a saved model's folder."""
     return LLM(
         model,
@@ -108,7 +108,7 @@ def open_case(model: Any | Path, case: Case, *, tensor_parallel_size: int = 1) -
     )
 
 
-def engine_answers(llm: LLM, case: Case, prompts: list[list[int]], num_tokens: int) -> list[list[list[int]]]:
+def engine_answers(llm, case, prompts, num_tokens):
     """The greedy tokens of one call, or of two if the case is warm."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     answers = []

@@ -4,8 +4,6 @@ A class that is not listed, of a later release, must be served with the library'
 these reasons.
 """
 
-from __future__ import annotations
-
 # By reason of `nanovllm.features.unsupported`.
 _REFUSED = {
     "both directions": """

@@ -1,12 +1,7 @@
 """Parsers and flags of the commands, flags of a tiny engine, readers and checks of a command's output."""
 
-from __future__ import annotations
-
-import argparse
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
@@ -15,29 +10,29 @@ ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--m
 SHORT = ["--max-tokens", "6"]
 
 
-def words(line: str) -> list[str]:
+def words(line):
     """The arguments that a shell makes of a line."""
     return shlex.split(line)
 
 
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
+def command_parsers():
     """The parser of each command, by its name."""
     (commands,) = (action for action in main._parser()._actions if action.dest == "command")
     return dict(commands.choices)
 
 
-def own_flags() -> set[str]:
+def own_flags():
     """Every flag of every command."""
     return {
         flag for parser in command_parsers().values() for action in parser._actions for flag in action.option_strings
     }
 
 
-def records(out: str) -> list[dict[str, Any]]:
+def records(out):
     return [json.loads(line) for line in out.splitlines()]
 
 
-def generated(folder: Path, prompt: Any, **params: Any) -> list[int]:
+def generated(folder, prompt, **params):
     """Return the token ids of the same request through `LLM`."""
     options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
     with LLM(folder, **options) as llm:
@@ -45,7 +40,7 @@ def generated(folder: Path, prompt: Any, **params: Any) -> list[int]:
         return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].token_ids
 
 
-def assert_refused(result: tuple[int, str, str], *named: str) -> None:
+def assert_refused(result, *named):
     status, out, err = result
     assert status == 2
     assert out == ""

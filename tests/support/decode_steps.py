@@ -1,20 +1,15 @@
 """Steps of decodes through a binding, on a CPU, as a GPU's backend lays them out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm.attention import AttentionStep
 from nanovllm.fast.attention.flex_gpu import GpuFlexPlan
 from nanovllm.fast.attention.step_tables import StepTables
 from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.composition.binding import build_binding
-from nanovllm.model import ModelBinding
 from tests.support.dense_rotary import dense_rotate
 from tests.support.reference_stack import DenseDecodes
 from tests.support.tiny_models import VOCAB_SIZE
@@ -22,7 +17,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 
 
-def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
+def binding_of(model, *, rotary=False):
     binding = build_binding(model, is_live=False)
     FastLayers(binding).merge_linears()
     if rotary:
@@ -36,7 +31,7 @@ def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
     return binding
 
 
-def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) -> Tensor:
+def hidden_step(binding, positions, num_rows=4):
     """Hidden states of decodes at these positions, each in blocks 1 and one of its own."""
     backend, count = DenseDecodes(BLOCK_SIZE), len(positions)
     padding = [0] * (num_rows - count)

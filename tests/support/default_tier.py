@@ -7,22 +7,17 @@
 An axis is a parameter; stacked `parametrize` are a matrix, whose full product both tiers run together.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 Values = frozenset[tuple[str, int]]
 
 
-def cases_left_out(items: Iterable[Any]) -> Iterator[Any]:
+def cases_left_out(items):
     """Cases of `items` that the default tier does not run; those marked `slow` are of no tier."""
-    functions: dict[tuple[Any, ...], list[Any]] = {}
+    functions = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
             key = (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name))
             functions.setdefault(key, []).append(item)
-    shown: dict[Any, set[tuple[str, int]]] = {}
+    shown = {}
     for (path, *_), cases in functions.items():
         # A case that this machine or this release skips represents nobody.
         able = [case for case in cases if not is_skipped_alone(case)] or cases
@@ -35,7 +30,7 @@ def cases_left_out(items: Iterable[Any]) -> Iterator[Any]:
         yield from (case for case in cases if case not in kept)
 
 
-def covering(cases: list[Any]) -> list[Any]:
+def covering(cases):
     """Few cases that show each value which the cases show, the first of equals first."""
     missing = set().union(*map(values_of, cases))
     kept = [cases[0]]
@@ -47,13 +42,13 @@ def covering(cases: list[Any]) -> list[Any]:
     return kept
 
 
-def values_of(case: Any) -> Values:
+def values_of(case):
     """(parameter, identity of its value): cases of one matrix share the objects that `parametrize` was given."""
     callspec = getattr(case, "callspec", None)
     return frozenset() if callspec is None else frozenset((name, id(value)) for name, value in callspec.params.items())
 
 
-def is_skipped_alone(case: Any) -> bool:
+def is_skipped_alone(case):
     """Whether a mark of this case skips it, rather than one of its function."""
     of_function = getattr(getattr(case, "function", None), "pytestmark", ())
     return any(mark.name.startswith("skip") for mark in case.own_markers if mark not in of_function)

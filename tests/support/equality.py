@@ -1,7 +1,5 @@
 """Tiny models, prompts of many lengths, and the greedy tokens that `transformers` generates."""
 
-from __future__ import annotations
-
 import functools
 import random
 

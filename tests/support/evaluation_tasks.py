@@ -1,11 +1,7 @@
 """Tasks for lm-eval from data of our own: files in a folder, no hub."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 COLOURS = ["red", "green", "blue", "white", "black", "yellow"]
 THINGS = ["boxes", "cups", "books", "chairs", "lamps", "keys", "coins", "pens"]
@@ -53,7 +49,7 @@ metric_list:
 """
 
 
-def story(choice: random.Random) -> dict[str, Any]:
+def story(choice):
     """A count of things, and four answers of which one is right."""
     name, other = choice.sample(NAMES, 2)
     colours, thing = choice.sample(COLOURS, 3), choice.choice(THINGS)
@@ -75,7 +71,7 @@ def story(choice: random.Random) -> dict[str, Any]:
     }
 
 
-def write_tasks(folder: Path, num_questions: int, *, seed: int = 0) -> Path:
+def write_tasks(folder, num_questions, *, seed=0):
     """Write the three tasks of `TASKS` and their data; returns the folder, for lm-eval's include_path."""
     choice = random.Random(seed)
     for split, count in (("train", 8), ("test", num_questions)):

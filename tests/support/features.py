@@ -1,7 +1,5 @@
 """Public options, arguments, calls and properties, and what each mode refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
@@ -16,7 +14,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def public_names() -> set[str]:
+def public_names():
     """Options of the engine and of requests; arguments, calls and properties of the front doors."""
     names = {*OPTIONS}
     for door in (LLM, AsyncLLM):
@@ -26,7 +24,7 @@ def public_names() -> set[str]:
     return names - ARGUMENTS
 
 
-def refusals(mode: str) -> dict[str, str]:
+def refusals(mode):
     """Reasons of a mode, by feature: those of the table, and those that options declare."""
     declared = {name: field.metadata["refused"] for name, field in OPTIONS.items()}
     return {name: reasons[mode] for name, reasons in (declared | REFUSALS).items() if mode in reasons}

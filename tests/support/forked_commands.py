@@ -5,8 +5,6 @@ shell ── nanovllm (SHIM, milliseconds) ── arguments, folder, environment
 python -m tests.support.forked_commands SOCKET
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -16,8 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
-from typing import Any
 
 # The program `nanovllm` of a shell. It hands its files over, passes signals on, and ends with the command's status.
 SHIM = """#!{python} -ISsu
@@ -39,7 +35,7 @@ START_SECONDS = 120.0
 class ForkedCommands:
     """The process, and a folder with a `nanovllm` for the PATH of a shell."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.path = folder
         address = folder / "commands"
         shim = folder / "nanovllm"
@@ -53,13 +49,13 @@ class ForkedCommands:
                 raise RuntimeError(f"the process of the commands has not started: {self._process.poll()}")
             time.sleep(0.05)
 
-    def close(self) -> None:
+    def close(self):
         """End the process; commands that still run end by themselves."""
         self._process.terminate()
         self._process.wait()
 
 
-def main(address: str) -> None:
+def main(address):
     """Import what commands need, and fork for each that connects."""
     import nanovllm.cli.main
     import nanovllm.serving.llm
@@ -83,7 +79,7 @@ def main(address: str) -> None:
         client.close()
 
 
-def _command(client: socket.socket) -> int:
+def _command(client):
     """Run a command as a process of its own would; returns its exit status."""
     size, files, _, _ = socket.recv_fds(client, 8, 3)
     data = b""
@@ -98,7 +94,7 @@ def _command(client: socket.socket) -> int:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["nanovllm", *arguments]
-    status: Any = 1
+    status = 1
     try:
         from nanovllm.cli.main import main as command
 

@@ -8,8 +8,6 @@ process, which so waits for it, signals it and gets its exit status as of a chil
 python -m tests.support.forked_processes FILE_DESCRIPTOR
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools
@@ -22,10 +20,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -49,7 +45,7 @@ EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 
 @contextmanager
-def programs_are_forked() -> Iterator[None]:
+def programs_are_forked():
     """Fork the Python programs that are started in this block by `subprocess`; elsewhere than on Linux, start them."""
     if sys.platform != "linux":
         yield
@@ -60,7 +56,7 @@ def programs_are_forked() -> Iterator[None]:
 
 
 @functools.cache
-def _forking() -> type[subprocess.Popen]:
+def _forking():
     """`Popen` that forks, for as long as this process lives."""
     own, theirs = socket.socketpair()
     python, environment, lock = sys.executable, dict(os.environ), threading.Lock()
@@ -70,7 +66,7 @@ def _forking() -> type[subprocess.Popen]:
     theirs.close()
 
     class Popen(subprocess.Popen):
-        def _execute_child(self, *arguments: Any) -> None:
+        def _execute_child(self, *arguments):
             given = EXECUTE.bind(self, *arguments).arguments
             if not _can_fork(given, python, environment):
                 return super()._execute_child(*arguments)
@@ -91,7 +87,7 @@ def _forking() -> type[subprocess.Popen]:
     return Popen
 
 
-def _can_fork(given: dict[str, Any], python: str, environment: dict[str, str]) -> bool:
+def _can_fork(given, python, environment):
     command, env = given["args"], given["env"] or os.environ
     changed = {name for name, _ in dict(env).items() ^ environment.items()}
     return (
@@ -103,7 +99,7 @@ def _can_fork(given: dict[str, Any], python: str, environment: dict[str, str]) -
     )
 
 
-def _ask(server: socket.socket, program: dict[str, Any], files: list[int]) -> int:
+def _ask(server, program, files):
     """The process in which the program runs."""
     data = json.dumps(program).encode()
     socket.send_fds(server, [len(data).to_bytes(8, "big")], files)
@@ -112,7 +108,7 @@ def _ask(server: socket.socket, program: dict[str, Any], files: list[int]) -> in
 
 
 @contextmanager
-def _orphans_are_mine() -> Iterator[None]:
+def _orphans_are_mine():
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -124,7 +120,7 @@ def _orphans_are_mine() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- the process that forks
 
 
-def serve(server: socket.socket) -> list[str]:
+def serve(server):
     """Fork for each program that is asked for; returns its arguments, in the process that is to run it."""
     while True:
         size, files, _, _ = socket.recv_fds(server, 8, 64)
@@ -151,7 +147,7 @@ def serve(server: socket.socket) -> list[str]:
         server.sendall(answer)
 
 
-def _become(program: dict[str, Any], files: list[int]) -> None:
+def _become(program, files):
     """Take over a program's session, files, folder and environment."""
     if program["group"] is None:
         os.setsid()
@@ -173,7 +169,7 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
     _count_threads()
 
 
-def _find_hub() -> None:
+def _find_hub():
     """Let the hub's library have its variables, which it reads when it is imported."""
     from huggingface_hub import constants
 
@@ -181,7 +177,7 @@ def _find_hub() -> None:
     constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
 
 
-def _count_threads() -> None:
+def _count_threads():
     """Give PyTorch as many threads as it takes when it is imported: by the variable, or the cores of this process."""
     import torch
 
@@ -189,7 +185,7 @@ def _count_threads() -> None:
     torch.set_num_threads(int(number or len(os.sched_getaffinity(0))))
 
 
-def run(arguments: list[str], paths: list[str]) -> None:
+def run(arguments, paths):
     """What `python` does with these arguments, with these paths of the interpreter's own."""
     kind, program, *rest = arguments
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -204,7 +200,7 @@ def run(arguments: list[str], paths: list[str]) -> None:
     exec(compile(program, "<string>", "exec"), main.__dict__)
 
 
-def main() -> list[str]:
+def main():
     """Import what programs need; returns a program's arguments, once for each that is asked for."""
 
     import nanovllm.cli.main

@@ -1,13 +1,9 @@
 """Steps of `PagedCase` by a GPU's `flex` backend, from entries to the attention of one layer, padding included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.attention import write_states
 from nanovllm.fast.attention import flex_chunks, flex_decodes
@@ -17,14 +13,14 @@ from nanovllm.fast.attention.step_tables import TableInputs
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.kernels.paged_decode import PagedDecode
-from nanovllm.features.costs.buckets import Buckets, GraphShape
+from nanovllm.features.costs.buckets import Buckets
 from nanovllm.features.engine_config import EngineConfig
-from tests.support.paged_cases import NUM_BLOCKS, PagedCase
+from tests.support.paged_cases import NUM_BLOCKS
 
 SMALL_GPU = Gpu(4, 232_448)  # for which a CPU computes in its place
 
 
-def packing_of(shape: GraphShape, block_size: int, max_samples: int) -> StepPacking:
+def packing_of(shape, block_size, max_samples):
     """The packed steps of one shape for an engine with one cache group."""
     return StepPacking(shape, max_samples, (SampleInputs(), RowInputs(), TableInputs(block_size)))
 
@@ -32,7 +28,7 @@ def packing_of(shape: GraphShape, block_size: int, max_samples: int) -> StepPack
 class GpuStep:
     """One packed step of a case on a device; its tensors keep their addresses."""
 
-    def __init__(self, case: PagedCase, device: str, buckets: Buckets, shape: GraphShape | None = None) -> None:
+    def __init__(self, case, device, buckets, shape=None):
         self.case, layout, block_size = case, case.layout, case.block_size
         tiles = Tiles.from_layout(layout, block_size)
         self.shape = shape or buckets.shape(layout, len(tiles.blocks))
@@ -51,23 +47,23 @@ class GpuStep:
             self.states.append(padded)
         self.sinks = None if case.sinks is None else case.sinks.to(device)
 
-    def write(self) -> None:
+    def write(self):
         blocks = torch.from_numpy(self.case.layout.blocks_to_clear).to(self.case.caches[0].device)
         for cache in self.case.caches:
             cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
         write_states(self.states[1], self.states[2], self.case.caches, self.inputs.slot_mapping)
 
-    def attend(self, backend: GpuFlexAttention) -> Tensor:
+    def attend(self, backend):
         """[num_rows, num_heads, value_dim]."""
         plan = backend.fill(self.inputs)
         query = self.states[0][0].transpose(0, 1).contiguous()
         return plan.attend(query, *self.case.caches, self.case.scaling, 0, self.sinks)
 
 
-_backends: dict[Any, tuple[GpuFlexAttention, Buckets]] = {}
+_backends = {}
 
 
-def backend_of(case: PagedCase, device: str, *, by_kernel: bool = False) -> tuple[GpuFlexAttention, Buckets]:
+def backend_of(case, device, *, by_kernel=False):
     """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
     key = case.block_size, case.traits, case.dtype, device, by_kernel
     if key not in _backends:
@@ -92,7 +88,7 @@ def backend_of(case: PagedCase, device: str, *, by_kernel: bool = False) -> tupl
     return _backends[key]
 
 
-def run(case: PagedCase, device: str = "cuda", *, by_kernel: bool = False) -> Tensor:
+def run(case, device="cuda", *, by_kernel=False):
     """[num_tokens, num_heads, value_dim] in the layout's order, computed as an engine's step is, padding included."""
     backend, buckets = backend_of(case, device, by_kernel=by_kernel)
     step = GpuStep(case, device, buckets)
@@ -104,9 +100,9 @@ def run(case: PagedCase, device: str = "cuda", *, by_kernel: bool = False) -> Te
 
 
 def flex_attention_by_lists(
-    query: Tensor, keys: Tensor, values: Tensor, *, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool,
-    kernel_options: Any, return_aux: Any,
-) -> Any:  # fmt: skip
+    query, keys, values, *, score_mod, block_mask, scale, enable_gqa,
+    kernel_options, return_aux,
+):  # fmt: skip
     """What FlexAttention's kernels compute: a tile of rows reads the blocks that are listed for it, and no other.
 
     PyTorch's own uncompiled form knows the mask's function alone.
@@ -145,7 +141,7 @@ def flex_attention_by_lists(
     return output if return_aux is None else (output, type("Aux", (), {"lse": log_sums}))
 
 
-def compute_without_kernels(monkeypatch: Any) -> None:
+def compute_without_kernels(monkeypatch):
     """Compile nothing, and let FlexAttention be the function above: no GPU is needed then."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function)
     for module in (flex_chunks, flex_decodes):

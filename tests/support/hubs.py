@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 COMMIT = "c" * 40
@@ -17,12 +15,12 @@ COMMIT = "c" * 40
 class Hub(ThreadingHTTPServer):
     """A hub with models by name, each a folder; requests: those for files of models."""
 
-    def __init__(self, models: dict[str, Path]) -> None:
+    def __init__(self, models):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.models, self.requests = models, list[str]()
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -30,16 +28,16 @@ class _Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._answer(has_body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(has_body=True)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def _answer(self, *, has_body: bool) -> None:
+    def _answer(self, *, has_body):
         path = self.path.partition("?")[0].strip("/")
         is_api = path.startswith("api/models/")
         if not is_api and path.startswith("own/"):
@@ -68,7 +66,7 @@ class _Answer(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
-def _listing(name: str, folder: Path, rest: list[str]) -> object:
+def _listing(name, folder, rest):
     """A model's files, as the endpoints of the tree and of the model tell them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [str(path.relative_to(folder)) for path in files]
@@ -79,7 +77,7 @@ def _listing(name: str, folder: Path, rest: list[str]) -> object:
 
 
 @contextmanager
-def serving(models: dict[str, Path]) -> Iterator[Hub]:
+def serving(models):
     with Hub(models) as hub:
         thread = Thread(target=hub.serve_forever, daemon=True)
         thread.start()
@@ -88,7 +86,7 @@ def serving(models: dict[str, Path]) -> Iterator[Hub]:
         thread.join()
 
 
-def cached(folder: Path, cache: Path, name: str = "own/tiny") -> Path:
+def cached(folder, cache, name="own/tiny"):
     """A cache that has the model of a folder."""
     model = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(folder, model / "snapshots" / COMMIT)

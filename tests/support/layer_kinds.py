@@ -1,10 +1,7 @@
 """Tiny random models with layers of several kinds, and what `transformers` generates with them."""
 
-from __future__ import annotations
-
 import functools
 import random
-from typing import Any
 
 import torch
 
@@ -14,7 +11,7 @@ from tests.support.tiny_models import VOCAB_SIZE, widen
 WINDOW = 24
 _TWO_TYPES = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "Mistral": {"sliding_window": WINDOW},
     "Gemma2": {"head_dim": 32, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "layer_types": _TWO_TYPES},
     "Gemma3Text": {"head_dim": 32, "sliding_window": WINDOW, "layer_types": _TWO_TYPES},
@@ -45,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def model(family: str) -> Any:
+def model(family):
     torch.manual_seed(3)
     module = small(family, **MODELS[family])
     widen(module)
@@ -56,7 +53,7 @@ def model(family: str) -> Any:
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts():
     """Of half a window, one, one and a half and four; two begin alike, far beyond a window."""
     choice = random.Random(1)
     own = [
@@ -67,12 +64,12 @@ def prompts() -> list[list[int]]:
 
 
 @functools.cache
-def expected(family: str, num_new_tokens: int) -> list[list[int]]:
+def expected(family, num_new_tokens):
     """What `generate` of `transformers` answers."""
     return [own_answer(model(family), prompt, num_new_tokens) for prompt in prompts()]
 
 
-def own_answer(module: Any, prompt: list[int], num_new_tokens: int) -> list[int]:
+def own_answer(module, prompt, num_new_tokens):
     ids = torch.tensor([prompt])
     output = module.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0

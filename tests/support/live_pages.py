@@ -1,13 +1,9 @@
 """The live view in a browser: pages that may have no error and ask for nothing foreign, and what one does on them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
 expect.set_options(timeout=20_000)
 
@@ -31,16 +27,16 @@ UNNAMED = """() => {
 
 
 @contextlib.contextmanager
-def live_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
+def live_pages(browser):
     """Opens pages; fails at the end for an error, warning or foreign request that the test does not allow."""
     contexts, problems = [], []
 
-    def open_page(url: str, size: tuple[int, int] = WIDE, scheme: Any = "light", allowed: str = "$^") -> Page:
+    def open_page(url, size=WIDE, scheme="light", allowed="$^"):
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
 
-        def note(text: str) -> None:
+        def note(text):
             if not re.search(allowed, text):
                 problems.append(text)
 
@@ -57,36 +53,36 @@ def live_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
     assert problems == []
 
 
-def question(page: Page) -> Any:
+def question(page):
     return page.get_by_label("Message", exact=True)
 
 
-def ask(page: Page, text: str = QUESTION, max_tokens: int = 40) -> None:
+def ask(page, text=QUESTION, max_tokens=40):
     page.get_by_label("Max tokens").fill(str(max_tokens))
     question(page).fill(text)
     question(page).press("Enter")
 
 
-def press(page: Page, name: str) -> None:
+def press(page, name):
     page.get_by_role("button", name=name).click()
 
 
-def answered(page: Page, number: int) -> None:
+def answered(page, number):
     """Wait until this many answers are whole."""
     expect(page.locator(".message .facts")).to_have_count(number)
 
 
-def shows(page: Page, selector: str, text: str) -> None:
+def shows(page, selector, text):
     expect(page.locator(selector)).to_have_text(text)
 
 
-def contains(page: Page, selector: str, text: str) -> None:
+def contains(page, selector, text):
     expect(page.locator(selector)).to_contain_text(text)
 
 
-def matches(page: Page, selector: str, pattern: str) -> None:
+def matches(page, selector, pattern):
     expect(page.locator(selector)).to_contain_text(re.compile(pattern))
 
 
-def state(page: Page, text: str) -> None:
+def state(page, text):
     expect(page.locator("#state")).to_have_text(text)

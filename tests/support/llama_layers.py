@@ -1,28 +1,23 @@
 """Decoder layers of Llama's kind in plain PyTorch, over paged caches: the reference of `kernels/layer_stack.py`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.nn.functional import silu
 
-from nanovllm.fast.kernels.layer_stack import DecodeRows, LayerWeights, StackSizes
+from nanovllm.fast.kernels.layer_stack import DecodeRows, LayerWeights
 
 
 def random_layers(
-    count: int,
-    sizes: StackSizes,
-    num_slots: int,
+    count,
+    sizes,
+    num_slots,
     *,
-    has_norms: bool = True,
-    has_biases: bool = False,
-    device: Any = None,
-) -> list[LayerWeights]:
+    has_norms=True,
+    has_biases=False,
+    device=None,
+):
     """Layers whose every part matters to their answer."""
 
-    def draw(*shape: int, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+    def draw(*shape, mean=0.0, scale=1.0):
         return (mean + scale * torch.randn(shape, device=device)).bfloat16()
 
     query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -42,9 +37,7 @@ def random_layers(
     ]  # fmt: skip
 
 
-def random_rows(
-    contexts: list[int], num_rows: int, sizes: StackSizes, num_blocks: int, device: Any = None
-) -> DecodeRows:
+def random_rows(contexts, num_rows, sizes, num_blocks, device=None):
     """Decodes of these contexts in blocks that lie anywhere, none of them block 0, and padding behind them."""
     counts = [-(-context // sizes.block_size) for context in contexts] + [0] * (num_rows - len(contexts))
     starts = [sum(counts[:row]) * (count > 0) for row, count in enumerate(counts)]
@@ -56,7 +49,7 @@ def random_rows(
     return DecodeRows(*int64, *(torch.tensor(v).int().to(device) for v in (tables.tolist(), starts, counts)))
 
 
-def angles(rows: DecodeRows, head_dim: int) -> tuple[Tensor, Tensor]:
+def angles(rows, head_dim):
     """Cosines and sines [num_rows, head_dim] of the rows' positions."""
     steps = torch.arange(head_dim // 2, device=rows.positions.device)
     turns = rows.positions[:, None] * 10_000.0 ** (-2 * steps / head_dim)
@@ -65,9 +58,9 @@ def angles(rows: DecodeRows, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def run_layers(
-    layers: list[LayerWeights], sizes: StackSizes, scaling: float, hidden: Tensor, cosines: Tensor, sines: Tensor,
-    rows: DecodeRows,
-) -> Tensor:  # fmt: skip
+    layers, sizes, scaling, hidden, cosines, sines,
+    rows,
+):  # fmt: skip
     """[num_rows, hidden], of which padding is left as it is; K and V are written as the kernel writes them."""
     for layer in layers:
         hidden = _run_layer(layer, sizes, scaling, hidden, cosines, sines, rows)
@@ -75,9 +68,9 @@ def run_layers(
 
 
 def _run_layer(
-    layer: LayerWeights, sizes: StackSizes, scaling: float, hidden: Tensor, cosines: Tensor, sines: Tensor,
-    rows: DecodeRows,
-) -> Tensor:  # fmt: skip
+    layer, sizes, scaling, hidden, cosines, sines,
+    rows,
+):  # fmt: skip
     normed = _norm(hidden, layer.input_norm, layer.epsilons[0])
     query, key, value = (
         _linear(normed, weight, bias).view(len(hidden), -1, sizes.head_dim)
@@ -102,19 +95,19 @@ def _run_layer(
     return torch.where(rows.block_counts[:, None] > 0, output + _linear(inner, layer.down), hidden)
 
 
-def _norm(states: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def _norm(states, weight, epsilon):
     if weight is None:
         return states
     factor = (states.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (states.float() * factor).bfloat16() * weight
 
 
-def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(states, weight, bias=None):
     product = states.float() @ weight.float().T
     return (product if bias is None else product + bias.float()).bfloat16()
 
 
-def _turn(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _turn(states, cosines, sines):
     first, second = states.float().chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     return (states.float() * cosines[:, None].float() + turned * sines[:, None].float()).bfloat16()

@@ -1,52 +1,47 @@
 """An `LLM` over the tiny model: open it, make it fail, check that it is idle with every block free."""
 
-from __future__ import annotations
-
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.groups.block_checks import check_scheduler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(seed=7, max_tokens=12)
 
 
-def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+def greedy(max_tokens, **options):
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
 
 
-def open_llm(model: Any = None, **options: Any) -> LLM:
+def open_llm(model=None, **options):
     return LLM(model or tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
 
 
 @functools.cache
-def shared_llm() -> LLM:
+def shared_llm():
     """An engine shared by tests that leave nothing behind, except in the prefix cache."""
     return open_llm()
 
 
-def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[Any]:
+def generate(llm, prompts, params=GREEDY, **options):
     return llm.generate(prompts, params, use_tqdm=False, **options)
 
 
-def submit(engine: Any, name: str, *request: Any, **options: Any) -> None:
+def submit(engine, name, *request, **options):
     """Queue a request of this name, as a front door does."""
     engine.add(engine.input_processor.process_one(name, *request, **options))
 
 
-def token_ids(outputs: list[Any]) -> list[list[int]]:
+def token_ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
+def script(monkeypatch, llm, text):
     """Make the model generate `text` for any prompt; returns the text's tokens."""
     says = llm.tokenizer(text)["input_ids"]
 
@@ -58,7 +53,7 @@ def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
     return says
 
 
-def fail_in_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, error: BaseException) -> None:
+def fail_in_step(monkeypatch, llm, number, error):
     """Raise within the `number`-th step from now, after its KV is written and before its tokens are sampled."""
     sampler, steps = llm._engine.model_runner.sampler, iter(range(1, 10_000))
     sample = sampler.sample
@@ -71,22 +66,22 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, error: 
     monkeypatch.setattr(sampler, "sample", failing)
 
 
-def check_engine(llm: LLM) -> None:
+def check_engine(llm):
     """Verify the block manager's invariants against every sequence of an engine."""
     check_scheduler(llm._engine.scheduler)
 
 
-def assert_idle_and_whole(llm: LLM) -> None:
+def assert_idle_and_whole(llm):
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
     check_engine(llm)
 
 
-def ends_within(seconds: float, function: Callable[[], Any]) -> bool:
+def ends_within(seconds, function):
     """Whether a function ends in time; runs it in a thread, which goes on in the background if not."""
 
-    def run() -> None:
+    def run():
         try:
             function()
         except Exception:  # it ended

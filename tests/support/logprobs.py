@@ -1,25 +1,20 @@
 """Requests for log-probabilities, checked against a plain forward pass of `transformers`."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from nanovllm import RequestOutput, SamplingParams
-from nanovllm.outputs import TokenLogprobs
+from nanovllm import SamplingParams
 from tests.support.tiny_models import random_prompts
 
 
-def log_softmax(model: Any, token_ids: list[int]) -> Tensor:
+def log_softmax(model, token_ids):
     """[num_tokens, vocab_size]: row p is for the token at position p + 1."""
     with torch.no_grad():
         return model(torch.tensor([token_ids], device=model.device)).logits[0].log_softmax(dim=-1).cpu()
 
 
-def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count: int, atol: float = 1e-4) -> None:
+def assert_reports(report, expected, token_id, count, atol=1e-4):
     """The token first, then the `count` most probable ones, each with its value and rank in `expected` [vocab_size].
 
     Tokens nearer to each other than the two computations may change places.
@@ -34,7 +29,7 @@ def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count
         assert 1 + (values > logprob + 2 * atol).sum() <= rank <= (values > logprob - 2 * atol).sum()
 
 
-def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol: float = 1e-4) -> None:
+def assert_right(model, output, params, atol=1e-4):
     prompt = output.prompt_token_ids
     for completion in output.outputs:
         expected = log_softmax(model, prompt + completion.token_ids)
@@ -56,12 +51,12 @@ def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol
             assert_reports(report, row, prompt[index], params.prompt_logprobs, atol)
 
 
-def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed_requests():
     """Requests with and without log-probabilities, some with a shared prefix, with every change of logits."""
     prompts = random_prompts(14, low=1, high=90, seed=6)
     shared = random_prompts(1, low=48, high=48, seed=7)[0]
     prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
-    options: list[dict[str, Any]] = [
+    options = [
         {"logprobs": 3, "prompt_logprobs": 2},
         {"temperature": 0.0},
         {"logprobs": 0, "temperature": 0.0},

@@ -1,7 +1,5 @@
 """Texts that the package can say: strings of its source, with `…` for what is filled in."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -12,12 +10,12 @@ GAP = "…"
 _LOGGED = ("warning", "error", "exception")
 
 
-def source_texts() -> list[str]:
+def source_texts():
     """Every string of the package's source, docstrings included."""
     return [text for tree in _trees() for node in ast.walk(tree) if (text := _text(node))]
 
 
-def logged_texts() -> set[str]:
+def logged_texts():
     """What loggers are given as a warning or an error."""
     return {
         text
@@ -29,23 +27,23 @@ def logged_texts() -> set[str]:
     }  # fmt: skip
 
 
-def says(text: str, quoted: str) -> bool:
+def says(text, quoted):
     """Whether a text of the source can read as quoted, whose gaps stand for anything."""
     return _pattern(quoted).search(text) is not None
 
 
 @functools.cache
-def _pattern(quoted: str) -> re.Pattern[str]:
+def _pattern(quoted):
     parts = [part for part in re.split(rf"\s*{GAP}\s*", quoted.strip()) if part]
     return re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
 
 
 @functools.cache
-def _trees() -> list[ast.AST]:
+def _trees():
     return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-def _text(node: ast.AST) -> str | None:
+def _text(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[-+.\d]*[sdrgfi]", GAP, node.value)
     if isinstance(node, ast.JoinedStr):

@@ -1,7 +1,5 @@
 """Drafters with known answers, and schedulers and engines with them."""
 
-from __future__ import annotations
-
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
 from tests.engine.loops import VOCAB_SIZE, empty_prefix, extend_prefix

@@ -1,10 +1,7 @@
 """docs/guide/models.md, made from what becomes of each class: `python -m tests.support.models_page` writes it."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import transformers
 
@@ -12,7 +9,6 @@ from nanovllm import UnsupportedModelError
 from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.unsupported import REASONS
 from nanovllm.layout import kinds_of
-from nanovllm.model import ModelBinding
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED, SINCE
 from tests.support.tiny_classes import class_names, tiny_class_model
 
@@ -77,7 +73,7 @@ _OTHERS = """
 """
 
 
-def special_features(binding: ModelBinding) -> str:
+def special_features(binding):
     """What the layers, the experts and the rotary embeddings of a served model ask for, in words."""
     kinds, found = kinds_of(layer.traits for layer in binding.layers), []
     windows = {kind.sight.window for kind in kinds}
@@ -115,25 +111,25 @@ _WITHOUT_RANKS = {
 }
 
 
-def lacking_features(class_name: str, binding: ModelBinding) -> str:
+def lacking_features(class_name, binding):
     found = [_WITHOUT_RANKS[ONE_RANK[class_name]]] if class_name in ONE_RANK else []
     if not binding.passes.has_base_model:
         found.append("log-probabilities of prompts, `embed`, `score`")
     return ", ".join(found)
 
 
-def served_row(class_name: str, binding: ModelBinding) -> str:
+def served_row(class_name, binding):
     since, lacking = SINCE.get(class_name, "unreleased"), lacking_features(class_name, binding)
     return f"| {class_name} | {since} | {special_features(binding)} | {lacking} |"
 
 
-def rows_by_class() -> dict[str, str]:
+def rows_by_class():
     """The row of each class that is served."""
     rows = {}
     for class_name in class_names():
         if class_name in NOT_BUILT:  # some are built, and read what is not given to them
             continue
-        model: Any = tiny_class_model(class_name)
+        model = tiny_class_model(class_name)
         try:
             binding = build_binding(model, is_live=True)
         except UnsupportedModelError as error:
@@ -145,7 +141,7 @@ def rows_by_class() -> dict[str, str]:
     return rows
 
 
-def page(rows: dict[str, str]) -> str:
+def page(rows):
     """The page's text, of the rows of the served classes."""
     refused = defaultdict(list)
     for name in class_names():

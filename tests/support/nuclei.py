@@ -1,16 +1,13 @@
 """Logits whose most probable token has half of all mass, to the last bit."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor
 
 from nanovllm.sampler import masses
 
 
-def nuclei_that_end_exactly() -> list[Tensor]:
+def nuclei_that_end_exactly():
     """The first token has the mass of all others: of one close below it, or of two that have a half each."""
     near = torch.tensor([0.0, -1e-9])  # e^-1e-9 is 1 in float32
     around = -math.log(2.0) + torch.arange(-64, 65) * 2.0**-24

@@ -1,16 +1,13 @@
 """Random requests that use every option of a draw, in steps of many sizes, and what is compared of their answers."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from tests.support.llms import check_engine
 from tests.support.structured import FORMS, form
 from tests.support.tiny_models import VOCAB_SIZE
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.02},
     {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4, "top_k": 40}, {"presence_penalty": 0.5, "logprobs": 2},
     {"repetition_penalty": 0.8, "logprobs": 12, "top_p": 0.9}, {"logprobs": 0}, {"logprobs": 5}, {"logprobs": 30},
@@ -24,9 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
 _OF_TEXTS = "structured_output", "bad_words"
 
 
-def random_traffic(
-    seed: int, *, longest: int, vocab_size: int = VOCAB_SIZE, has_text: bool = True
-) -> tuple[list[list[int]], list[SamplingParams]]:
+def random_traffic(seed, *, longest, vocab_size=VOCAB_SIZE, has_text=True):
     """Prompts up to `longest` tokens and their parameters: some calls use every option, some a single one.
 
     Args:
@@ -45,7 +40,7 @@ def random_traffic(
     return prompts, params
 
 
-def answers(llm: LLM, seed: int, **sizes: Any) -> list[list[tuple[Any, ...]]]:
+def answers(llm, seed, **sizes):
     """Each sample's tokens, end and reported tokens, whose log-probabilities depend on a device's rounding."""
     outputs = llm.generate(*random_traffic(seed, **sizes), use_tqdm=False)
     check_engine(llm)

@@ -1,14 +1,10 @@
 """Small models of any configuration class of `transformers`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import transformers
 
 from tests.support.tiny_models import VOCAB_SIZE
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -22,7 +18,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def small(family: str, *, model_class: str | None = None, without: tuple[str, ...] = (), **fields: Any) -> Any:
+def small(family, *, model_class=None, without=(), **fields):
     """A small model of any architecture of `transformers`."""
     config_class = getattr(transformers, f"{family}Config")
     known = {name: value for name, value in SMALL.items() if name not in without}

@@ -1,17 +1,14 @@
 """Requests of every kind for one engine, to compare with and without overlap."""
 
-from __future__ import annotations
-
 import functools
 import random
-from typing import Any
 
 from nanovllm import SamplingParams
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts
 
 
 @functools.cache
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def requests():
     """Some share a prefix; they end by length at every slot of a block, by stop tokens and by stop strings."""
     choice = random.Random(3)
     shared = random_prompts(1, low=48, high=48, seed=5)[0]
@@ -19,7 +16,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
     params = []
     for number in range(len(prompts)):
-        options: dict[str, Any] = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}
+        options = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}
         if number % 4 == 1:
             options["stop_token_ids"] = tuple(choice.sample(range(VOCAB_SIZE), 40))
         if number % 4 == 2:

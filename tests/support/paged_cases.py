@@ -1,12 +1,9 @@
 """Steps of paged attention over poisoned caches, and the dense float32 reference of each."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.attention import (
     AttentionStep,
@@ -124,7 +121,7 @@ class PagedCase:
             attend = paged_attention if through_operator else attend_in_step
             return attend(query, *self.caches, torch.tensor([-1]), self.scaling, 0, self.sinks)[0]
 
-    def expected(self) -> Tensor:
+    def expected(self):
         """Return the dense float32 reference, [num_tokens, num_heads, head_dim] in row order."""
         outputs = []
         for entry in self.layout.entries:
@@ -150,7 +147,7 @@ class PagedCase:
             outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(outputs)
 
-    def check(self, output: Tensor):
+    def check(self, output):
         tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
         expected = self.expected()
         assert output.shape[0] >= len(expected)

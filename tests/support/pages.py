@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,18 +37,18 @@ class Snippet:
     note: str
 
     @property
-    def is_slow(self) -> bool:
+    def is_slow(self):
         return self.note.startswith("slow")
 
     @property
-    def flags(self) -> str:
+    def flags(self):
         return self.note.partition("with ")[2] if not self.note.startswith("not run") else ""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}:{self.line}"
 
 
-def snippets(page: str) -> list[Snippet]:
+def snippets(page):
     """The fenced blocks of a page, in order."""
     text = TEXTS[page]
     of_page = _OF_PAGE.search(text)
@@ -62,13 +61,13 @@ def snippets(page: str) -> list[Snippet]:
     ]  # fmt: skip
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def commands(text):
     """The words of each command of a shell script, without assignments of variables and redirections."""
     text = re.sub(r"<<'?(\w+)'?\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)  # documents that it holds
     for line in text.replace("\\\n", " ").splitlines():
         reader = shlex.shlex(line, posix=True, punctuation_chars=True)
         reader.wordchars += "{}[]$:=,*@!%^+"
-        command: list[str] = []
+        command = []
         for word in [*reader, ";"]:
             if word in _ENDS_OF_COMMANDS:
                 if command:
@@ -78,7 +77,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 command.append(word)
 
 
-def _without_redirections(words: list[str]) -> list[str]:
+def _without_redirections(words):
     return [
         word
         for number, word in enumerate(words)
@@ -86,14 +85,14 @@ def _without_redirections(words: list[str]) -> list[str]:
     ]
 
 
-def inline_code(text: str) -> Iterator[str]:
+def inline_code(text):
     """Code between single backticks, outside of fences."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`]+)`", text):
         yield re.sub(r"\s+", " ", code)
 
 
-def tables(text: str) -> Iterator[list[list[str]]]:
+def tables(text):
     """Each table's rows of cells, the head first, without the line below it."""
     for found in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
         rows = [re.split(r"(?<!\\)\|", line.strip()[1:-1]) for line in found.splitlines()]

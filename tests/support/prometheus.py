@@ -1,13 +1,11 @@
 """The figures of `/metrics`."""
 
-from __future__ import annotations
-
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.serving import MODEL, Serving
+from tests.support.serving import MODEL
 
 
-def figures(running: Serving) -> dict[str, float]:
+def figures(running):
     """Parse metrics: value by "name{label=value}", without the model's label."""
     with running.http() as http:
         answer = http.get("/metrics")

@@ -1,7 +1,5 @@
 """Sequences and resolved configs of the engine's own tests, with the public classes of options."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from nanovllm.features.engine_config import EngineConfig

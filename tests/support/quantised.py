@@ -17,7 +17,7 @@ _SCALES = {
 }
 
 
-def random_blocks(kind: str, num_rows: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
+def random_blocks(kind, num_rows, in_features, *, seed=0):
     """[num_rows, bytes a row] uint8: random bits, and scales of the size of a model's."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(256, (num_rows, FORMATS[kind].row_bytes(in_features)), generator=generator).to(torch.uint8)

@@ -5,18 +5,14 @@ Rank 0 is the test's process. What both compute is the engine's own; how a proce
 python -m tests.support.rank_pair FILE_DESCRIPTOR
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -24,20 +20,19 @@ import torch.distributed as dist
 
 from nanovllm.build import build_worker
 from nanovllm.errors import DeviceError
-from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.ranks import workers
 from nanovllm.features.ranks.ranks import COLLECTIVE_TIMEOUT, Ranks
 from nanovllm.features.ranks.workers import Start
 
 
 @contextmanager
-def one_pair_of_processes() -> Iterator[None]:
+def one_pair_of_processes():
     """Let every engine of two ranks in this block, one at a time, have the same process as its other rank."""
     own, theirs = socket.socketpair()
     command = [sys.executable, "-m", "tests.support.rank_pair", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process, pytest.MonkeyPatch.context() as patch:
         theirs.close()
-        orders: Connection[Any, Any] = Connection(own.detach())
+        orders = Connection(own.detach())
         try:
             patch.setattr(workers, "WorkerProcesses", partial(PairedWorker, orders))
             yield
@@ -52,7 +47,7 @@ def one_pair_of_processes() -> Iterator[None]:
 class PairedWorker:
     """What `WorkerProcesses` is to an engine of two ranks on a CPU."""
 
-    def __init__(self, orders: Connection[Any, Any], source: str, config: EngineConfig, device_type: str) -> None:
+    def __init__(self, orders, source, config, device_type):
         assert (config.tensor_parallel_size, device_type) == (2, "cpu")
         self.num_threads = 1
         self._orders, self._is_closed = orders, False
@@ -60,32 +55,32 @@ class PairedWorker:
         orders.send(Start(1, store.port, source, config, self.num_threads))
         self.ranks = Ranks(0, 2, torch.device("cpu"), store)
 
-    def send(self, kind: str, *payload: Any) -> None:
+    def send(self, kind, *payload):
         self._orders.send((kind, payload))
 
-    def check(self) -> None:
+    def check(self):
         pass
 
-    def abort(self) -> None:
+    def abort(self):
         pass
 
-    def when_failed(self, callback: Any) -> None:
+    def when_failed(self, callback):
         pass
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error):
         raise DeviceError(f"a step of two ranks failed; the other says: {self.close()}") from error
 
-    def close(self) -> str | None:
+    def close(self):
         """Wait until the other process is no longer a rank of this engine; returns what failed there."""
         if self._is_closed:
             return None
         self._is_closed = True
         self.send("close")
-        said: str | None = self._orders.recv()
+        said = self._orders.recv()
         return said
 
 
-def _serve(orders: Connection[Any, Any]) -> None:
+def _serve(orders):
     while (start := orders.recv()) is not None:
         said = None
         try:
@@ -97,7 +92,7 @@ def _serve(orders: Connection[Any, Any]) -> None:
         orders.send(said)
 
 
-def _follow(start: Start, orders: Connection[Any, Any]) -> None:
+def _follow(start, orders):
     store = dist.TCPStore("127.0.0.1", start.port, 2, False, COLLECTIVE_TIMEOUT)
     runner = build_worker(start, Ranks(start.rank, 2, torch.device("cpu"), store))
     while True:

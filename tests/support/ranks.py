@@ -1,10 +1,6 @@
 """Several ranks as threads of one process, for tests of what they compute; and engines of ranks in processes."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +8,13 @@ import torch.distributed as dist
 from nanovllm.features.ranks.ranks import Ranks
 
 
-def run_on_ranks(size: int, function: Callable[[Ranks], Any]) -> list[Any]:
+def run_on_ranks(size, function):
     """What the function returns on each rank; raises what it raises on any."""
     store = dist.HashStore()
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    results = [None] * size
+    errors = []
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
             with torch.no_grad():
                 results[rank] = function(Ranks(rank, size, torch.device("cpu"), store))

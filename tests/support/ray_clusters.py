@@ -1,12 +1,8 @@
 """Nodes of a Ray cluster as processes of this machine, on loopback, small and without a dashboard."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 # Before ray is imported, and for the processes of its nodes.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -21,13 +17,13 @@ import nanovllm.ray
 NODE_CPUS = 0  # of a node that is not the head: it runs an engine, and no front, reader or writer
 # One engine a node: each has one of this resource.
 ENGINE = {"engine": 1.0}
-NODE: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False, "resources": ENGINE}
+NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False, "resources": ENGINE}
 # A head node counts a node as dead after some seconds; in tests they are few.
 HEAD = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
 @contextmanager
-def cluster_of(*nodes: int) -> Iterator[Cluster]:
+def cluster_of(*nodes):
     """A cluster that this process has joined; nodes: CPUs of the head node and of the others."""
     head, *others = nodes
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": head, "_system_config": HEAD})
@@ -41,18 +37,18 @@ def cluster_of(*nodes: int) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def join(cluster: Cluster, num_cpus: int = NODE_CPUS) -> Any:
+def join(cluster, num_cpus=NODE_CPUS):
     """Add a node; returns it."""
     return cluster.add_node(num_cpus=num_cpus, **NODE)
 
 
-def die(cluster: Cluster) -> None:
+def die(cluster):
     """End the node that is not the head as a power cut does: its processes are killed, nothing is handed over."""
     (node,) = cluster.worker_nodes
     cluster.remove_node(node, allow_graceful=False)
 
 
-def comes_true(condition: Callable[[], bool], seconds: float) -> None:
+def comes_true(condition, seconds):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"

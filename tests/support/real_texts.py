@@ -1,7 +1,5 @@
 """Real text as prompts: sentences, slices of the licence, slices of Python modules."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -48,7 +46,7 @@ def tokenizer():
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts():
     """42 prompts of 1 to 1,500 tokens."""
     texts = [tokenizer()(text)["input_ids"] for text in SENTENCES]
     licence = (ROOT / "LICENSE").read_text(encoding="utf-8")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from nanovllm.fast.kernels.dense_layer import DenseSizes, DenseWeights
+from nanovllm.fast.kernels.dense_layer import DenseWeights
 
 
 class DenseStep(NamedTuple):
@@ -19,21 +19,19 @@ class DenseStep(NamedTuple):
     turns: tuple[Tensor, Tensor]
     slots: Tensor
 
-    def rows(self, chosen: Any) -> DenseStep:
+    def rows(self, chosen):
         """A step of some of the rows."""
         turns = self.turns[0][chosen], self.turns[1][chosen]
         return DenseStep(self.attended[chosen], self.residual[chosen], turns, self.slots[chosen])
 
 
-def random_weights(
-    sizes: DenseSizes, num_slots: int, device: Any, *, has_norms: bool, has_bias: bool, is_last: bool = False
-) -> DenseWeights:
+def random_weights(sizes, num_slots, device, *, has_norms, has_bias, is_last=False):
     """Weights whose every part matters to the answer."""
 
-    def draw(*sides: int) -> Tensor:
+    def draw(*sides):
         return (torch.randn(sides, device=device) * sides[-1] ** -0.5).bfloat16()
 
-    def norm(size: int) -> Tensor:
+    def norm(size):
         return (1 + 0.2 * torch.randn(size, device=device)).bfloat16()
 
     own = draw(sizes.hidden, sizes.query), draw(2 * sizes.inner, sizes.hidden), draw(sizes.hidden, sizes.inner)
@@ -46,16 +44,14 @@ def random_weights(
     return DenseWeights(*own, norm(sizes.hidden), *following, (1e-6, 1e-5, 1e-6, 1e-6))
 
 
-def random_step(sizes: DenseSizes, num_rows: int, device: Any) -> DenseStep:
+def random_step(sizes, num_rows, device):
     angles = torch.rand(num_rows, sizes.head_dim // 2, device=device).mul(6).repeat(1, 2)
     attended, residual = (torch.randn(num_rows, n, device=device).bfloat16() for n in (sizes.query, sizes.hidden))
     slots = torch.randperm(2 * num_rows, device=device)[:num_rows]
     return DenseStep(attended, residual, (angles.cos().bfloat16(), angles.sin().bfloat16()), slots)
 
 
-def dense_layer(
-    sizes: DenseSizes, layer: DenseWeights, attended: Tensor, residual: Tensor, turns: tuple[Tensor, Tensor]
-) -> list[Tensor]:
+def dense_layer(sizes, layer, attended, residual, turns):
     """Hidden states, and queries, K and V [rows, heads, head_dim] of the next layer, if there is one; of float32."""
     own = DenseWeights(*(part.float() if isinstance(part, Tensor) else part for part in layer))
     hidden = residual.float() + linear(attended.float(), own.output)
@@ -68,7 +64,7 @@ def dense_layer(
     query, key, value = heads.split((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), 1)
     cosines, sines = (part.float()[:, None] for part in turns)
 
-    def turned(states: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    def turned(states, weight, epsilon):
         states = _norm(states, weight, epsilon)
         first, second = states.chunk(2, -1)
         return states * cosines + torch.cat([-second, first], -1) * sines
@@ -76,7 +72,7 @@ def dense_layer(
     return [hidden, turned(query, own.q_norm, own.epsilons[2]), turned(key, own.k_norm, own.epsilons[3]), value]
 
 
-def _norm(states: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def _norm(states, weight, epsilon):
     if weight is None:
         return states
     return states * (states.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
@@ -85,16 +81,14 @@ def _norm(states: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 class ReferenceDense:
     """`DenseLayers` without a GPU; notes layer and rows of its launches, and the compiled sizes."""
 
-    launches: ClassVar[list[tuple[int, int]]] = []
-    compiled: ClassVar[list[int]] = []
+    launches: ClassVar = []
+    compiled: ClassVar = []
 
-    def __init__(self, sizes: DenseSizes, device: torch.device, num_rows: int, **options: bool) -> None:
+    def __init__(self, sizes, device, num_rows, **options):
         self._sizes, self._num_rows, self._options = sizes, num_rows, options
         self.compiled.append(num_rows)
 
-    def run(
-        self, index: int, layer: DenseWeights, attended: Tensor, residual: Tensor, turns: Any, slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, index, layer, attended, residual, turns, slots):
         assert len(attended) <= self._num_rows
         assert self._options == {"has_norms": layer.q_norm is not None, "has_bias": layer.bias is not None} or (
             layer.qkv is None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.fast.kernels.layer_stack import DecodeRows
 from nanovllm.fast.kernels.token_steps import PACKED_BYTES
@@ -17,40 +16,34 @@ from tests.support.llama_layers import run_layers
 class ReferenceStack:
     """`LayerStack` without a GPU; counts its launches."""
 
-    launches: ClassVar[list[int]] = []
+    launches: ClassVar = []
     logits_factor = 1.0
 
-    def __init__(self, layers: Any, sizes: Any, scaling: float, device: torch.device) -> None:
+    def __init__(self, layers, sizes, scaling, device):
         self._layers, self._sizes, self._scaling = layers, sizes, scaling
 
-    def run(
-        self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: Any, *, first: int = 0, count: int = 0
-    ) -> Tensor:
+    def run(self, hidden, cosines, sines, rows, *, first=0, count=0):
         layers = self._layers[first : first + count] if count else self._layers
         self.launches.append(len(layers))
         return run_layers(layers, self._sizes, self._scaling, hidden, cosines, sines, rows)
 
-    def token_step(
-        self, weights: Any, places: dict[str, int], num_rows: int, sampled: Tensor, *, logits: Any = None, **_: Any
-    ) -> ReferenceStep:
+    def token_step(self, weights, places, num_rows, sampled, *, logits=None, **_):
         return ReferenceStep(self, weights, places, num_rows, sampled, logits)
 
 
 class ReferenceStep:
     """`TokenStep` without a GPU."""
 
-    def __init__(
-        self, stack: ReferenceStack, weights: Any, places: dict[str, int], num_rows: int, sampled: Tensor, logits: Any
-    ) -> None:
+    def __init__(self, stack, weights, places, num_rows, sampled, logits):
         self._stack, self._weights, self._places = stack, weights, places
         self._num_rows, self._sampled, self._logits = num_rows, sampled, logits
         self.packed = np.zeros(PACKED_BYTES // 4, np.int32)
 
-    def _input(self, name: str, count: int, dtype: Any = np.int64) -> Tensor:
+    def _input(self, name, count, dtype=np.int64):
         start, size = self._places[name], count * np.dtype(dtype).itemsize
         return torch.from_numpy(self.packed.view(np.uint8)[start : start + size].view(dtype).copy())
 
-    def launch(self, num_tables: int = 0, host_sampled: Tensor | None = None) -> None:
+    def launch(self, num_tables=0, host_sampled=None):
         weights, count = self._weights, self._num_rows
         positions, slots = self._input("positions", count), self._input("slot_mapping", count)
         tables, *starts = (
@@ -80,11 +73,11 @@ class ReferenceStep:
 class DenseDecodes:
     """Attention of a step's decodes over their block tables, one by one."""
 
-    def __init__(self, block_size: int) -> None:
-        self.step: Any = None
+    def __init__(self, block_size):
+        self.step = None
         self._block_size = block_size
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
+    def attend(self, query, keys, values, scaling, *_):
         output = torch.zeros_like(query)
         for row, count in enumerate(self.step.decode_blocks.tolist()):
             table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()

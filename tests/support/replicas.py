@@ -1,7 +1,5 @@
 """Tiny models behind two engine processes, and what may be done to these."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -9,17 +7,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from nanovllm import LLM, SamplingParams, StepRecord
-from nanovllm.outputs import RequestOutput
+from nanovllm import LLM, SamplingParams
 from tests.support.tiny_models import save_tiny
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 REPLICAS = OPTIONS | {"data_parallel_size": 2}
-STEPS: list[tuple[int, StepRecord]] = []
+STEPS = []
 # Arguments that are no features: the object itself, what a call is about, and bundles of options.
 ARGUMENTS = {
     "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
@@ -29,64 +24,64 @@ ENDLESS = SamplingParams(seed=11, max_tokens=400, ignore_eos=True)
 
 
 @functools.cache
-def tiny_folder() -> str:
+def tiny_folder():
     """The tiny model and its tokenizer on disk, for all tests of this process."""
     return str(save_tiny(Path(tempfile.mkdtemp(prefix="nanovllm-tiny-"))))
 
 
 @functools.cache
-def one_engine() -> LLM:
+def one_engine():
     """The same model without replicas."""
     return LLM(tiny_folder(), **OPTIONS)
 
 
 @functools.cache
-def shared_pool() -> LLM:
+def shared_pool():
     """Two replicas, shared by tests that leave both up; STEPS has the steps of both, and who was told of them."""
     llm = LLM(tiny_folder(), max_queue=64, on_step=lambda step: STEPS.append((threading.get_ident(), step)), **REPLICAS)
     atexit.register(llm.close)
     return llm
 
 
-def completions(outputs: list[RequestOutput]) -> list[list[tuple[Any, ...]]]:
+def completions(outputs):
     """What each prompt got, in a form to compare."""
     return [
         [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs
     ]
 
 
-def process_ids(llm: Any) -> list[int]:
+def process_ids(llm):
     return [replica.process_id for replica in llm.replicas()]
 
 
-def send_signal(llm: Any, index: int, number: int) -> None:
+def send_signal(llm, index, number):
     os.kill(process_ids(llm)[index], number)
 
 
-def kill(llm: Any, index: int) -> None:
+def kill(llm, index):
     """kill -9 of one replica's process."""
     send_signal(llm, index, signal.SIGKILL)
 
 
-def busiest(llm: Any) -> int:
+def busiest(llm):
     """The replica that runs most."""
     return max(llm.replicas(), key=lambda replica: replica.num_running).index
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
 
 
-def all_up(llm: LLM) -> bool:
+def all_up(llm):
     """Whether every replica is up; takes a step, since an `LLM` works only while it is called."""
     llm._engine.step()
     return all(replica.state == "up" for replica in llm.replicas())
 
 
-def is_alive(process_id: int) -> bool:
+def is_alive(process_id):
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

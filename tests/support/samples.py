@@ -1,25 +1,20 @@
 """Requests with several samples, and their answers in a form to compare."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from nanovllm import RequestOutput, SamplingParams
+from nanovllm import SamplingParams
 from tests.support.tiny_models import random_prompts
 
 
-def tilted(token_ids: list[int], row: Tensor) -> Tensor:
+def tilted(token_ids, row):
     return row - 0.1 * torch.arange(len(row), device=row.device) * (len(token_ids) % 3)
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def requests():
     shared = random_prompts(1, low=48, high=48, seed=5)[0]
     prompts = random_prompts(10, low=1, high=90, seed=4)
     prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
-    options: list[dict[str, Any]] = [
+    options = [
         {"n": 3, "top_p": 0.9},
         {"bad_words": ["e", "the", "question"], "logprobs": 2},
         {"logits_processors": tilted, "n": 2},
@@ -29,5 +24,5 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(seed=n, max_tokens=12, **options[n % 5]) for n in range(10)]
 
 
-def answers(outputs: list[RequestOutput]) -> list[list[tuple[Any, ...]]]:
+def answers(outputs):
     return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]

@@ -1,15 +1,12 @@
 """Programs whose C++ kernels are compiled with AddressSanitizer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 
-def check_sanitized(script: str, cache: Path) -> None:
+def check_sanitized(script, cache):
     """Run a program that prints "no complaints" at its end; `cache` gets the kernels that it compiles."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = os.environ | {

@@ -1,15 +1,10 @@
 """Parts of Llama's decoder layers times a factor, which rounding to bfloat16 hides in a layer's output."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
 # Owner and name of a function, and which of its results is scaled; None for its only one.
-PLACES: dict[str, tuple[Any, str, int | None]] = {
+PLACES = {
     "norm": (modeling_llama.LlamaRMSNorm, "forward", None),
     "mlp": (modeling_llama.LlamaMLP, "forward", None),
     "attention": (modeling_llama.LlamaAttention, "forward", 0),
@@ -20,11 +15,11 @@ PLACES: dict[str, tuple[Any, str, int | None]] = {
 }
 
 
-def scale_part(monkeypatch: pytest.MonkeyPatch, place: str, factor: float) -> None:
+def scale_part(monkeypatch, place, factor):
     owner, name, index = PLACES[place]
     function = getattr(owner, name)
 
-    def scaled(*args: Any, **kwargs: Any) -> Any:
+    def scaled(*args, **kwargs):
         result = function(*args, **kwargs)
         if index is None:
             return result * factor

@@ -3,5 +3,5 @@
 from tests.support.scheduling import Loop, make_scheduler
 
 
-def make_loop(**limits: int) -> Loop:
+def make_loop(**limits):
     return Loop(make_scheduler(**limits))

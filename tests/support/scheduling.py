@@ -1,38 +1,29 @@
 """Factories for tests of the scheduler, and the loop of `nanovllm.testing` with more checks for the shipped queues."""
 
-from __future__ import annotations
-
-from collections.abc import Collection
-
-from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
-from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.forks.forking import go_on_from
 from nanovllm.features.groups.cache_groups import CacheGroups
-from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.policies.loop import Loop as PolicyLoop
 from nanovllm.features.policies.mock_states import check
 from nanovllm.features.policies.walk import make_config
 from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler, WaitingQueue
-from nanovllm.sequence import SCHEDULING_KEY, Sequence
+from nanovllm.sequence import SCHEDULING_KEY
 
 
-def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:
+def make_scheduler(*, block_size=4, enable_prefix_caching=True, **limits):
     """A scheduler; its blocks may be smaller than the engine allows, for more boundaries in fewer tokens."""
     config = make_config(**limits)
     manager = BlockManager(config.num_kv_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     return shared_scheduler(config, manager)
 
 
-def shared_scheduler(config: EngineConfig, manager: BlockManager) -> Scheduler:
+def shared_scheduler(config, manager):
     """A scheduler whose queue keeps the shares of clients."""
     return Scheduler(config, manager, queue=ClientQueue(config, manager))
 
 
-def make_group_scheduler(
-    kinds: list[StateKind], num_blocks: list[int], *, block_size: int = 4, **limits: float | None
-) -> Scheduler:
+def make_group_scheduler(kinds, num_blocks, *, block_size=4, **limits):
     """A scheduler over cache groups, with a pool of so many blocks for each kind, the null block included."""
     config = make_config(**limits)
     manager = CacheGroups(
@@ -46,7 +37,7 @@ def make_group_scheduler(
     return shared_scheduler(config, manager)
 
 
-def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
+def chunks(batch):
     """Return the positions that a batch computes, in batch order: request id -> (start, end)."""
     return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
 
@@ -54,11 +45,11 @@ def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
 class Loop(PolicyLoop):
     """The loop of the shipped queues: forks go on from KV, and the order of clients and of victims is checked too."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler):
         super().__init__(scheduler)
-        self.lost_slot: Sequence | None = None  # to another client, in the last step
-        self._successor: Sequence | None = None  # for whom it is
-        self._gave_way: set[Sequence] = set()  # to clients that are behind, in the last step
+        self.lost_slot = None  # to another client, in the last step
+        self._successor = None  # for whom it is
+        self._gave_way = set()  # to clients that are behind, in the last step
         queue = scheduler.waiting
         self.has_shares = isinstance(queue, ClientQueue)
         self.has_order = self.has_shares or type(queue) is WaitingQueue
@@ -66,7 +57,7 @@ class Loop(PolicyLoop):
             self._slot_victim, self._block_victims = queue.slot_victim, queue.block_victims
             queue.slot_victim, queue.block_victims = self._note_slot, self._note_way
 
-    def _note_slot(self, running: Collection[Sequence]) -> Sequence | None:
+    def _note_slot(self, running):
         self.lost_slot = self._slot_victim(running)
         if self.lost_slot is not None:
             first = next(iter(self.scheduler.waiting.in_order()))
@@ -76,7 +67,7 @@ class Loop(PolicyLoop):
             self._successor = first
         return self.lost_slot
 
-    def _note_way(self, running: Collection[Sequence]):
+    def _note_way(self, running):
         """Yield the victims; each must be of a client that was served more by over the bound than one of its level."""
         for victim in self._block_victims(running):
             others = [s for s in self.unfinished if s.priority == victim.priority]
@@ -87,7 +78,7 @@ class Loop(PolicyLoop):
             self._gave_way.add(victim)
             yield victim
 
-    def fork(self, source: Sequence, at: int, **options: object) -> Sequence:
+    def fork(self, source, at, **options):
         """Add a request whose prompt is the first `at` tokens of another, from whose KV it may go on."""
         target = super().fork(source, at, **options)
         go_on_from(self.scheduler, source, target)
@@ -95,31 +86,31 @@ class Loop(PolicyLoop):
         self.check()
         return target
 
-    def steps(self, count: int) -> None:
+    def steps(self, count):
         for _ in range(count):
             self.step()
 
-    def finish(self, depth: int = 1) -> None:
+    def finish(self, depth=1):
         self.drain(depth)
         self.check_outputs()
 
-    def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
+    def launch(self, non_finite=()):
         self.lost_slot = None
         self._gave_way.clear()
         return super().launch(non_finite)
 
-    def check(self) -> None:
+    def check(self):
         super().check()
         if self.has_order:
             self._check_order()
         self._check_shares()
 
-    def _check_step(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
+    def _check_step(self, was_running, batch):
         super()._check_step(was_running, batch)
         if self.has_order:
             self._check_preemptions(was_running, batch)
 
-    def _check_order(self) -> None:
+    def _check_order(self):
         """Check that both queues are in order of aged priority, then of arrival."""
         ageing = self.scheduler.config.priority_ageing_s
         for queue in (self.scheduler.running, self.scheduler.waiting):
@@ -128,7 +119,7 @@ class Loop(PolicyLoop):
             check(order == sorted(order), f"queue out of order: {order}")
             self.seen["ordered by age"] += list(queue) != sorted(queue, key=lambda s: (s.priority, s.arrival))
 
-    def _check_shares(self) -> None:
+    def _check_shares(self):
         """Check the bound between waiting clients, and that the queue knows each client of an unfinished request."""
         queue, config = self.scheduler.waiting, self.scheduler.config
         if not self.has_shares:
@@ -144,7 +135,7 @@ class Loop(PolicyLoop):
         check(sorted(queue.in_order(), key=SCHEDULING_KEY) == list(queue), "the order of shares loses a request")
         self.seen["clients beside each other"] += len(clients) > 1
 
-    def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
+    def _check_preemptions(self, was_running, batch):
         preempted = [sequence for sequence in was_running if not sequence.is_running]
         if self.lost_slot in preempted and self.lost_slot not in self._lost_blocks:
             preempted.remove(self.lost_slot)

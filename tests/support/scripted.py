@@ -1,14 +1,9 @@
 """Answers that a test writes: the sampler's draws are replaced, all else of the engine and the server is as ever."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 
-from tests.support.serving import Serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 END = "<|end|>"
@@ -29,25 +24,25 @@ THINKING_TEMPLATE = (
 )
 
 
-def thinking_tokenizer(template: str = THINKING_TEMPLATE) -> Any:
+def thinking_tokenizer(template=THINKING_TEMPLATE):
     """A tiny tokenizer whose template knows tools and thought."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
 
-def ending_model() -> Any:
+def ending_model():
     """A tiny model whose answers end with END."""
     return tiny_model(eos_token_id=tiny_tokenizer().convert_tokens_to_ids(END))
 
 
-def prompt_of(running: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prompt_of(running, monkeypatch):
     """The prompts that the engine gets from now on, as text."""
-    prompts: list[str] = []
+    prompts = []
     chat = running.engine._input_processor.parts.chat
     apply = chat.apply_to
 
-    def noted(*args: Any, **options: Any) -> list[int]:
+    def noted(*args, **options):
         ids = apply(*args, **options)
         prompts.append(running.engine.tokenizer.decode(ids))
         return ids
@@ -56,7 +51,7 @@ def prompt_of(running: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return prompts
 
 
-def says(running: Serving, monkeypatch: pytest.MonkeyPatch, text: str) -> int:
+def says(running, monkeypatch, text):
     """Make each answer of a server this text, and END behind it; returns the id of END."""
     runner = running.engine._engine_thread._engine.model_runner
     execute = runner.execute
@@ -64,7 +59,7 @@ def says(running: Serving, monkeypatch: pytest.MonkeyPatch, text: str) -> int:
     end_id = tokenizer.convert_tokens_to_ids(END)
     token_ids = [*tokenizer(text)["input_ids"], end_id]
 
-    def scripted(batch: Any) -> Any:
+    def scripted(batch):
         said = [token_ids[min(sequence.num_output_tokens, len(token_ids) - 1)] for sequence in batch.sampling]
         return replace(execute(batch), token_ids=torch.tensor(said))
 

@@ -8,7 +8,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partialmethod
@@ -19,7 +18,6 @@ import httpx
 import openai
 
 from nanovllm import AsyncLLM
-from nanovllm.features.engine_stats import EngineStats
 from nanovllm.serving.server.app import build_server, create_app
 from nanovllm.serving.server.lifecycle import DrainingServer
 from nanovllm.serving.server.settings import ServerSettings
@@ -29,12 +27,12 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 MODEL = "tiny"
 
 
-def user(content: Any) -> dict[str, Any]:
+def user(content):
     """A message of the user: a text, or parts."""
     return {"role": "user", "content": content}
 
 
-def function_tool(name: str, **fields: Any) -> dict[str, Any]:
+def function_tool(name, **fields):
     """A tool as /v1/chat/completions takes it."""
     return {"type": "function", "function": {"name": name, **fields}}
 
@@ -50,31 +48,31 @@ class Serving:
     url: str
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self):
         return self.server.servers[0].sockets[0].getsockname()[:2]
 
-    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+    def client(self, key="none", **options):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
 
-    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+    def anthropic(self, key="none"):
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=60.0)
 
-    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+    def async_client(self, key="none"):
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(limits=limits, timeout=60.0)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http)
 
-    def http(self, **options: Any) -> httpx.Client:
+    def http(self, **options):
         return httpx.Client(base_url=self.url, timeout=60.0, **options)
 
-    def request(self, method: str, path: str, json: Any = None, **options: Any) -> httpx.Response:
+    def request(self, method, path, json=None, **options):
         """Send one request on a connection of its own."""
         with self.http(verify=False) as http:  # no certificates to read
             return http.request(method, path, json=json, **options)
 
-    def error(self, path: str, *fields: dict[str, Any] | str, status: int = 400) -> dict[str, Any]:
+    def error(self, path, *fields, status=400):
         """The error of a refused request, whose body has these fields as objects or JSON; the last ones count."""
-        body: dict[str, Any] = {}
+        body = {}
         for given in fields:
             body |= json.loads(given) if isinstance(given, str) else given
         answer = self.post(path, body)
@@ -86,31 +84,31 @@ class Serving:
     options = partialmethod(request, "OPTIONS")
     post = partialmethod(request, "POST")
 
-    def stats(self) -> EngineStats:
+    def stats(self):
         return run_in_subprocess(self.engine.stats())
 
-    def stop(self) -> int:
+    def stop(self):
         """Stop the server as a signal does; returns the exit code."""
         self.server.handle_exit(15, None)
         self.thread.join(60.0)
         assert not self.thread.is_alive()
         return self.server.exit_code
 
-    def is_idle(self) -> bool:
+    def is_idle(self):
         stats = self.stats()
         return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
 @contextlib.contextmanager
 def serving(
-    settings: dict[str, Any] | None = None,
+    settings=None,
     *,
-    model: Any = None,
-    tokenizer: Any = None,
-    send_buffer: int | None = None,
-    front_door: type[AsyncLLM] = AsyncLLM,
-    **options: Any,
-) -> Iterator[Serving]:
+    model=None,
+    tokenizer=None,
+    send_buffer=None,
+    front_door=AsyncLLM,
+    **options,
+):
     """A server of a tiny model, stopped at the end of the block.
 
     Args:
@@ -136,20 +134,20 @@ def serving(
         running.stop()  # closes the engine too
 
 
-def run_in_subprocess(work: Coroutine[Any, Any, Any]) -> Any:
+def run_in_subprocess(work):
     """Run `work` in a thread of its own: playwright's event loop may run in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
-def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def comes_true(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.005)
 
 
-def raw_stream(running: Serving, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+def raw_stream(running, body, path="/v1/completions"):
     """Send a request and return the socket, with the answer unread."""
     data = json.dumps({"stream": True} | body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.batch import ScheduledSequence
 from nanovllm.fast.attention.shared_prefixes import SharedPrefixes, SharingRule
@@ -25,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MAX_DECODES = 300
 
 
-def decode_entries(tables: list[list[int]], contexts: list[int]) -> list[ScheduledSequence]:
+def decode_entries(tables, contexts):
     """Each decode computes the last token of its context."""
     entries = []
     for number, (table, context) in enumerate(zip(tables, contexts, strict=True)):
@@ -35,10 +33,10 @@ def decode_entries(tables: list[list[int]], contexts: list[int]) -> list[Schedul
     return entries
 
 
-def changing_steps(seed: int) -> Iterator[list[ScheduledSequence]]:
+def changing_steps(seed):
     """Sequences come, go, change places, compute one token or more, and have their last tokens undone."""
     choice = random.Random(seed)
-    running: list[tuple[list[int], int]] = []
+    running = []
     for _ in range(60):
         if len(running) < 2 or choice.random() < 0.2:
             running.append(([], choice.randrange(200)))
@@ -59,13 +57,13 @@ def changing_steps(seed: int) -> Iterator[list[ScheduledSequence]]:
         yield entries
 
 
-def random_tables(choice: random.Random, count: int, block_size: int) -> tuple[list[list[int]], list[int]]:
+def random_tables(choice, count, block_size):
     """Block tables and contexts of so many decodes; new ones go on from the beginning of another, or share nothing."""
     blocks = iter(choice.sample(range(1, 2000), 1999))
-    tables: list[list[int]] = []
-    contexts: list[int] = []
+    tables = []
+    contexts = []
     for _ in range(count):
-        beginning: list[int] = []
+        beginning = []
         if tables and choice.random() < 0.8:
             other = choice.choice(tables[-6:])
             beginning = other[: choice.choice([len(other), len(other) - 1, choice.randint(0, len(other))])]
@@ -78,9 +76,7 @@ def random_tables(choice: random.Random, count: int, block_size: int) -> tuple[l
     return tables, contexts
 
 
-def wide_group_and_others(
-    num_members: int, num_blocks: int, *, block_size: int, num_others: int = 7
-) -> tuple[list[list[int]], list[int]]:
+def wide_group_and_others(num_members, num_blocks, *, block_size, num_others=7):
     """Block tables and contexts: decodes with `num_blocks` common blocks, five with three, and some without any."""
     choice = random.Random(num_members * num_blocks)
     own = [choice.randint(1, 5 * block_size) for _ in range(num_members + 5 + num_others)]
@@ -126,13 +122,13 @@ class SharedDecodes:
         num_rows = len(tables) + padding
         self.query = torch.randn(num_rows, num_kv_heads * groups, head_dim, generator=generator).to(dtype)
         self.query = self.query.to(self.device)
-        self.idle: list[int] = []  # rows that see no blocks
+        self.idle = []  # rows that see no blocks
         self.kernel = PagedDecode(
             (num_kv_heads, groups, head_dim * dtype.itemsize), block_size, gpu=gpu, max_decodes=MAX_DECODES,
             device=self.device,
         )  # fmt: skip
 
-    def prefixes(self, *, wide_tokens: int | None = None) -> SharedPrefixes | None:
+    def prefixes(self, *, wide_tokens=None):
         """Whatever can be shared is. Args: wide_tokens: fewest of a group with wide programs; None without these."""
         rule = SharingRule.for_kernel(self.kernel, token_bytes=1)
         rule = rule._replace(max_bundles=self.kernel.most_bundles(len(self.tables)), member_tokens=0.0, step_tokens=0.0)
@@ -140,7 +136,7 @@ class SharedDecodes:
         rule = rule._replace(**wide)
         return SharedPrefixes.from_layout(self.layout, self.block_size, rule)
 
-    def run(self, prefixes: SharedPrefixes | None) -> Tensor:
+    def run(self, prefixes):
         """[num_rows, num_heads, head_dim] as in an engine's step, padding included."""
         num_rows = len(self.query)
         shape = GraphShape(num_rows, num_rows, 0, is_wide=prefixes is not None and prefixes.wide is not None)
@@ -153,7 +149,7 @@ class SharedDecodes:
         output = torch.full_like(self.query, torch.nan)
         return self.kernel.attend(self.query, *self.caches, self.scaling, output)
 
-    def check(self, output: Tensor) -> None:
+    def check(self, output):
         expected = torch.zeros(output.shape)
         query, caches = self.query.float().cpu(), self.caches.float().cpu()
         for row, slots in enumerate(self.slots):
@@ -166,7 +162,7 @@ class SharedDecodes:
         torch.testing.assert_close(output.float().cpu(), expected, atol=tolerance, rtol=tolerance)
 
     @property
-    def num_pieces(self) -> int:
+    def num_pieces(self):
         return int(self.kernel._pieces[0, 0])
 
 
@@ -178,12 +174,12 @@ class KernelSizes(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def drawn(cls, choice: random.Random) -> KernelSizes:
+    def drawn(cls, choice):
         heads = choice.choice([1, 2, 3]), choice.choice([1, 2, 3, 4, 8]), choice.choice([64, 128])
         return cls(heads, choice.choice([16, 64, 128]))
 
 
-def random_case(seed: int, device: str, *, most: int = 40, sizes: KernelSizes | None = None) -> SharedDecodes:
+def random_case(seed, device, *, most=40, sizes=None):
     """Args: sizes: drawn by default, which on a GPU takes a compilation for nearly every seed."""
     choice = random.Random(seed)
     heads, block_size, dtype = sizes or KernelSizes.drawn(choice)

@@ -4,14 +4,10 @@ Everything but NVLink runs so: NCCL's collectives over sockets, our all-reduces 
 means nothing, since the ranks take turns on the device.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from pytest import MonkeyPatch
 
 import nanovllm.fast.gpu.rank_runner
 import nanovllm.features.ranks.workers as workers
@@ -20,7 +16,7 @@ _ENTRY = "from tests.support.shared_gpu import take_first_gpu; take_first_gpu()\
 _SETTINGS = {"NCCL_HOSTID": "rank-0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def share_one_gpu(patch: MonkeyPatch, *, size: int = 2) -> None:
+def share_one_gpu(patch, *, size=2):
     """Let `tensor_parallel_size` be up to `size` where there is one GPU, until the patch is undone."""
     for name, value in _SETTINGS.items():
         patch.setenv(name, value)
@@ -29,11 +25,11 @@ def share_one_gpu(patch: MonkeyPatch, *, size: int = 2) -> None:
     patch.setattr(workers, "ENTRY", _ENTRY + workers.ENTRY)
 
 
-def take_first_gpu() -> None:
+def take_first_gpu():
     """In the process of another rank, before it has a device: its GPU is the first one too."""
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"
 
-    def device(kind: Any, *_: Any) -> torch.device:
+    def device(kind, *_):
         return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
     workers.torch = SimpleNamespace(**vars(torch) | {"device": device})  # type: ignore[assignment]

@@ -1,11 +1,7 @@
 """Small workloads of each kind, and a digest of a workload's requests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-
-from nanovllm.tools.workloads.workloads import Workload
 
 SMALL = [
     "random:requests=5,prompt=3-9", "P1:scale=0.02", "chat:scale=0.1", "whales:scale=0.05",
@@ -13,6 +9,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-def digest(workload: Workload) -> str:
+def digest(workload):
     requests = [(r.arrival, r.prompt_token_ids, r.num_output_tokens, r.after) for r in workload.requests]
     return hashlib.sha256(json.dumps(requests).encode()).hexdigest()

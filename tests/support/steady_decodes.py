@@ -1,16 +1,10 @@
 """Schedulers with many sequences past their prompts, for micro-benchmarks, and figures reported per unit of work."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-
-from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import shared_scheduler
 
@@ -18,11 +12,11 @@ BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096
 
 
-def make_sequence(arrival: int, prompt: list[int]) -> Sequence:
+def make_sequence(arrival, prompt):
     return Sequence(NewRequest(str(arrival), prompt, SamplingParams()), arrival=arrival, max_model_len=MAX_MODEL_LEN)
 
 
-def make_scheduler(num_seqs: int, num_kv_blocks: int) -> Scheduler:
+def make_scheduler(num_seqs, num_kv_blocks):
     config = EngineConfig(
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=num_seqs * BLOCK_SIZE + num_seqs,
@@ -35,7 +29,7 @@ def make_scheduler(num_seqs: int, num_kv_blocks: int) -> Scheduler:
     return shared_scheduler(config, BlockManager(num_kv_blocks, BLOCK_SIZE))
 
 
-def decoding(num_running: int, num_waiting: int = 0) -> Scheduler:
+def decoding(num_running, num_waiting=0):
     """Decoding sequences at different slots of their blocks."""
     scheduler = make_scheduler(num_running, 1 + (num_running + 1) * MAX_MODEL_LEN // BLOCK_SIZE)
     rng = random.Random(0)
@@ -47,6 +41,6 @@ def decoding(num_running: int, num_waiting: int = 0) -> Scheduler:
     return scheduler
 
 
-def report_per(benchmark: BenchmarkFixture, unit: str, count: int, function: Callable[[], object]) -> None:
+def report_per(benchmark, unit, count, function):
     benchmark.pedantic(function, rounds=1000, warmup_rounds=100)
     benchmark.extra_info[f"us per {unit}"] = round(benchmark.stats.stats.median * 1e6 / count, 3)

@@ -1,12 +1,8 @@
 """A tiny model with an end of sequence, structured outputs of every kind, and `transformers` with llguidance itself."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import jsonschema
 import lark
@@ -17,7 +13,6 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from nanovllm import LLM, StructuredOutput
-from nanovllm.features.grammar.compiler import GrammarCompiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 EOS = 3  # <|end|>
@@ -36,7 +31,7 @@ SCHEMA = {
 LARK = 'start: WORD ("," WORD)* "."\nWORD: /[a-z]{1,4}/\n'
 REGEX = r"[0-9]{3}-[a-f]{2,5}(;|!)"
 CHOICES = ["yes", "no", "perhaps (50 %)", "né\n"]
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "json_schema": {"json_schema": SCHEMA},
     "regex": {"regex": REGEX},
     "grammar": {"grammar": LARK},
@@ -45,11 +40,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def form(kind: str) -> StructuredOutput:
+def form(kind):
     return StructuredOutput(**FORMS[kind])
 
 
-def check_text(kind: str, text: str) -> None:
+def check_text(kind, text):
     """Whether a complete output is right, by others than llguidance."""
     if kind == "json_schema":
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -64,11 +59,11 @@ def check_text(kind: str, text: str) -> None:
 
 
 @functools.cache
-def model(family: str = "llama") -> Any:
+def model(family="llama"):
     return tiny_model(family, eos_token_id=EOS)
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(**options):
     given = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512} | options
     return LLM(model(), tokenizer=tiny_tokenizer(), **given)
 
@@ -76,10 +71,10 @@ def open_llm(**options: Any) -> LLM:
 class Grammar(LogitsProcessor):
     """llguidance in `transformers`, by nothing of ours; for one row."""
 
-    def __init__(self, vocabulary: Any, grammar: str, num_prompt_tokens: int) -> None:
+    def __init__(self, vocabulary, grammar, num_prompt_tokens):
         self._matcher, self._num_tokens = LLMatcher(vocabulary, grammar), num_prompt_tokens
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         for token_id in input_ids[0, self._num_tokens :].tolist():
             assert self._matcher.consume_token(token_id)
         self._num_tokens = input_ids.shape[1]
@@ -87,7 +82,7 @@ class Grammar(LogitsProcessor):
         return scores.masked_fill(allowed[: scores.shape[1]] == 0, -torch.inf)
 
 
-def grammar_of(kind: str) -> str:
+def grammar_of(kind):
     given = FORMS[kind]
     if kind == "regex":
         return LLMatcher.grammar_from_regex(given["regex"])
@@ -102,9 +97,7 @@ def grammar_of(kind: str) -> str:
     return LLMatcher.grammar_from_json_schema(given["json_schema"])
 
 
-def reference(
-    model: Any, tokenizer: Any, kind: str, prompt: list[int], max_tokens: int, *, eos: int = EOS, **options: Any
-) -> list[int]:
+def reference(model, tokenizer, kind, prompt, max_tokens, *, eos=EOS, **options):
     """The greedy tokens of `transformers` with llguidance as its logits processor."""
     vocabulary = from_tokenizer(tokenizer, n_vocab=model.config.vocab_size, eos_token=eos)
     inputs = torch.tensor([prompt])
@@ -117,16 +110,14 @@ def reference(
     return output[0, len(prompt) :].tolist()
 
 
-def allowed(matcher: Any) -> list[int]:
+def allowed(matcher):
     """Ids of the tokens that may come next."""
     mask = np.zeros(matcher.num_words, np.int32)
     matcher.fill(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def assert_equal_masks(
-    compilers: Sequence[GrammarCompiler], form: StructuredOutput, *, num_texts: int, most: int
-) -> None:
+def assert_equal_masks(compilers, form, *, num_texts, most):
     """Of random texts of the form, of at most so many tokens."""
     chance = np.random.default_rng(0)
     for _ in range(num_texts):

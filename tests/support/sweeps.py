@@ -1,26 +1,23 @@
 """Settings, runs, machines and sweeps for tests of `nanovllm tune`."""
 
-from __future__ import annotations
-
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import MeasurementError, Sweep, rounds_for
-from nanovllm.tools.tune.settings import Resolver, Setting
-from nanovllm.tools.workloads.workloads import Workload
+from nanovllm.tools.tune.settings import Resolver
 
 ITL_40 = Goal("itl", "p99", 0.04)
 TTFT_500 = Goal("ttft", "p99", 0.5)
 
 
-def setting(budget: int, num_seqs: int = 16, block_size: int = 64, itl_goal: float | None = None) -> Setting:
+def setting(budget, num_seqs=16, block_size=64, itl_goal=None):
     options = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
     return Resolver("cpu", {}).resolve(options | ({"itl_goal": itl_goal} if itl_goal else {}))
 
 
-def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | None = None) -> dict:
+def run(rate, *, ttft=0.1, itl=0.01, arrivals=None):
     """A run with `rate` tokens/s, and equal latencies in all statistics."""
     return {
         "rate": arrivals, "output_tokens_per_second": rate, "ttft": dict.fromkeys(("mean", "p50", "p90", "p99"), ttft),
@@ -31,18 +28,18 @@ def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | 
 class Machine:
     """Returns runs from a table; records the calls."""
 
-    def __init__(self, runs: dict[Setting, dict], failing: tuple[Setting, ...] = ()) -> None:
+    def __init__(self, runs, failing=()):
         self.runs, self.failing = runs, failing
-        self.asked: list[tuple[Setting, float, int]] = []
+        self.asked = []
 
-    def __call__(self, of: Setting, share: float, repeat: int) -> list[dict]:
+    def __call__(self, of, share, repeat):
         self.asked.append((of, share, repeat))
         if of in self.failing:
             raise MeasurementError("out of memory")
         return [self.runs[of]]
 
 
-def build_sweep(runs: dict[Setting, dict], *, goals=(), smallest: float = 0.0, repeats: int = 2) -> Sweep:
+def build_sweep(runs, *, goals=(), smallest=0.0, repeats=2):
     return Sweep(list(runs), list(goals), rounds_for(len(runs), smallest), repeats)
 
 
@@ -54,7 +51,7 @@ CALIBRATION = Calibration(
 )  # fmt: skip
 
 
-def as_played(workload: Workload, options: dict) -> dict:
+def as_played(workload, options):
     """Figures of a simulation, with the rate from the start of the workload as in `bench.replay`."""
     simulation = simulate(workload, CALIBRATION.resolve(EngineConfig(**options)), COST)
     seconds = max(metrics.finished_time for metrics in simulation.requests)

@@ -1,7 +1,5 @@
 """Chat templates of model families, rebuilt as small ones: each reads, refuses and leaves out the same."""
 
-from __future__ import annotations
-
 _RAISE = "{{ raise_exception('%s') }}"
 _ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -24,7 +22,7 @@ _PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}
 _EITHER = "{% if m.content is string %}{{ m.content | trim }}{% else %}" + _PARTS + "{% endif %}"
 
 
-def _each(turn: str, *, first: str = "") -> str:
+def _each(turn, *, first=""):
     return first + "{% for m in messages %}" + turn + "{% endfor %}" + _ANSWER
 
 

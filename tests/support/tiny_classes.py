@@ -4,10 +4,6 @@ Sizes shrink by the names of their fields; lists with an entry a layer keep one 
 later release is built without a line here, unless it names its sizes in a way of its own.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 from torch import nn
@@ -23,7 +19,7 @@ MAX_POSITIONS = 512
 MAX_LAYERS = 4
 
 # What a field becomes, where the default configuration has it; None there stays None.
-_SIZES: dict[str, Any] = (
+_SIZES = (
     dict.fromkeys(
         ["hidden_size", "n_embd", "d_model", "embed_dim", "attention_hidden_size", "embedding_size",
          "input_embedding_size", "output_embedding_size", "dim_model_base", "word_embed_proj_dim", "embedding_dim",
@@ -79,17 +75,17 @@ _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decode
 _OF_OTHER_MODALITIES = ("vision", "audio", "speech", "image", "encoder", "vq")
 
 
-def tiny_config(model_class: Any) -> PreTrainedConfig:
+def tiny_config(model_class):
     """A configuration of a class's own type, shrunk; raises what its class raises for sizes that do not fit."""
     config_class = model_class.config_class
     return config_class(**_tiny_fields(_default(config_class)))
 
 
-def _default(config_class: Any) -> PreTrainedConfig:
+def _default(config_class):
     return config_class(**_NEEDED.get(config_class.model_type, {}))
 
 
-def _tiny_fields(default: PreTrainedConfig) -> dict[str, Any]:
+def _tiny_fields(default):
     given = vars(default)
     fields = {name: size for name, size in _SIZES.items() if _is_size(given.get(name))}
     fields |= {name: 0 for name in fields if name.endswith("per_layer_input") and given[name] == 0}
@@ -116,18 +112,18 @@ def _tiny_fields(default: PreTrainedConfig) -> dict[str, Any]:
     return _NEEDED.get(default.model_type, {}) | fields | _OWN.get(default.model_type, {})
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _layers_of_each_kind(given: dict[str, Any], num_layers: int) -> tuple[list[int], dict[str, list[Any]]]:
+def _layers_of_each_kind(given, num_layers):
     """The first layer of each kind, at least two, in their order; and the fields that say something of each layer."""
     by_layer = {
         name: list(values)
         for name, values in given.items()
         if isinstance(values, (list, tuple)) and len(values) == num_layers
     }
-    kinds: dict[Any, int] = {}
+    kinds = {}
     for index in range(num_layers):
         kinds.setdefault(str([values[index] for values in by_layer.values()]), index)
     indices = sorted(kinds.values())[:MAX_LAYERS]
@@ -147,10 +143,10 @@ _LONG_ROPE = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # Fields without which the default configuration itself fails.
-_NEEDED: dict[str, dict[str, Any]] = {
+_NEEDED = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
 }
-_OWN: dict[str, dict[str, Any]] = {
+_OWN = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "beam": {"n_group": 2, "topk_group": 1},
@@ -216,7 +212,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_class_model(class_name: str, *, seed: int = 0) -> Any:
+def tiny_class_model(class_name, *, seed=0):
     """A random model in eval mode, float32, whose weights vary enough that greedy tokens depend on the prompt."""
     model_class = getattr(transformers, class_name)
     with torch.random.fork_rng():
@@ -228,7 +224,7 @@ def tiny_class_model(class_name: str, *, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-def _draw_weights(model: nn.Module) -> None:
+def _draw_weights(model):
     head = model.get_output_embeddings()
     for module in model.modules():
         is_norm, is_embedding = "Norm" in type(module).__name__, isinstance(module, nn.Embedding)
@@ -242,6 +238,6 @@ def _draw_weights(model: nn.Module) -> None:
                 parameter.copy_((3.0 if module is head else 2.0) * noise / parameter.shape[-1] ** 0.5)
 
 
-def class_names() -> list[str]:
+def class_names():
     """The causal language model classes of the installed `transformers`."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))

@@ -1,11 +1,6 @@
 """GGUF files of tiny random models, written by the package `gguf`, beside the module that has the same weights."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -22,16 +17,16 @@ BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # that the package quanti
 
 
 def write_gguf(
-    path: Path,
-    model: Any,
-    kind: str = "Q8_0",
+    path,
+    model,
+    kind="Q8_0",
     *,
-    architecture: str = "llama",
-    kinds: Mapping[str, str] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    has_tokenizer: bool = True,
-    more: Mapping[str, Any] | None = None,
-) -> Path:
+    architecture="llama",
+    kinds=None,
+    metadata=None,
+    has_tokenizer=True,
+    more=None,
+):
     """Write a module's weights, and give the module what the file then holds.
 
     Args:
@@ -70,7 +65,7 @@ def write_gguf(
     return path
 
 
-def _parts(stored: str, base: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _parts(stored, base, parameter):
     """The file's tensors of a parameter: gate and up of experts are two."""
     if base.endswith("experts.gate_up_proj"):
         layer = stored.split(".")[1] if stored.startswith("blk") else base.split(".")[2]
@@ -81,7 +76,7 @@ def _parts(stored: str, base: str, parameter: torch.Tensor) -> list[tuple[str, t
     return [(stored, parameter)]
 
 
-def row_order(architecture: str, stored: str, config: Any) -> np.ndarray | None:
+def row_order(architecture, stored, config):
     """Row of the module for each row of the file, where llama.cpp's rotary embedding wants pairs."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = stored.split(".")[2] if stored.startswith("blk") else ""
@@ -93,7 +88,7 @@ def row_order(architecture: str, stored: str, config: Any) -> np.ndarray | None:
     )
 
 
-def _write(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, kind: str, order: np.ndarray | None) -> None:
+def _write(writer, name, parameter, kind, order):
     """Add the tensor, and set the parameter to its values."""
     is_shifted = "norm" in name and writer.arch in SHIFTED
     values = parameter.detach().numpy() + (1.0 if is_shifted else 0.0)
@@ -118,7 +113,7 @@ def _write(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, kind: st
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(held)))
 
 
-def _metadata(config: Any) -> dict[str, Any]:
+def _metadata(config):
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     fields = {
         "context_length": config.max_position_embeddings,
@@ -135,7 +130,7 @@ def _metadata(config: Any) -> dict[str, Any]:
     return fields
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def _add(writer, key, value):
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):
@@ -148,7 +143,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
+def add_tokenizer(writer, pre="gpt-2"):
     """The vocabulary of `tiny_tokenizer`, whose last special token ends an answer."""
     own = tiny_tokenizer()
     vocab = own.get_vocab()

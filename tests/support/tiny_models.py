@@ -4,17 +4,12 @@ The weights are drawn wide: attention is peaked, logits vary strongly, and a gre
 prompt. A model whose output collapses to one repeated token would pass any comparison and prove nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -36,7 +31,7 @@ VOCAB_SIZE = 512
 MAX_POSITIONS = 2048
 
 # family: (config class, model class, query heads, KV heads, head size, own options). The groups are of 3, 1, 4, 6, 8.
-_FAMILIES: dict[str, tuple[Any, Any, int, int, int, dict[str, Any]]] = {
+_FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, 6, 2, 64, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, 4, 4, 80, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, 8, 2, 128, {}),
@@ -45,7 +40,7 @@ _FAMILIES: dict[str, tuple[Any, Any, int, int, int, dict[str, Any]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 MAX_BUILT = 4  # of 6 MB
-_BUILT: dict[str, Any] = {}  # a copy takes a fifth of the time
+_BUILT = {}  # a copy takes a fifth of the time
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -54,9 +49,7 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-def tiny_model(
-    family: str = "llama", *, num_layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
-) -> Any:
+def tiny_model(family="llama", *, num_layers=2, seed=0, dtype=torch.float32, **overrides):
     """A random causal language model of one family, in eval mode, without end-of-sequence tokens.
 
     Args:
@@ -71,9 +64,9 @@ def tiny_model(
     return copy.deepcopy(_BUILT[wanted])
 
 
-def _build(family: str, num_layers: int, seed: int, overrides: dict[str, Any]) -> Any:
+def _build(family, num_layers, seed, overrides):
     config_class, model_class, num_heads, num_kv_heads, head_dim, own = _FAMILIES[family]
-    fields: dict[str, Any] = {
+    fields = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": num_heads * head_dim,
         "intermediate_size": 128,
@@ -93,7 +86,7 @@ def _build(family: str, num_layers: int, seed: int, overrides: dict[str, Any]) -
     return model
 
 
-def widen(model: nn.Module, *, seed: int = 0) -> None:
+def widen(model, *, seed=0):
     """Draw all weights anew, wide enough that outputs vary and depend on every token of the prompt."""
     generator = torch.Generator().manual_seed(seed)
     # Large queries and keys make attention sharp; large values and output projection make it matter.
@@ -125,7 +118,7 @@ _CORPUS = (
 
 
 @functools.cache
-def _byte_level_bpe() -> str:
+def _byte_level_bpe():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +132,7 @@ def _byte_level_bpe() -> str:
     return tokenizer.to_str()
 
 
-def tiny_tokenizer(*, eos_token: str | None = None) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(*, eos_token=None):
     """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, with a chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_byte_level_bpe()),
@@ -150,13 +143,13 @@ def tiny_tokenizer(*, eos_token: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def save_tiny(
-    folder: Path,
-    family: str = "llama",
+    folder,
+    family="llama",
     *,
-    eos_token_ids: Sequence[int] | None = None,
-    with_tokenizer: bool = True,
-    **options: Any,
-) -> Path:
+    eos_token_ids=None,
+    with_tokenizer=True,
+    **options,
+):
     """Save a tiny model, and its tokenizer, as a folder that `from_pretrained` loads; returns the folder.
 
     Args:
@@ -172,20 +165,20 @@ def save_tiny(
     return Path(folder)
 
 
-def random_prompts(count: int, *, low: int = 4, high: int = 64, seed: int = 0) -> list[list[int]]:
+def random_prompts(count, *, low=4, high=64, seed=0):
     """Prompts of `low` to `high` random token ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def favour_next_tokens(model: Any) -> None:
+def favour_next_tokens(model):
     """Replace the model's forward by one whose logits depend on the rows' tokens beside their hidden states."""
     forward, size = model.forward, model.get_input_embeddings().num_embeddings
     bonus = torch.eye(size, device=model.device).roll(1, dims=1) * 5.0
 
     @functools.wraps(forward)
-    def favouring(*args: Any, input_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+    def favouring(*args, input_ids=None, logits_to_keep=0, **kwargs):
         output = forward(*args, input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output.logits = output.logits + bonus[input_ids[:, rows]]
@@ -194,7 +187,7 @@ def favour_next_tokens(model: Any) -> None:
     model.forward = favouring
 
 
-def code_tokenizer() -> Any:
+def code_tokenizer():
     """The tiny tokenizer with Qwen Coder's FIM markers, which need a model of its length."""
     tokenizer, marks = tiny_tokenizer(), MARKERS["Qwen Coder"]
     tokenizer.add_tokens([marks.prefix, marks.suffix, marks.middle, marks.file, marks.repository, *marks.ends])

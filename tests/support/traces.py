@@ -8,7 +8,6 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
@@ -42,24 +41,24 @@ class Trace:
     slices: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     counters: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
 
-    def lane(self, name: str) -> list[Span]:
+    def lane(self, name):
         (number,) = [number for number, known in self.names.items() if known == name]
         return self.lanes[number]
 
-    def states(self, name: str) -> list[str]:
+    def states(self, name):
         return [span.state for span in self.lane(name)]
 
-    def total(self, name: str, state: str, argument: str) -> int:
+    def total(self, name, state, argument):
         return sum(span.arguments[argument] for span in self.lane(name) if span.state == state)
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self):
         return [step["args"] for step in self.slices["step"]]
 
 
-def read(path: Path) -> Trace:
+def read(path):
     trace = Trace()
-    open_: dict[int, dict[str, Any]] = {}
+    open_ = {}
     for event in json.loads(path.read_text(encoding="utf-8")):
         if event["ph"] == "M":
             if event["name"] == "thread_name" and event["pid"] == REQUESTS:
@@ -81,7 +80,7 @@ def read(path: Path) -> Trace:
     return trace
 
 
-def check(trace: Trace) -> None:
+def check(trace):
     assert trace.names.keys() == trace.lanes.keys()
     for spans in trace.lanes.values():
         assert spans[0].state == "waiting"
@@ -107,7 +106,7 @@ def check(trace: Trace) -> None:
         assert sum(chunk.arguments["cached"] for chunk in chunks) == sum(step["cached"] for step in trace.steps)
 
 
-def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
+def simulate(path, num_requests, *, seed=0):
     """Trace a scheduler with made-up tokens, under a load that preempts; returns the number of steps."""
     rng = random.Random(seed)
     config = EngineConfig(

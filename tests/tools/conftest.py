@@ -1,11 +1,7 @@
 """Fixtures of the command line: a folder with a tiny model, and commands run on it."""
 
-from __future__ import annotations
-
 import io
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,18 +11,18 @@ from tests.support.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+def run(folder, capsys, monkeypatch):
     """Run the command line on the tiny model; returns exit status, standard output and standard error.
 
     Standard input as bytes is read as in the locale C.UTF-8, in which bytes that are not UTF-8 are no error.
     """
 
-    def run(line: str, *arguments: str, stdin: str | bytes = "", model: str | None = None) -> tuple[int, str, str]:
+    def run(line, *arguments, stdin="", model=None):
         command, *flags = words(line)
         is_text = isinstance(stdin, str)
         given = io.StringIO(stdin) if is_text else io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
@@ -42,6 +38,6 @@ def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
 
 
 @pytest.fixture
-def answering_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def answering_hub(monkeypatch):
     """A name that is no folder is a model of the hub, which no test reaches."""
     monkeypatch.setattr("nanovllm.models.hub.is_reachable", lambda *_, **__: True)

@@ -1,7 +1,5 @@
 """`nanovllm bench`: requests are sent when due, figures add up, two results compare."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -44,7 +42,7 @@ class Clock:
         self.now = 1000.0
         self.slept = []
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         self.slept.append(seconds)
         self.now += seconds
 
@@ -54,16 +52,16 @@ class OneTokenASecond:
 
     takes_arrivals = True
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock):
         self.clock = clock
         self.added = {}
         self.running = {}
 
-    def add(self, number: int, request: TimedRequest):
+    def add(self, number, request):
         self.added[number] = self.clock.now - 1000.0
         self.running[number] = request, []
 
-    def step(self) -> list[Finished]:
+    def step(self):
         self.clock.now += 1.0
         for _, times in self.running.values():
             times.append(self.clock.now)
@@ -71,11 +69,11 @@ class OneTokenASecond:
         return [Finished(number, self.running.pop(number)[1]) for number in ended]
 
 
-def timed(arrival: float, num_output_tokens: int, **options) -> TimedRequest:
+def timed(arrival, num_output_tokens, **options):
     return TimedRequest(arrival, [1], num_output_tokens, **options)
 
 
-def play_on_a_fake_clock(requests: list[TimedRequest]):
+def play_on_a_fake_clock(requests):
     clock = Clock()
     player = OneTokenASecond(clock)
     workload = Workload("test", requests)
@@ -124,7 +122,7 @@ def test_a_spread_has_mean_median_and_tails():
 # ------------------------------------------------------------------------------------------------------ this engine
 
 
-def played_twice(folder: str, workload: Workload):
+def played_twice(folder, workload):
     with closing(load_engine("nanovllm", folder, dict(ENGINE), 512)) as player:
         for _ in range(2):
             player.prepare(workload)
@@ -154,7 +152,7 @@ def test_an_engine_with_record_itl_off_cannot_be_measured(folder):
         load_engine("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
 
 
-def build_job(folder: str, workload: Workload, path, **changes) -> dict:
+def build_job(folder, workload, path, **changes):
     write_trace(workload, path)
     job = {"engine": "nanovllm", "label": "nanovllm", "model": folder, "options": ENGINE, "traces": [str(path)],
            "warm_ups": 1, "profile": False, "record": None}  # fmt: skip
@@ -211,18 +209,18 @@ class Counted:
         self.plays = []
         self._new = []
 
-    def prepare(self, workload: Workload):
+    def prepare(self, workload):
         self.plays.append([])
 
-    def add(self, number: int, request: TimedRequest):
+    def add(self, number, request):
         self.plays[-1].append(request.arrival)
         self._new.append(Finished(number, [time.monotonic()] * request.num_output_tokens))
 
-    def step(self) -> list[Finished]:
+    def step(self):
         ended, self._new = self._new, []
         return ended
 
-    def counters(self) -> dict[str, int]:
+    def counters(self):
         return {}
 
 
@@ -391,7 +389,7 @@ def test_only_static_batches_are_refused_for_arrivals():
 # --------------------------------------------------------------------------------------------------- two results
 
 
-def build_result(rates: list[float], **changes) -> dict:
+def build_result(rates, **changes):
     run = """{"workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0},
         "itl": {"p50": 0.01, "p99": 0.02}, "peak_memory_mib": 100.0, "load_seconds": 1.0, "seconds": 3.0,
         "environment": {"torch": "2.13.0"}, "config": {"block_size": 64}}"""
@@ -399,7 +397,7 @@ def build_result(rates: list[float], **changes) -> dict:
     return {"model": "m", "warm_ups": 1, "workloads": {"W": {"requests": 64}}, "runs": runs}
 
 
-def compared(tmp_path, a: dict, b: dict) -> list[list[str]]:
+def compared(tmp_path, a, b):
     for name, result in (("a.json", a), ("b.json", b)):
         (tmp_path / name).write_text(json.dumps(result))
     return report.compare(str(tmp_path / "a.json"), str(tmp_path / "b.json")).splitlines()

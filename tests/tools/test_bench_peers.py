@@ -1,7 +1,5 @@
 """`nanovllm bench` with other engines, by doubles of their packages."""
 
-from __future__ import annotations
-
 import sys
 import time
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Scripts of bench: each stands in one list, answers --help, and runs once at its smallest; tests/gpu has a GPU's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ def test_every_script_answers_help():
     assert not wrong
 
 
-def check(name: str, arguments: str, folder: Path):
+def check(name, arguments, folder):
     done = run_script(name, *arguments.format(folder=folder).split())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.strip(), "it prints figures"

@@ -1,7 +1,5 @@
 """Calibration: on disk, from a real engine, and in its commands."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -65,7 +63,7 @@ def run(capsys):
     return run
 
 
-def refused(result: tuple[int, str, str], *named: str):
+def refused(result, *named):
     status, out, err = result
     assert (status, out) == (2, "")
     assert "Traceback" not in err
@@ -182,7 +180,7 @@ class CountingClock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 1e-3
         return self.now
 

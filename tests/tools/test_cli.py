@@ -1,7 +1,5 @@
 """The command line: errors in one line, every option a flag, and the module as a program."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess
@@ -117,7 +115,7 @@ def test_an_interrupt_ends_with_the_status_of_a_shell(run, monkeypatch):
 # --------------------------------------------------------------------------------------------------------- every option
 
 
-def command_help(command: str, capsys) -> str:
+def command_help(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0

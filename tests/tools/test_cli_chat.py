@@ -1,10 +1,7 @@
 """`nanovllm chat`: conversations from a pipe and at a terminal."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -28,13 +25,13 @@ def seen(monkeypatch):
     return conversations
 
 
-def answer_to(folder: Path, prompt: str = "<|user|>hello<|end|><|assistant|>", **params) -> str:
+def answer_to(folder, prompt="<|user|>hello<|end|><|assistant|>", **params):
     """The line that is printed for the answer that Python gives."""
     token_ids = generated(folder, tiny_tokenizer()(prompt)["input_ids"], **params)
     return tiny_tokenizer().decode(token_ids, skip_special_tokens=True) + "\n"
 
 
-def roles(conversation: list[dict[str, str]]) -> list[str]:
+def roles(conversation):
     return [message["role"] for message in conversation]
 
 

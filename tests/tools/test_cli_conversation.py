@@ -1,7 +1,5 @@
 """Commands within a conversation, and the prompt of `nanovllm chat` at a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import sys
 import termios
 from contextlib import contextmanager
-from pathlib import Path
 
 import pexpect
 import pytest
@@ -198,7 +195,7 @@ def test_commands_work_from_a_pipe_too(run, tmp_path):
 
 
 @contextmanager
-def typed(keys: str, monkeypatch, cache: Path):
+def typed(keys, monkeypatch, cache):
     monkeypatch.setenv("NANOVLLM_CACHE", str(cache))
     with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
         keyboard.send_text(keys)
@@ -266,7 +263,7 @@ def chat(chats, folder, tmp_path_factory):
     return child
 
 
-def type_in(chat, *lines: str):
+def type_in(chat, *lines):
     for line in lines:
         chat.send(f"{line}\r")
 

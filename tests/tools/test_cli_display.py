@@ -1,7 +1,5 @@
 """Answers at a terminal: Markdown drawn while it grows, and no control character of a model."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -64,7 +62,7 @@ The end.
 tiny"""
 
 
-def screen(data: str) -> str:
+def screen(data):
     """What a terminal of any height shows after these characters."""
     rows = {}
     row = column = 0
@@ -92,7 +90,7 @@ def console(monkeypatch):
     return Console(file=io.StringIO(), force_terminal=True, width=40, height=12, highlight=False, _environ=environ)
 
 
-def draw(console: Console, text: str, *, size: int, shown: str = "") -> str:
+def draw(console, text, *, size, shown=""):
     display = MarkdownDisplay(console, shown)
     for end in range(len(shown), len(text), size):
         display.update(text[:end], "streaming")
@@ -147,11 +145,11 @@ def test_words_lines_and_tabs_stay():
 
 
 class Output(io.StringIO):
-    def __init__(self, *, is_terminal: bool):
+    def __init__(self, *, is_terminal):
         super().__init__()
         self.is_terminal = is_terminal
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return self.is_terminal
 
 

@@ -1,7 +1,5 @@
 """`nanovllm generate`: prompts from anywhere, text or JSON out, and a trace of the run."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -28,11 +26,11 @@ def answers(run):
     return answers
 
 
-def num_tokens(text: str) -> int:
+def num_tokens(text):
     return len(tiny_tokenizer()(text)["input_ids"])
 
 
-def decoded(token_ids: list[int]) -> str:
+def decoded(token_ids):
     return tiny_tokenizer().decode(token_ids, skip_special_tokens=True)
 
 

@@ -1,7 +1,5 @@
 """GGUF files on the command line: the commands that take a model, and what a server calls it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The help of every command and flag: on any Python, with or without docstrings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -25,7 +23,7 @@ print(json.dumps({
 """
 
 
-def help_of_each_flag(*options: str) -> dict[str, str]:
+def help_of_each_flag(*options):
     """Of every command's flags and arguments, by a Python with these options of its own."""
     command = [sys.executable, *options, "-c", PROGRAM]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
@@ -45,7 +43,7 @@ def test_docstrings_whose_indentation_is_stripped_change_no_help(monkeypatch):
     assert (main._parser().format_help(), help_of_commands()) == shown
 
 
-def help_of_commands() -> dict[str, str]:
+def help_of_commands():
     (commands,) = (action for action in main._parser()._actions if action.dest == "command")
     return {name: parser.format_help() for name, parser in commands.choices.items()}
 

@@ -1,7 +1,5 @@
 """`nanovllm models`: the embedded default and the hub's cache, each with its state."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
 
-def cache_model(hub: Path, name: str) -> Path:
+def cache_model(hub, name):
     """A folder for a model's files in the layout of the hub's cache."""
     folder = hub / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -43,7 +41,7 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def listed(capsys) -> dict[str, dict[str, object]]:
+def listed(capsys):
     assert main(["models", "--json"]) == 0
     return {found["name"]: found for found in map(json.loads, capsys.readouterr().out.splitlines())}
 

@@ -1,7 +1,5 @@
 """Flags and commands of vLLM, Ollama and llama.cpp: each is refused with its name here, by the page's table."""
 
-from __future__ import annotations
-
 import argparse
 import re
 
@@ -17,7 +15,7 @@ NAMES = [(engine, name) for engine, _, rows in coming_from.TABLES
          for row in rows.splitlines() for name in coming_from._names(row.split("|")[1])]  # fmt: skip
 
 
-def said(line: str, capsys) -> str:
+def said(line, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words(line))
     assert ended.value.code == 2

@@ -1,7 +1,5 @@
 """`nanovllm generate`: where prompts come from, when answers are written, and what an interrupt leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,7 +22,7 @@ JSON = ["--raw", "--json", *SHORT]
 FRAMED = "<|user|>hello<|end|><|assistant|>"
 
 
-def prompts_of(result: tuple[int, str, str]) -> list:
+def prompts_of(result):
     assert result[0] == 0, result[2]
     return [record["prompt"] for record in records(result[1])]
 
@@ -159,7 +157,7 @@ def test_a_system_prompt_for_what_takes_none_is_refused(run, line):
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-def interrupt_after(monkeypatch, num_ended: int):
+def interrupt_after(monkeypatch, num_ended):
     """Raise what Ctrl-C raises once so many prompts have ended."""
     as_completed = LLM.as_completed
 
@@ -175,7 +173,7 @@ def interrupt_after(monkeypatch, num_ended: int):
 LINES = "\n".join(json.dumps({"prompt": "one", "max_tokens": count}) for count in (9, 2, 5, 1))
 
 
-def lengths(out: str) -> list[int]:
+def lengths(out):
     return [len(record["token_ids"]) for record in records(out)]
 
 

@@ -1,13 +1,10 @@
 """`nanovllm pull` and `rm`, and GGUF files of a repository by their quantisation, from a hub on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +31,7 @@ def models(tmp_path_factory):
     return {"own/tiny": root / "tiny", "own/packed": root / "packed"}
 
 
-def nanovllm(*arguments: str, cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+def nanovllm(*arguments, cache, endpoint):
     own = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
         [sys.executable, "-m", "nanovllm.cli", *arguments], env=os.environ | own, stdin=subprocess.DEVNULL,
@@ -50,7 +47,7 @@ def nowhere():
         yield f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
-def files(cache: Path, name: str) -> list[str]:
+def files(cache, name):
     snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
     return sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file())
 

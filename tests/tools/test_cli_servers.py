@@ -1,7 +1,5 @@
 """`nanovllm ps` and `stop`: the servers of this user, by files that outlive none of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -53,7 +51,7 @@ def start(runtime):
         process.wait()
 
 
-def listed(capsys) -> list[int]:
+def listed(capsys):
     assert main(["ps", "--json"]) == 0
     return [json.loads(line)["pid"] for line in capsys.readouterr().out.splitlines()]
 

@@ -1,7 +1,5 @@
 """What a start of the command imports, and how its process ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

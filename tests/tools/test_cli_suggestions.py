@@ -1,7 +1,5 @@
 """A flag or command that does not exist: the error names the nearest."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.cli import main as command_line
@@ -9,7 +7,7 @@ from nanovllm.cli.main import COMMANDS, main
 from tests.support.command_line import words
 
 
-def refusal(line: str, capsys) -> str:
+def refusal(line, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words(line))
     assert ended.value.code == 2

@@ -1,7 +1,5 @@
 """Numbers with units, in flags and in the server's configuration file."""
 
-from __future__ import annotations
-
 import pytest
 
 import nanovllm.serving.server.app

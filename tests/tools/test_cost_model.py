@@ -1,7 +1,5 @@
 """The cost model: the work of a batch, and a fit that recovers the costs of the samples."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import astuple
 
@@ -33,7 +31,7 @@ TRUE = CostModel(
 )
 
 
-def random_work(r: random.Random) -> StepWork:
+def random_work(r):
     num_decodes, num_chunks = r.choice([0, 1, 2, 4, 8, 16, 32, 64]), r.choice([0, 1, 1, 2, 4, 8])
     if num_decodes == num_chunks == 0:
         num_chunks = 1
@@ -45,12 +43,12 @@ def random_work(r: random.Random) -> StepWork:
     )
 
 
-def random_works(seed: int, count: int) -> list[StepWork]:
+def random_works(seed, count):
     r = random.Random(seed)
     return [random_work(r) for _ in range(count)]
 
 
-def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
+def sampled(works, noise, seed=0):
     r = random.Random(seed)
 
     def noisy(seconds):
@@ -65,7 +63,7 @@ def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSamp
     return [sample(work) for work in works]
 
 
-def worst_error(fitted: CostModel, works: list[StepWork]) -> float:
+def worst_error(fitted, works):
     return max(abs(fitted.device.seconds(work) / TRUE.device.seconds(work) - 1.0) for work in works)
 
 

@@ -1,7 +1,5 @@
 """`bench/machines/cpu_table.py`: tables of machines as the page has them, peaks, counts of work."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -18,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "docs/results/cpus").glob("*.json"))
 
 
-def script(name: str):
+def script(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/machines/{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

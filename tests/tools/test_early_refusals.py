@@ -1,7 +1,5 @@
 """What a command can know before the model is loaded, it refuses before torch is imported."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

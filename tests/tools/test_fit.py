@@ -1,7 +1,5 @@
 """`nanovllm fit`: bytes by files and config are those of an engine; what fits; speeds of a calibration."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -56,7 +54,7 @@ def memory(monkeypatch):
     return set_available
 
 
-def fit(run, *arguments: str) -> dict:
+def fit(run, *arguments):
     status, out, err = run("fit --json --device cpu", *arguments)
     assert status == 0, err
     return json.loads(out)

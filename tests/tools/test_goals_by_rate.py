@@ -1,7 +1,5 @@
 """`bench/machines/goals_by_rate.py`: the capacity comes first, every setting plays the same requests, verdicts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -51,7 +49,7 @@ def test_a_bound_on_minutes_leaves_plays_out_and_says_so(costs, capsys):
     assert "simulated azure-conv 0.5 goal 20 ms: left out after 0 minutes" in capsys.readouterr().out
 
 
-def row(setting: str, kept: float, tokens: float, itl: float = 0.02) -> Row:
+def row(setting, kept, tokens, itl=0.02):
     return Row("simulated", "azure-conv", 0.5, 2.0, setting, kept, {"p50": 0.1, "p99": 0.2}, {"p99": itl}, tokens)
 
 

@@ -1,7 +1,5 @@
 """`.ci/mutants.py`: its list applies; what it says of mutants that live, die, hang, or cannot be run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +32,7 @@ def run(tmp_path, monkeypatch):
     """Run the tool on a project of one function, and a list of (name, old, new, test)."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
-    def run(*mutants: tuple[str, str, str, str], options: str = "", limit: float = 120) -> tuple[int, list[str]]:
+    def run(*mutants, options="", limit=120):
         contents = {
             "package.py": "def add(a, b):\n    return a + b\n",
             "test_sums.py": TESTS,

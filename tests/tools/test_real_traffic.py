@@ -3,15 +3,12 @@
 Expected figures are of the traces themselves: Azure's conversation and code traces of 2023, Mooncake's conversations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from nanovllm.tools.workloads.real_traffic import draw_arrivals
 from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.trace_statistics import PERCENTILES, TRACES
-from nanovllm.tools.workloads.workloads import Workload
 
 AT = (10, 25, 50, 75, 90, 95, 99)
 PROMPTS = {
@@ -32,16 +29,16 @@ DISPERSIONS = {"azure-conv": (1.39, 3.86, 16.1), "azure-code": (13.2, 71.6, 164.
 BLOCK = 512
 
 
-def lengths(workload: Workload) -> tuple[list[int], list[int]]:
+def lengths(workload):
     return [len(r.prompt_token_ids) for r in workload.requests], [r.num_output_tokens for r in workload.requests]
 
 
-def dispersion(times: np.ndarray, window: float) -> float:
+def dispersion(times, window):
     counts = np.histogram(times, bins=np.arange(0.0, times[-1], window))[0]
     return float(counts.var() / counts.mean())
 
 
-def shared_blocks(workload: Workload, block: int) -> list[tuple[int, int]]:
+def shared_blocks(workload, block):
     """Blocks of each prompt that an earlier one had, from its first on, and all of its blocks."""
     seen = set()
     found = []

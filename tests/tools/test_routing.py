@@ -1,7 +1,5 @@
 """Routing policies, on cases with a known answer."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from itertools import count
@@ -20,7 +18,6 @@ from nanovllm.serving.replicas.routing import (
     OVERLOAD_FACTOR,
     OVERLOAD_MARGIN,
     POLICIES,
-    Route,
     least_loaded,
     prefix_aware,
     replica_load,
@@ -37,7 +34,7 @@ CONFIG = make_config(block_size=16, max_model_len=512, max_num_seqs=4, overlap=F
 numbers = count()
 
 
-def replica(running: int = 0, waiting: int = 0, holds: list[int] | None = None) -> Replica:
+def replica(running=0, waiting=0, holds=None):
     """A replica with that many requests in each queue, and a prompt in its prefix cache."""
     made = Replica(CONFIG, COST, count(10_000))
     if holds is not None:
@@ -54,11 +51,11 @@ def replica(running: int = 0, waiting: int = 0, holds: list[int] | None = None) 
     return made
 
 
-def sequence(prompt: list[int], max_tokens: int = 50):
+def sequence(prompt, max_tokens=50):
     return make_sequence(prompt, arrival=next(numbers), max_model_len=512, max_tokens=max_tokens)
 
 
-def chosen(route: Route, replicas: list[Replica], prompt: list[int] | None = None, times: int = 1) -> list[int]:
+def chosen(route, replicas, prompt=None, times=1):
     return [route(PromptHashes(prompt or [5, 6, 7], 16), replicas) for _ in range(times)]
 
 
@@ -193,7 +190,7 @@ def test_a_long_shared_prompt_piles_up_on_no_replica_and_conversations_hit_as_in
 
 @functools.cache
 @functools.cache
-def hit_rate(num_replicas: int, num_blocks: int, policy: str = "prefix-aware", index_delay: int | None = None) -> float:
+def hit_rate(num_replicas, num_blocks, policy="prefix-aware", index_delay=None):
     """Of conversations that need more blocks than all replicas have."""
     workload = poisson(chat(conversations=80, turns=5), 10.0)
     config = make_config(block_size=16, max_model_len=4096, max_num_seqs=64, num_kv_blocks=num_blocks + 1)

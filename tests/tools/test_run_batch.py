@@ -1,11 +1,8 @@
 """`nanovllm run-batch`: OpenAI's batch file in, its output file out; errors per line; going on after an end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from openai.types import CreateEmbeddingResponse
@@ -20,7 +17,7 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
-def line(custom_id: str, url: str = COMPLETIONS, method: str = "POST", **body):
+def line(custom_id, url=COMPLETIONS, method="POST", **body):
     return {"custom_id": custom_id, "method": method, "url": url, "body": {"model": "tiny"} | body}
 
 
@@ -55,7 +52,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
 
 
-def read(path: Path):
+def read(path):
     if not path.exists():
         return {}
     found = [json.loads(text) for text in path.read_text().splitlines()]

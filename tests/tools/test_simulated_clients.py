@@ -1,7 +1,5 @@
 """Shares in the simulator: a client's flood delays another hardly more than if that one had strict priority."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -18,7 +16,7 @@ FLOODS = {
 }
 
 
-def last_percent(flood: str, priority: int) -> float:
+def last_percent(flood, priority):
     """TTFT p99 of short requests, two a second, that come beside a flood."""
     rng, time = random.Random(7), 1.0
     requests = list(FLOODS[flood])

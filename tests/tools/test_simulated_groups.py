@@ -1,7 +1,5 @@
 """Forecasts for models whose layers form cache groups: pools, blocks that are freed, and tokens in sight."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulator: times computed by hand, the real engine's decisions, and no lost request."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess
@@ -11,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
+from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.outputs import RequestMetrics
-from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
+from nanovllm.tools.simulate.simulator import figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.command_line import words
 from tests.support.public_options import make_config
@@ -27,11 +25,11 @@ NOTHING = HostCost()
 PER_TOKEN = CostModel(NOTHING, DeviceCost(knee=4, fixed=1.0, per_token_below=0.5, per_token_above=0.5), NOTHING)
 
 
-def config(**limits) -> EngineConfig:
+def config(**limits):
     return make_config(**({"block_size": 16, "max_model_len": 512, "overlap": False} | limits))
 
 
-def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.0, **options) -> TimedRequest:
+def request(prompt, num_output_tokens, arrival=0.0, **options):
     """A prompt of that many tokens unique to it, or these tokens."""
     request.counter += 1000
     prompt_token_ids = list(range(request.counter, request.counter + prompt)) if isinstance(prompt, int) else prompt
@@ -41,15 +39,15 @@ def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.
 request.counter = 0
 
 
-def run(requests: list[TimedRequest], cost: CostModel = PER_TOKEN, **limits) -> Simulation:
+def run(requests, cost=PER_TOKEN, **limits):
     return simulate(Workload("test", requests), config(**limits), cost, keep_steps=True)
 
 
-def times(simulation: Simulation) -> list[tuple[float, list[float]]]:
+def times(simulation):
     return [(m.ttft, m.itls) for m in simulation.requests]
 
 
-def random_workload(count: int, *, seed: int = 0, vocab_size: int = 1000, rate: float | None = None) -> Workload:
+def random_workload(count, *, seed=0, vocab_size=1000, rate=None):
     """Requests of which half share a prefix, all at once or with Poisson arrivals."""
     r = random.Random(seed)
     shared = r.choices(range(vocab_size), k=64)
@@ -64,7 +62,7 @@ def random_workload(count: int, *, seed: int = 0, vocab_size: int = 1000, rate: 
 # ------------------------------------------------------------------------------------------------------- by hand
 
 
-def steps_of_2(schedule=NOTHING, update=NOTHING, *more, **options) -> CostModel:
+def steps_of_2(schedule=NOTHING, update=NOTHING, *more, **options):
     """Steps of two seconds on the device, whatever they compute."""
     return CostModel(schedule, DeviceCost(knee=4, fixed=2.0), update, *more, **options)
 
@@ -190,7 +188,7 @@ POOLS = {
 }
 
 
-def composition(record: StepRecord) -> StepRecord:
+def composition(record):
     """A record without its times; TTFTs and ITLs are replaced by their numbers."""
     firsts, gaps = (0.0,) * len(record.ttfts), ((0.0, sum(count for _, count in record.itls)),)
     times = dict.fromkeys(("time", "start_time", "schedule_time", "launch_time", "execute_time", "update_time"), 0.0)
@@ -262,7 +260,7 @@ def test_salted_prompts_share_no_prefix():
 # ---------------------------------------------------------------------------------------------------- monotonicity
 
 
-def seconds(workload: Workload, cost: CostModel = PER_TOKEN, num_replicas: int = 1, **limits) -> float:
+def seconds(workload, cost=PER_TOKEN, num_replicas=1, **limits):
     return simulate(workload, config(**limits), cost, num_replicas=num_replicas).figures()["seconds"]
 
 

@@ -1,7 +1,5 @@
 """`bench/machines/traffic.py`: lengths are log-normal, captures and pauses are counted, every part runs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -53,11 +51,11 @@ def test_every_option_is_valid_and_one_in_eight_has_filters():
 # --------------------------------------------------------------------------------------------------- captures, pauses
 
 
-def record(start: float, end: float, *, decodes: int = 4, chunks: int = 0) -> StepRecord:
+def record(start, end, *, decodes=4, chunks=0):
     return StepRecord(0, end, start, 1, decodes, chunks, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, ())
 
 
-def steps(*seconds: float, start: float = 0.0, **sizes: int) -> list[StepRecord]:
+def steps(*seconds, start=0.0, **sizes):
     """Steps without time between them."""
     records = []
     for each in seconds:
@@ -130,7 +128,7 @@ class TwoAtOnce:
 
     prepares_when_idle = False
 
-    def __init__(self, *, fails: bool = False):
+    def __init__(self, *, fails=False):
         self.watch = StepWatch()
         self.most = 0
         self.fails = fails
@@ -144,7 +142,7 @@ class TwoAtOnce:
             yield 2
 
 
-def requests(count: int) -> Workload:
+def requests(count):
     return Workload("some", [TimedRequest(0.0, [1, 2], 4) for _ in range(count)])
 
 
@@ -258,7 +256,7 @@ def job():
     )  # fmt: skip
 
 
-def found_by(part: str, job: Job) -> dict[str, dict[str, float]]:
+def found_by(part, job):
     found = {}
     run(replace(job, part=part), lambda _, case, figures: found.setdefault(case, {}).update(figures))
     return found

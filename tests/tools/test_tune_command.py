@@ -1,7 +1,5 @@
 """The command `nanovllm tune`: sweeps over simulated engines, and one over real ones."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -30,7 +28,7 @@ BUDGETS = "--rate 20 --max-num-batched-tokens 256,1024 --max-num-seqs 16"
 pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 
 
-def question_of(line: str):
+def question_of(line):
     parser = argparse.ArgumentParser()
     command.add_tune_command(parser.add_subparsers())
     return build_question(parser.parse_args(words(f"tune --model m {line}")))
@@ -44,7 +42,7 @@ class Engines:
         self.interrupt_at = None
         monkeypatch.setattr(measuring, "run_in_subprocess", self.run_in_subprocess)
 
-    def run_in_subprocess(self, engine, traces, settings, folder) -> list[dict]:
+    def run_in_subprocess(self, engine, traces, settings, folder):
         if len(self.options) == self.interrupt_at:
             raise KeyboardInterrupt
         self.options.append(engine.options)
@@ -266,7 +264,7 @@ def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tu
     assert status == 2 and "leave goals on ITL out" in err
 
 
-def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
+def ended_after_one_measurement(arguments):
     """Run a command and terminate it; returns status, output and the processes that it had started."""
     command = [sys.executable, "-m", "nanovllm.cli", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

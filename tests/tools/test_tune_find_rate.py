@@ -1,10 +1,7 @@
 """`nanovllm tune --find-rate`: bisection between rates, and a whole command over simulated engines."""
 
-from __future__ import annotations
-
 import json
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,7 +17,7 @@ from tests.support.sweeps import CALIBRATION, ITL_40, as_played, run
 pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 
 
-def limit_at(limit: float, asked: list[float]) -> Callable[[float], dict]:
+def limit_at(limit, asked):
     """A machine that keeps the goal up to a rate; `asked` gets the rates that it was measured at."""
 
     def play(rate):

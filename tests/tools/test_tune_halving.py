@@ -1,7 +1,5 @@
 """`nanovllm tune`: the ranking of settings, and successive halving."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import hypothesis
@@ -116,7 +114,7 @@ def test_a_setting_that_fails_never_ends_the_sweep():
     assert everything.finalists() == [] and len(everything.failures) == 8
 
 
-def unshared(goals=(), *, repeats: int, **measured: list[dict]) -> report.Outcome:
+def unshared(goals=(), *, repeats, **measured):
     """A sweep whose rounds all run the whole workload; `measured` has the repeats by budget."""
     runs = {setting(int(budget[1:])): of for budget, of in measured.items()}
     sweep = Sweep(list(runs), list(goals), rounds_for(len(runs), 1.0), repeats)

@@ -1,7 +1,5 @@
 """`nanovllm tune`: the journal, measurements of one question and one machine on disk."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanovllm.tools.tune.halving import MeasurementError

@@ -1,7 +1,5 @@
 """`nanovllm tune`: advice, table, picture, and forecasts by the simulator."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,16 +11,14 @@ from nanovllm.tools.tune.goal_answer import RivalAtRate, goal_answer, rival_of
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Sweep, rounds_for
 from nanovllm.tools.tune.ranking import summarise
-from nanovllm.tools.tune.settings import Resolver, Setting, values_to_try
+from nanovllm.tools.tune.settings import Resolver, values_to_try
 from nanovllm.tools.workloads.workloads import poisson, random_requests
 from tests.support.sweeps import CALIBRATION, ITL_40, TTFT_500, Machine, as_played, build_sweep, run, setting
 
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def build_outcome(
-    runs: dict[Setting, dict], *goals: Goal, failing: tuple[Setting, ...] = (), **about
-) -> report.Outcome:
+def build_outcome(runs, *goals, failing=(), **about):
     sweep = build_sweep(runs, goals=goals)
     sweep.run(Machine(runs, failing=failing))
     question = {"model": "m", "workload": {"name": "w"}}

@@ -1,7 +1,5 @@
 """`nanovllm tune`: the settings that are tried, and shares of a workload."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import hypothesis

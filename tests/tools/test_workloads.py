@@ -1,7 +1,5 @@
 """Workloads: content by seed, arrival times, and files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -130,7 +128,7 @@ def test_another_seed_gives_another_workload(text):
 # ------------------------------------------------------------------------------------------------------------- arrivals
 
 
-def gaps(workload: Workload) -> np.ndarray:
+def gaps(workload):
     return np.diff([0.0, *(r.arrival for r in workload.requests if r.after is None)])
 
 
