@@ -31,8 +31,8 @@ from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.models.gguf.config import read_config
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.weights import dense_weights
-from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear
-from nanovllm.models.quantising import quantise_model
+from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear
+from nanovllm.models.quantised.on_load import quantise_model
 from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import Workload
 

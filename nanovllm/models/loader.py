@@ -118,7 +118,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
     if config.quantization is not None:
-        from nanovllm.models.quantising import quantise_model
+        from nanovllm.models.quantised.on_load import quantise_model
 
         with torch.inference_mode(False):
             quantise_model(module, config.quantization)

@@ -22,7 +22,7 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.host.memory import HugePages, available_memory
 from nanovllm.model import modules_of
 from nanovllm.models.guard import Hiding
-from nanovllm.models.quantised import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels

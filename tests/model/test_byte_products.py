@@ -11,7 +11,7 @@ from nanovllm.fast.kernels import cpp
 from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead
-from nanovllm.models.quantised import FORMATS, QuantisedLinear
+from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.sanitizer import check_sanitized
 from tests.support.tiny_models import save_tiny
@@ -101,7 +101,7 @@ def test_products_of_bytes_keep_within_their_memory(tmp_path):
         import torch
         from nanovllm.fast.kernels import cpp
         from nanovllm.models.packed_linears import PackedLinear
-        from nanovllm.models.quantised import FORMATS, QuantisedLinear
+        from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
         from tests.support.quantised import random_blocks
 
         flags = (*cpp.FLAGS, "-fsanitize=address", "-O0")

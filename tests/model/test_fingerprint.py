@@ -13,7 +13,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import fingerprint
 from nanovllm.models.fingerprint import model_digest
 from nanovllm.models.loader import load_weights
-from nanovllm.models.quantised import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model

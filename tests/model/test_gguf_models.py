@@ -28,7 +28,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.weights import load_model, model_config
-from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, widen
 

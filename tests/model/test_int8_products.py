@@ -11,7 +11,7 @@ from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import PackedProduct
 from nanovllm.fast.kernels.processor_classes import processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear
-from nanovllm.models.quantised import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_models import random_prompts, save_tiny
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models import kept_weights
-from nanovllm.models.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.models.quantised.blocks import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
 
 GGUF_KINDS = [kind for kind in FORMATS if kind != "int8"]

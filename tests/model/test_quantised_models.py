@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.models import loader, quantising
-from nanovllm.models.quantised import QuantisedEmbedding, QuantisedLinear, quantise
-from nanovllm.models.quantising import quantise_model
+from nanovllm.models import loader
+from nanovllm.models.quantised import on_load
+from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.models.quantised.on_load import quantise_model
 from tests.support.cpu_answers import OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.replicas import completions
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
@@ -196,7 +197,7 @@ def test_plain_weights_are_freed_one_after_another(monkeypatch):
         alive.append(sum(reference() is not None for reference in weights))
         return quantise(weight, kind)
 
-    monkeypatch.setattr(quantising, "quantise", counting)
+    monkeypatch.setattr(on_load, "quantise", counting)
     quantise_model(model, "int4")
     assert alive == list(range(15, 0, -1)) and not any(reference() for reference in weights)
 

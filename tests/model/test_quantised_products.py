@@ -12,7 +12,7 @@ from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import PackedProduct, can_pack
 from nanovllm.fast.kernels.processor_classes import targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear, pack_linear_layers
-from nanovllm.models.quantised import FORMATS, QuantisedLinear
+from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.models.quantised import FORMATS
+from nanovllm.models.quantised.blocks import FORMATS
 
 # Where the float16 scales of a block lie, by kind.
 _SCALES = {

@@ -21,7 +21,7 @@ from nanovllm.fast.layers.decoder_block import Parts, describe_blocks
 from nanovllm.fast.layers.distances import check_change, in_another_way
 from nanovllm.fast.layers.layer_equations import LayerEquations
 from nanovllm.models.packed_linears import AnyLinear
-from nanovllm.models.quantised import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.fast.host.memory import HugePages

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.models.gguf.config import architecture_of, generation_defaults, read_config, refuse_types, some
 from nanovllm.models.gguf.file import GGUFFile, StoredTensor
-from nanovllm.models.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, dequantise_blocks
+from nanovllm.models.quantised.blocks import FORMATS, QuantisedEmbedding, QuantisedLinear, dequantise_blocks
 
 logger = logging.getLogger("nanovllm")
 

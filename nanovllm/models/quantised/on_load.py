@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.models.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
+from nanovllm.models.quantised.blocks import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
 
 logger = logging.getLogger("nanovllm")
 

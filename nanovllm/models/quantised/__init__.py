@@ -1,0 +1,1 @@
+"""Quantised weights: their block formats, and quantisation on load."""
