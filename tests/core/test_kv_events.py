@@ -42,7 +42,7 @@ class BlockStored(KVCacheEvent):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -57,7 +57,7 @@ class AllBlocksCleared(KVCacheEvent):
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    data_parallel_rank = None
+    data_parallel_rank: int | None = None
 
 
 decode = msgspec.msgpack.Decoder(KVEventBatch).decode

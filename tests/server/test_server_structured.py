@@ -36,7 +36,7 @@ class Weather(BaseModel):
     """A document of bounded length: the model draws at random."""
 
     city: Literal["Paris", "Rome"]
-    days = Field(ge=0, le=9)
+    days: int = Field(ge=0, le=9)
 
 
 @pytest.fixture(scope="module")

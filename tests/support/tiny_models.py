@@ -55,7 +55,7 @@ def tiny_model(family="llama", *, num_layers=2, seed=0, dtype=torch.float32, **o
     Args:
         overrides: fields of the family's config; `eos_token_id` (one or several) reaches the generation config too.
     """
-    wanted = repr((family, num_layers, seed, dtype, sorted(overrides.items())))
+    wanted = repr((family, num_layers, seed, dtype, torch.get_default_device(), sorted(overrides.items())))
     if wanted not in _BUILT:
         while len(_BUILT) >= MAX_BUILT:
             del _BUILT[next(iter(_BUILT))]
