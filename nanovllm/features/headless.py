@@ -38,7 +38,7 @@ def load_headless(config: Any, source: str, **options: Any) -> tuple[Any, dict[s
     base_class = MODEL_MAPPING.get(type(config), None)
     if getattr(base_class, "__name__", "") not in (getattr(config, "architectures", None) or ())[:1]:
         return None
-    base, info = base_class.from_pretrained(source, **options)
+    base, info = base_class.from_pretrained(source, config=config, **options)
     model = with_stand_in(base)
     name = base_class.__name__
     if model is None and not info["unexpected_keys"]:

@@ -109,12 +109,13 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
-    _refuse_quantised(model_config)
+    if not _reads_quantised(model_config, config, device, is_sharded=is_sharded):
+        _refuse_quantised(model_config)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         found = load_headless(model_config, source, dtype=dtype, **options)
-        module, info = found or model_class.from_pretrained(source, dtype=dtype, **options)
+        module, info = found or model_class.from_pretrained(source, config=model_config, dtype=dtype, **options)
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
     if config.quantization is not None:
@@ -133,6 +134,20 @@ def part_of_another(config: Any) -> Any:
     model_class = getattr(transformers, _name_of(config), None)
     is_own = getattr(model_class, "config_class", None) is type(config)
     return model_class if is_own and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def _reads_quantised(model_config: Any, config: EngineConfig, device: torch.device, *, is_sharded: bool) -> bool:
+    """Let `transformers` read a quantised checkpoint through `models/quantised/reader.py`, if that can and keeps it."""
+    stored = getattr(model_config, "quantization_config", None)
+    if not stored or device.type != "cpu" or is_sharded:
+        return False
+    from nanovllm.models.quantised.checkpoint import settings_of
+    from nanovllm.models.quantised.reader import can_read, config_to_keep
+
+    if not can_read(settings := settings_of(stored)):
+        return False
+    model_config.quantization_config = config_to_keep(settings, keeps=config.quantization is None)
+    return True
 
 
 def _refuse_quantised(config: Any) -> None:

@@ -76,7 +76,7 @@ def test_a_folder_is_looked_up_before_any_hub_id(saved, monkeypatch):
         assert len(answers(llm)) == 3
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "one of a later release"])
+@pytest.mark.parametrize("method", ["gptq", "one of a later release"])
 def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tmp_path, monkeypatch, method):
     folder = tmp_path / "quantised"
     shutil.copytree(saved, folder)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.kept_weights import KeptWeight
+from nanovllm.models.quantised.parts import QuantisedParts
+from nanovllm.models.quantised.rows import RowFormat
 
 # Elements dequantised at a time, 4 MiB of float32: larger buffers are returned to the system and cleared page by page.
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -181,24 +183,6 @@ def _quantise_rows(values: Tensor, kind: str) -> Tensor:
     return torch.cat((scales.view(torch.uint8), minima.view(torch.uint8), nibbles), dim=2).flatten(1)
 
 
-class QuantisedParts(NamedTuple):
-    """A quantised weight in one layout for all formats.
-
-    Element k of a row is values[k] * scales[run] + minima[run], exact in float32 until the last rounding; a run is
-    in_features / runs neighbouring elements.
-
-    Attributes:
-        values: [out_features, in_features] int8, or uint8 with num_bits used.
-        scales, minima: [out_features, runs] float16 or float32; minima only with uint8.
-        num_bits: 8 for int8, else 4 or 5.
-    """
-
-    values: Tensor
-    scales: Tensor
-    minima: Tensor | None
-    num_bits: int = 8
-
-
 def _parts_of(kind: str, blocks: Tensor) -> QuantisedParts:
     """The parts of each block, [num_blocks, ...]."""
     if kind == "int8":
@@ -232,24 +216,28 @@ class _Quantised(nn.Module):
 
     blocks: Tensor
 
-    def __init__(self, kind: str, blocks: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str | RowFormat, blocks: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        if kind not in FORMATS:
+        if isinstance(kind, str) and kind not in FORMATS:
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(FORMATS)}.")
         if blocks.dtype != torch.uint8 or blocks.dim() != 2:
             raise ValueError(f"blocks must be uint8 [num_rows, bytes a row], not {blocks.dtype} {tuple(blocks.shape)}.")
-        self.kind = kind
+        self._form = FORMATS[kind] if isinstance(kind, str) else kind
+        self.kind = kind if isinstance(kind, str) else kind.name
         self.dtype = dtype
-        self._row_elements = FORMATS[kind].in_features(blocks.shape[1])
+        self._row_elements = self._form.in_features(blocks.shape[1])
         self.register_buffer("blocks", blocks)
 
     def dequantise(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """[num_rows, in_features] float32, of all rows or some."""
-        return dequantise_blocks(self.kind, self.blocks[rows])
+        blocks = self.blocks[rows]
+        return self._form.weights(blocks) if isinstance(self._form, RowFormat) else dequantise_blocks(self.kind, blocks)
 
     def quantised_parts(self) -> QuantisedParts:
         """The weight, for kernels that repack it."""
-        form = FORMATS[self.kind]
+        form = self._form
+        if isinstance(form, RowFormat):
+            return form.parts(self.blocks)
         block_bytes = form.num_bytes if form.elements else self.blocks.shape[1]
         parts = _parts_of(self.kind, self.blocks.reshape(-1, block_bytes))
         rows = len(self.blocks)
@@ -274,7 +262,7 @@ class QuantisedLinear(_Quantised):
     """A linear layer with quantised weights; outputs have the input's dtype.
 
     Args:
-        kind: a key of FORMATS.
+        kind: a key of FORMATS, or the format of a checkpoint's rows.
         blocks: [out_features, bytes a row] uint8, in that format.
         bias: [out_features] or None.
         dtype: dtype of the unquantised layer.
@@ -285,7 +273,7 @@ class QuantisedLinear(_Quantised):
     bias: nn.Parameter | None
 
     def __init__(
-        self, kind: str, blocks: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+        self, kind: str | RowFormat, blocks: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(kind, blocks, dtype)
         self.out_features = len(blocks)
@@ -300,7 +288,8 @@ class QuantisedLinear(_Quantised):
             return self
         nothing = self.blocks.new_zeros(missing, self.blocks.shape[1])  # scales of 0, in every kind
         bias = None if self.bias is None else F.pad(self.bias, (0, missing))
-        return QuantisedLinear(self.kind, torch.cat((self.blocks, nothing)), bias, dtype=self.dtype)
+        kind = self._form if isinstance(self._form, RowFormat) else self.kind
+        return QuantisedLinear(kind, torch.cat((self.blocks, nothing)), bias, dtype=self.dtype)
 
     def forward(self, states: Tensor) -> Tensor:
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)

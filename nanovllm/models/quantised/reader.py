@@ -1,0 +1,262 @@
+"""Reads quantised checkpoints through the loader of `transformers`; weights stay quantised where kernels multiply them.
+
+    headers of the files ──(the library's renames)──> layouts of each parameter: checked and planned, without memory
+    tensors ──(the library's loader, `_FillWeight`)──> blocks, as parameters ──> QuantisedLinear
+
+Renames, fused experts and shards of files are the library's. `HfQuantizer` is its public seam; ours stands in for the
+checkpoint's own, whose packages and devices reading does not need.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.checkpoint import SUFFIXES, Layout, NoLayoutError, layout_of
+from nanovllm.models.quantised.rows import RowFormat
+
+logger = logging.getLogger("nanovllm")
+
+METHOD = "nanovllm"  # quant_method of our quantizer, in place of the checkpoint's
+_ROWS_AT_ONCE = 1 << 20  # weights dequantised at a time
+_NAMED = 3  # modules that a message names
+
+
+def can_read(quantisation: Mapping[str, Any]) -> bool:
+    """Whether checkpoints of this `quantization_config` are read here."""
+    return quantisation.get("quant_method") in SUFFIXES
+
+
+def config_to_keep(settings: Mapping[str, Any], *, keeps: bool = True) -> dict[str, Any]:
+    """The `quantization_config` that lets `transformers` read the checkpoint through this module.
+
+    Args:
+        settings: the checkpoint's own, for which `can_read` holds.
+        keeps: weights stay quantised; else all are dequantised.
+    """
+    return {"quant_method": METHOD, "stored": dict(settings), "keeps": keeps}
+
+
+@register_quantization_config(METHOD)
+class _StoredConfig(QuantizationConfigMixin):
+    def __init__(self, stored: dict[str, Any], keeps: bool = True, **_: Any) -> None:
+        self.quant_method = METHOD
+        self.stored = stored
+        self.keeps = keeps
+
+
+@register_quantizer(METHOD)
+class _Reader(HfQuantizer):
+    """Plans the layouts of a model's parameters, and puts quantised modules in place of plain ones."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: _StoredConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.settings = quantization_config.stored
+        self.suffixes = SUFFIXES[self.settings["quant_method"]]
+        self.serialized_names = {"weight": [*self.suffixes]}
+        self.planned: dict[str, RowFormat] = {}  # parameters that stay quantised
+        self.kept: dict[str, Tensor | None] = {}  # those that are loaded, and the order of their inputs
+        self.faults: list[str] = []  # raised after the load: the library turns errors in between into a long report
+
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"deserialize": _FillWeight, "dequantize": _FillWeight}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        for converter in conversions:
+            first, *others = getattr(converter, "operations", ()) or (None,)
+            if isinstance(first, _FillWeight):  # blocks are stacked and joined by rows, and cannot be changed otherwise
+                first.keeps = all(type(other) in (MergeModulelist, Concatenate) for other in others)
+        return conversions
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        return param_name in self.planned  # blocks have another shape than the weight
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        refused: dict[str, str] = {}
+        plain: Counter[str] = Counter()
+        for target, modules in self._modules_of(model, _headers(checkpoint_files)).items():
+            layouts = self._layouts_of(model, target, modules, refused)
+            forms = {layout.form for layout in layouts}
+            if not forms:
+                continue
+            if not self.quantization_config.keeps:
+                continue
+            if (reason := _why_plain(model, target, forms)) is None:
+                self.planned[target] = forms.pop()
+            else:
+                plain[reason] += 1
+        if refused:
+            first = "; ".join(f"{name}: {what}" for name, what in list(refused.items())[:_NAMED])
+            raise UnsupportedModelError(
+                f"{len(refused)} quantised tensors are of no layout that is read: {first}. Set "
+                'quantization="dequantize".'
+            )
+        for reason, count in plain.items():
+            logger.info("%d quantised weights are held dequantised: %s", count, reason)
+
+    def _modules_of(self, model: Any, headers: Mapping[str, Tensor]) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """Tensors by parameter of the model, module in the files, and last part of the name."""
+        conversions = get_model_conversion_mapping(model, None, self)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        parameters = model.state_dict()
+        found: defaultdict[str, defaultdict[str, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+        for name, tensor in headers.items():
+            target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            module, _, suffix = name.rpartition(".")
+            if target in parameters and suffix in self.suffixes:
+                found[target][module][suffix] = tensor
+        return {target: dict(modules) for target, modules in found.items()}
+
+    def _layouts_of(
+        self, model: Any, target: str, modules: dict[str, dict[str, Tensor]], refused: dict[str, str]
+    ) -> list[Layout]:
+        shape = tuple(_parameter(model, target).shape)
+        layouts = []
+        for name, tensors in modules.items():
+            try:
+                layout = layout_of(self.settings, name, tensors, shape[-1])
+            except NoLayoutError as error:
+                refused[name] = str(error)
+                continue
+            if layout is not None:
+                layouts.append(layout)
+        rows = sum(layout.num_rows for layout in layouts)
+        if len(layouts) == len(modules) and rows * shape[-1] != _parameter(model, target).numel():
+            raise ModelLoadError(
+                f"the quantised tensors of {next(iter(modules))} have {rows} rows of {shape[-1]} weights, but the "
+                f"config's {target} has the shape {list(shape)}. Take both from one revision."
+            )
+        return layouts
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if self.faults:
+            raise ModelLoadError(f"{self.faults[0]}.")
+        for name in list(self.kept):
+            path = name.rpartition(".")[0]
+            module: Any = model.get_submodule(path)
+            blocks = module.weight.data
+            dtype = next((each.dtype for each in (module.bias,) if each is not None), model.dtype)
+            model.set_submodule(path, QuantisedLinear(self.planned[name], blocks, module.bias, dtype=dtype))
+        self.remove_quantization_config(model)
+        return model
+
+
+class _FillWeight(ConversionOps):
+    """Makes a parameter of a module's serialized tensors: blocks of those that stay quantised, else plain weights."""
+
+    def __init__(self, hf_quantizer: _Reader) -> None:
+        self.hf_quantizer = hf_quantizer  # by this name the loader sees that tensors come in their own dtypes
+        self.keeps = True
+
+    def __deepcopy__(self, memo: Any) -> _FillWeight:
+        return self  # the loader copies an operation for each parameter, and the quantizer with it
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        lists = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
+        if lists.keys() <= set(self.hf_quantizer.suffixes):
+            of_module = {name: each[0] for name, each in lists.items()}
+            return {full_layer_name: self._filled(full_layer_name, of_module, model)}
+        experts: defaultdict[str, dict[str, list[Tensor]]] = defaultdict(dict)
+        for source, found in lists.items():
+            module, _, suffix = source.rpartition(".")
+            experts[f"{module}.weight"][suffix] = found
+        return {
+            pattern: [
+                self._filled(full_layer_name, {name: each[number] for name, each in parts.items()}, model)
+                for number in range(len(next(iter(parts.values()))))
+            ]
+            for pattern, parts in experts.items()
+        }
+
+    def _filled(self, name: str, tensors: dict[str, Tensor], model: Any) -> Tensor:
+        reader = self.hf_quantizer
+        parameter = _parameter(model, name)
+        layout = layout_of(reader.settings, name, tensors, parameter.shape[-1])
+        if layout is None:
+            return tensors["weight"].to(parameter.dtype)
+        if (fault := layout.fault(tensors)) is not None:
+            reader.faults.append(fault)
+        blocks = layout.blocks(tensors)
+        order = layout.order
+        if name in reader.planned:
+            reader.kept[name] = order
+            return blocks
+        weight = torch.empty(layout.num_rows, layout.form.width, dtype=parameter.dtype)
+        step = max(1, _ROWS_AT_ONCE // layout.form.width)
+        for at in range(0, layout.num_rows, step):
+            part = layout.form.weights(blocks[at : at + step]).to(parameter.dtype)
+            weight[at : at + step, slice(None) if order is None else order] = part
+        return weight
+
+
+def _parameter(model: Any, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), last)
+    return found
+
+
+def _why_plain(model: Any, target: str, forms: set[RowFormat]) -> str | None:
+    """The reason why a parameter is dequantised at load; None if it stays quantised."""
+    path = target.rpartition(".")[0]
+    module = model.get_submodule(path)
+    if len(forms) > 1:
+        return "they join modules of several layouts"
+    if not (form := next(iter(forms))).has_kernel:
+        return f"no kernel multiplies {form.values} in runs of {form.run}"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is no linear layer"
+    return None
+
+
+def _headers(files: list[str]) -> dict[str, Tensor]:
+    """All tensors of the files: those of one dimension read, the others without memory."""
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (a file has no iterator)
+                stored = opened.get_slice(name)
+                dtype = _DTYPES.get(stored.get_dtype())
+                if dtype is not None:
+                    shape = stored.get_shape()
+                    is_small = len(shape) < 2  # shapes, groups, units
+                    found[name] = (
+                        opened.get_tensor(name) if is_small else torch.empty(shape, dtype=dtype, device="meta")
+                    )
+    return found
+
+
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip

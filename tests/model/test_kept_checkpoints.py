@@ -1,0 +1,195 @@
+"""Quantised checkpoints whose weights stay quantised: the library's dequantised weights bit for bit, and its tokens."""
+
+import json
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
+
+from nanovllm import LLM
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models import loader
+from nanovllm.models.quantised.blocks import QuantisedLinear
+from tests.support import quantised_checkpoints
+from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.quantised_checkpoints import rewrite, save_quantised, small_llama
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone")
+CPU = torch.device("cpu")
+KEPT = ("ct-int8-channel", "ct-w4a16", "ct-w4a16-asym", "ct-w8a16")
+FORMS = KEPT
+
+
+def load(folder, **options):
+    return loader.load_module(str(folder), EngineConfig(**({"dtype": "bfloat16"} | options)), CPU)
+
+
+def by_library(folder, dtype=torch.bfloat16):
+    """The model that `transformers` dequantises."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["dequantize"] = True
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
+def linears(model):
+    found = (QuantisedLinear, nn.Linear)
+    return {name: module for name, module in model.named_modules() if isinstance(module, found)}
+
+
+def settings_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def with_scales_in(folder, dtype):
+    """The scales' dtype in files is usually the model's."""
+    rewrite(folder, lambda name, value: {name: value.to(dtype) if name.endswith("weight_scale") else value},
+            settings_of(folder))  # fmt: skip
+    return folder
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_each_weight_is_bit_for_bit_what_the_library_dequantises(form, dtype, tmp_path):
+    """The library rounds to the dtype of the scales. Read for another dtype, or dequantised, it is the same weight."""
+    folder = with_scales_in(save_quantised(tmp_path, form), dtype)
+    expected = linears(by_library(folder, torch.float32))
+    kept = linears(load(folder))
+    assert kept.keys() == expected.keys()
+    assert [type(module) for module in kept.values()].count(QuantisedLinear) == (14 if form in KEPT else 0)
+    for name, module in kept.items():
+        own = module.dequantise().to(dtype) if isinstance(module, QuantisedLinear) else module.weight
+        assert torch.equal(own.float(), expected[name].weight), name
+    for name, module in linears(load(folder, quantization="int8")).items():  # dequantised first
+        assert isinstance(module, QuantisedLinear) and module.kind == "int8", name
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_tokens_are_those_of_the_library_on_the_dequantised_weights(form, tmp_path):
+    folder = save_quantised(tmp_path, form)
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
+        assert tokens(llm) == by_transformers(by_library(folder, torch.float32))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that was made, outside of the library's threads."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                self.num_bytes = max(self.num_bytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_kept_weights_take_the_bytes_of_the_file_at_load_and_after(form, tmp_path):
+    """No weight is ever there dequantised: no tensor is larger than one module's in the file."""
+    model = small_llama(hidden_size=512, intermediate_size=1536, num_layers=1, num_attention_heads=8)
+    folder = save_quantised(tmp_path, form, model)
+    with LargestTensor() as peak:
+        module = load(folder)
+    stored = Counter()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stored[name.rpartition(".")[0]] += tensor.nbytes * (2 if name.endswith("zero_point") else 1)  # bytes in memory
+    resident = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    rotary = sum(tensor.nbytes for name, tensor in resident.items() if "inv_freq" in name)
+    assert sum(tensor.nbytes for tensor in resident.values()) - rotary <= sum(stored.values())
+    assert peak.num_bytes <= max(stored.values())
+
+
+def test_a_mixed_checkpoint_is_kept_module_by_module(tmp_path):
+    """Other bits for the attention than for the rest, and a plain layer: what a module's tensors are decides."""
+    save_quantised(tmp_path, "ct-w4a16", is_quantised=lambda name: "mlp" in name)
+    mixed = settings_of(tmp_path)
+    save_quantised(other := tmp_path / "other", "ct-int8-channel", is_quantised=lambda name: "v_proj" not in name)
+    attention = {name: value for name, value in load_file(other / "model.safetensors").items() if "self_attn" in name}
+    mixed["config_groups"]["group_1"] = settings_of(other)["config_groups"]["group_0"]
+    rewrite(tmp_path, lambda name, value: {} if "self_attn" in name else {name: value}, mixed)
+    rewrite(tmp_path, lambda name, value: {name: value} | (attention if name == "lm_head.weight" else {}), mixed)
+    kinds = {
+        name.rpartition(".")[2]: getattr(module, "kind", "").split()[:1]
+        for name, module in linears(load(tmp_path)).items()
+    }
+    assert kinds == {
+        "q_proj": ["int8"], "k_proj": ["int8"], "v_proj": [], "o_proj": ["int8"], "lm_head": [],
+        "gate_proj": ["uint4"], "up_proj": ["uint4"], "down_proj": ["uint4"],
+    }  # fmt: skip
+
+
+def test_biases_and_a_tied_head_stay(tmp_path):
+    model = small_llama(family="qwen2", hidden_size=256, tie_word_embeddings=True, num_layers=1)
+    folder = save_quantised(tmp_path, "ct-w4a16", model)
+    own = load(folder)
+    assert own.lm_head.weight is own.model.embed_tokens.weight
+    assert isinstance(own.model.layers[0].self_attn.q_proj, QuantisedLinear)
+    for name in ("q_proj", "v_proj"):
+        bias = getattr(own.model.layers[0].self_attn, name).bias
+        assert torch.equal(bias, getattr(model.model.layers[0].self_attn, name).bias)
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
+        assert tokens(llm) == by_transformers(by_library(folder, torch.float32))
+
+
+# --------------------------------------------------------------------------------------------------------- bad files
+
+
+def broken(folder, name, change):
+    """Change one tensor of the file; None takes it out."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed.contiguous()}), file, metadata={"format": "pt"})
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+BROKEN = {
+    "a scale is missing": ("ct-w4a16", "weight_scale", lambda _: None, "weight_shape, but no weight_scale"),
+    "rows are cut off": ("ct-w4a16", "weight_packed", lambda packed: packed[:-8], "[256, 3], but its module's other"),
+    "words are cut off": ("ct-w4a16", "weight_packed", lambda packed: packed[:, :-1], "47 words a row, which hold no"),
+    "groups do not divide": ("ct-w4a16", "weight_scale", lambda scale: scale.repeat(1, 3)[:, :5], "5 scales a row"),
+    "the shape lies": ("ct-w4a16", "weight_shape", lambda shape: shape + 1, "weight_shape is [257, 385]"),
+    "zeros are of another": ("ct-w4a16-asym", "weight_zero_point", lambda zeros: zeros[:4], "the shape [4, 3], but"),
+    "scales are of others": ("ct-int8-channel", "weight_scale", lambda scale: scale[:-1], "has the shape [255, 1]"),
+    "it is of another model": ("ct-int8-channel", "weight", lambda weight: weight[:, :128], "the shape [256, 128]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_files_that_contradict_themselves_are_refused_with_tensor_and_numbers(case, tmp_path, monkeypatch):
+    form, suffix, change, message = BROKEN[case]
+    folder = save_quantised(tmp_path, form)
+    broken(folder, f"{DOWN}.{suffix}", change)
+    monkeypatch.setattr(core_model_loading, "spawn_materialize", None)  # reads a weight
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    assert message in str(caught.value) and DOWN in str(caught.value)
+
+
+def test_what_has_no_layout_is_refused_by_name_before_a_weight_is_read(tmp_path, monkeypatch):
+    folder = save_quantised(tmp_path, "ct-w4a16")
+    broken(folder, f"{DOWN}.weight_packed", lambda packed: packed[:, :36])  # as three bits have
+    monkeypatch.setattr(core_model_loading, "spawn_materialize", None)
+    with pytest.raises(UnsupportedModelError, match=r"1 quantised tensors.*down_proj: 384 integers of 3 bits"):
+        load(folder)
+
+
+def test_widths_without_a_kernel_are_dequantised_one_by_one_and_one_line_says_so(tmp_path, caplog, monkeypatch):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+    monkeypatch.setitem(quantised_checkpoints._COMPRESSED, "groups of 16", ({"weights": weights}, "pack-quantized"))
+    folder = save_quantised(tmp_path, "groups of 16")
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        own = linears(load(folder))
+    expected = linears(by_library(folder))
+    assert all(torch.equal(module.weight, expected[name].weight) for name, module in own.items())
+    lines = [record.message for record in caplog.records if "held dequantised" in record.message]
+    assert lines == ["14 quantised weights are held dequantised: no kernel multiplies uint4 in runs of 16"]
