@@ -113,6 +113,13 @@ def test_what_had_not_begun_begins_anew(llms):
     assert rows(output) == rows(expected) and len(output.prompt_logprobs) == len(PROMPT)
 
 
+def test_log_probabilities_of_the_output_are_left_out_of_a_request_that_asks_for_none(llms):
+    llm, _ = llms
+    (cut,) = generate(llm, PROMPT, replace(PARAMS["logprobs"], max_tokens=4))
+    *_, last = llm.resume(cut, greedy(1))
+    assert len(cut.outputs[0].logprobs) == 4 and last.outputs[0].logprobs is None
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["greedy", "sampled", "penalties"])
 @pytest.mark.parametrize("end", ["length", "abort"])

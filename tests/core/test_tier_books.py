@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from nanovllm.block_manager import digest
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.costs import LoadCosts
@@ -197,6 +199,28 @@ def test_one_process_writes_to_a_folder_and_a_full_disk_ends_that(tmp_path, monk
     first.close()
 
 
+def test_a_segment_whose_header_finds_the_disk_full_leaves_no_file_open(tmp_path, monkeypatch):
+    opened = []
+    open_file = os.open
+
+    def record(*args):
+        opened.append(open_file(*args))
+        return opened[-1]
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "open", record)
+    monkeypatch.setattr(os, "write", full)
+    files = directory(tmp_path)
+    assert not files.append(files._books.root(ROOT).child(b"tokens of a block"), 0, CONTENT)
+    files.close()
+    assert len(opened) == 3  # the lock, a segment and its index
+    for file in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+
 def test_a_record_follows_its_block_and_is_durable_after_it(tmp_path, monkeypatch):
     calls = []
     write = os.write
@@ -223,6 +247,25 @@ def test_segments_used_longest_ago_make_room_and_their_blocks_are_no_hits(tmp_pa
     kept = [0 in node.places for node in nodes]
     assert kept == sorted(kept) and 0 < sum(kept) < 12
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= 1000
+
+
+# --------------------------------------------------------------------------------------------------------------- stores
+
+
+def test_two_idle_blocks_of_one_content_take_one_slot():
+    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
+    manager.attach(books, LoadCosts(), root_seed="model")
+    sequences = [make_sequence(range(5)) for _ in range(2)]
+    manager.begin_step()
+    for sequence in sequences:  # scheduled in one step, neither is a hit of the other
+        manager.allocate(sequence, 1)
+        manager.register(sequence, 0, 1, 1)
+    manager.commit(1)
+    for sequence in sequences:
+        manager.release(sequence)
+    manager.begin_step()
+    assert len(manager.take_copies(2)) == books.num_stored == 1
+    books.check()
 
 
 # ---------------------------------------------------------------------------------------------------------------- reset
