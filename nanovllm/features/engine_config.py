@@ -22,7 +22,7 @@ logger = logging.getLogger("nanovllm")
 
 RETIRED_BACKEND = "flash"  # runs as "flex" until 0.4
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
 PolicyKind = str  # its flag tells it by the policy's methods

@@ -99,11 +99,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
         with _no_progress_bars():
             return loading.load_module(source, config, device, is_sharded=is_sharded)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    if config.quantization is not None and device.type != "cpu":
-        raise ValueError(
-            f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
-            "Leave it out, or set device='cpu'."
-        )
+    _check_device(config, device)
     with load_errors(f"the model {source!r}", source):
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
@@ -122,8 +118,25 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
         from nanovllm.models.quantised.on_load import quantise_model
 
         with torch.inference_mode(False):
-            quantise_model(module, config.quantization)
+            quantise_model(module, config.quantization, device)
     return module
+
+
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Raise ValueError if the device has no kernels for `quantization`."""
+    if config.quantization == "fp8":
+        from nanovllm.models.quantised.scaled import why_not
+
+        if (reason := why_not(16, 16, device)) is not None:
+            raise ValueError(
+                f"quantization is 'fp8', which is for GPUs of capability 8.9 and later, but {reason}. Leave it out, or "
+                "set 'int8' on a CPU."
+            )
+    elif config.quantization is not None and device.type != "cpu":
+        raise ValueError(
+            f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
+            "Leave it out, set 'fp8', or set device='cpu'."
+        )
 
 
 def part_of_another(config: Any) -> Any:

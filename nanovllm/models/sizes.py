@@ -16,7 +16,7 @@ from nanovllm.models.source import WEIGHT_PATTERNS, is_gguf
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-QUANTISED_BYTES = {"int8": 1.0, "int4": 20 / 32}  # a weight, scales included
+QUANTISED_BYTES = {"int8": 1.0, "int4": 20 / 32, "fp8": 1.0}  # a weight, scales included
 WINDOWED = ("sliding_attention", "chunked_attention")
 
 

@@ -98,7 +98,7 @@ def _form(block: Parts) -> Any:
 
 
 def _are_one_product(gate: Any, up: Any) -> bool:
-    if not isinstance(gate, MergedLinear) or not isinstance(up, MergedPart) or not up.shares_with(gate):
+    if type(gate) is not MergedLinear or not isinstance(up, MergedPart) or not up.shares_with(gate):
         return False
     return up.start == gate.end and up.end == len(gate.all_weights) == 2 * gate.end
 

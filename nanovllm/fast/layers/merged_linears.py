@@ -6,9 +6,10 @@ One forward pass shows which layers share an input. Not for live modules, since 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from nanovllm.device import find_kernel
 from nanovllm.models.packed_linears import with_own_weights
+from nanovllm.models.quantised.scaled import ScaledLinear
 
 
 class _Shared:
     """Concatenated weights of a group of layers, and their product between the first layer's call and the last's."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.weight = torch.cat([linear.weight.detach() for linear in linears])
         self.bias: Tensor | None = None
         if any(linear.bias is not None for linear in linears):
@@ -32,10 +34,19 @@ class _Shared:
         self.product: Tensor | None = None
 
 
+class _SharedScaled:
+    """The same of 8-bit floats; `joined` is the layer of all outputs."""
+
+    def __init__(self, linears: Sequence[ScaledLinear]) -> None:
+        self.joined = ScaledLinear.joined(linears)
+        self.bias = self.joined.bias
+        self.product: Tensor | None = None
+
+
 class _Part(nn.Module):
     """A linear layer that owns outputs `start` to `end` of a product; has the attributes of `nn.Linear`."""
 
-    def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
+    def __init__(self, shared: Any, in_features: int, start: int, end: int) -> None:
         super().__init__()
         self._shared = shared
         self.in_features = in_features
@@ -49,7 +60,8 @@ class _Part(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self._shared.weight[self.start : self.end]
+        weight: Tensor = self._shared.weight[self.start : self.end]
+        return weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -64,6 +76,7 @@ class MergedLinear(_Part):
         self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
         self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
         self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
+        self.num_outputs = len(shared.weight)
 
     def product(self, states: Tensor) -> Tensor:
         """Outputs of all layers of the group, [..., all out_features]."""
@@ -77,15 +90,33 @@ class MergedLinear(_Part):
         return product[..., : self.end]
 
 
+class MergedScaled(_Part):
+    """The first layer of a group of 8-bit floats."""
+
+    def __init__(self, shared: _SharedScaled, in_features: int, end: int) -> None:
+        super().__init__(shared, in_features, 0, end)
+        self.joined = shared.joined
+        self.num_outputs = shared.joined.out_features
+
+    def product(self, states: Tensor) -> Tensor:
+        """See `MergedLinear.product`."""
+        result: Tensor = self.joined(states)
+        return result
+
+    def forward(self, states: Tensor) -> Tensor:
+        self._shared.product = product = self.product(states)
+        return product[..., : self.end]
+
+
 class MergedPart(_Part):
     """A later layer of a group: returns its slice of the product."""
 
-    def __init__(self, shared: _Shared, in_features: int, start: int, end: int, *, is_last: bool) -> None:
+    def __init__(self, shared: Any, in_features: int, start: int, end: int, *, is_last: bool) -> None:
         super().__init__(shared, in_features, start, end)
         self.is_last = is_last
 
     def forward(self, states: Tensor) -> Tensor:
-        product = self._shared.product
+        product: Tensor | None = self._shared.product
         assert product is not None  # calls come in the recorded order
         if self.is_last:
             self._shared.product = None
@@ -123,11 +154,12 @@ def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Tensor]]:
 @contextmanager
 def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Hook the layers of `model` for one forward pass; on exit, merge linear layers of each that read one tensor."""
-    calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
+    calls: dict[nn.Module, list[tuple[Any, Tensor]]] = {layer: [] for layer in layers}
     hooks = []
     try:
         # Ids, not references, so that weights can be freed. Replacing a module would lose its hooks.
-        own = {id(module) for module in with_own_weights(model) if not module._forward_hooks}
+        scaled = [module for module in model.modules() if type(module) is ScaledLinear]
+        own = {id(module) for module in (*with_own_weights(model), *scaled) if not module._forward_hooks}
         for layer, seen in calls.items():
             for module in (module for module in layer.modules() if id(module) in own):
                 hooks.append(module.register_forward_pre_hook(_note(seen)))
@@ -149,30 +181,38 @@ def _suits_kernel(weight: Tensor) -> bool:
     return suits is not None and suits(weight)
 
 
-def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
-    def hook(module: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
+def _note(seen: list[tuple[Any, Tensor]]) -> Callable[..., None]:
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         if arguments:  # a layer called with keyword arguments is not merged
             seen.append((module, arguments[0]))
 
     return hook
 
 
-def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
-    """Groups of linear layers called once each, on the same tensor and in the same dtype, in call order."""
+def _groups(seen: list[tuple[Any, Tensor]]) -> list[list[Any]]:
+    """Groups of linear layers called once each, on the same tensor and of the same kind, in call order."""
     calls = Counter(module for module, _ in seen)
-    groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+    groups: dict[tuple[int, Any], list[Any]] = {}
     for module, states in seen:
         if calls[module] == 1:
-            groups.setdefault((id(states), module.weight.dtype), []).append(module)
+            kind = module.kind if isinstance(module, ScaledLinear) else module.weight.dtype
+            groups.setdefault((id(states), kind), []).append(module)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
+def _merge(layer: nn.Module, linears: list[Any]) -> None:
     """Replace `linears` by the merged layers; the last reference to the old weights frees them."""
-    shared = _Shared(linears)
     depth = linears[0].in_features
     end = linears[0].out_features
-    replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}
+    shared: _Shared | _SharedScaled
+    first: nn.Module
+    if isinstance(linears[0], ScaledLinear):
+        shared = _SharedScaled(linears)
+        first = MergedScaled(shared, depth, end)
+    else:
+        shared = _Shared(linears)
+        first = MergedLinear(shared, depth, end)
+    replacements: dict[nn.Module, nn.Module] = {linears[0]: first}
     for module in linears[1:]:
         start = end
         end = end + module.out_features

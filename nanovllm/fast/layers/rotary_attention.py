@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from nanovllm.attention import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_at
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import check_attention, describe_attention
 from nanovllm.fast.layers.distances import difference_of_rows, in_another_way
-from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart
+from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, MergedScaled
+from nanovllm.models.quantised import scaled
 
 # Allowed operators: a module with others could depend on its rows, and differ on rows that are not compared.
 OPERATORS = {
@@ -100,11 +102,12 @@ class RotaryAttention(nn.Module):
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
         """A call of the kernel alone, on zeros, for compilation."""
         traits = self._layer.traits
-        weight = self.qkv.all_weights
-        products = weight.new_zeros(1, num_rows, len(weight))
-        turns = weight.new_zeros(1, num_rows, traits.head_dim)
-        cache = weight.new_zeros(2, 1, traits.num_kv_heads, traits.head_dim)
-        slots = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
+        device = next(chain(self.qkv.parameters(), self.qkv.buffers())).device
+        zeros = partial(torch.zeros, dtype=self._layer.dtype, device=device)
+        products = zeros(1, num_rows, self.qkv.num_outputs)
+        turns = zeros(1, num_rows, traits.head_dim)
+        cache = zeros(2, 1, traits.num_kv_heads, traits.head_dim)
+        slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
         return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
 
     def projected(self, attended: Tensor) -> Tensor:
@@ -115,12 +118,12 @@ class RotaryAttention(nn.Module):
 
 def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
     first, *parts = linears
-    if not isinstance(first, MergedLinear) or not all(isinstance(part, MergedPart) for part in parts):
+    if not isinstance(first, MergedLinear | MergedScaled) or not all(isinstance(part, MergedPart) for part in parts):
         return False
     traits = layer.traits
     sizes = [heads * traits.head_dim for heads in (traits.num_heads, traits.num_kv_heads, traits.num_kv_heads)]
     ranges = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
-    is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in parts)
+    is_whole = first.num_outputs == sum(sizes) and all(part.shares_with(first) for part in parts)
     return is_whole and [(linear.start, linear.end) for linear in linears] == ranges
 
 
@@ -162,7 +165,8 @@ class RotaryProbe:
         name = type(module).__name__
         fused = self.fused[module]
         states = self._states
-        unexpected = self.operators.names - OPERATORS
+        is_scaled = any(isinstance(part, scaled.ScaledLinear) for part in module.modules())
+        unexpected = self.operators.names - OPERATORS - (scaled.OPERATORS if is_scaled else set())
         if unexpected:
             raise NotFusedError(f"{name} computes with {min(unexpected)!r} too")
         if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
