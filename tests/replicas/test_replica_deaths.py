@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -77,9 +78,10 @@ def assert_grows_by_single_tokens(outputs):
 
 
 def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
-    prompts, params = random_prompts(8, low=40, high=40, seed=1), PARAMS * 2
+    prompts = random_prompts(8, low=40, high=40, seed=1)
+    params = [replace(one, max_tokens=110) for one in PARAMS * 2]  # on a busy machine shorter ones end before the death
     streams = [llm.stream(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    outputs = [[next(stream) for _ in range(10)] for stream in streams]
+    outputs = [[next(stream) for _ in range(3)] for stream in streams]
     moved = [request.new.request_id for request in llm._engine.replicas[0].requests.values()]
     kill(llm, 0)
     for shown, stream in zip(outputs, streams, strict=True):
