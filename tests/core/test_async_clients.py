@@ -139,7 +139,6 @@ async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
 # --------------------------------------------------------------------------------------------------------- slow readers
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
 @bounded
 async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in_one_output(kind):

@@ -271,8 +271,9 @@ def test_experts_are_held_dequantised_and_a_line_says_so(tmp_path, caplog):
     assert "qwen3moe.gguf: tensors held dequantised: 6 of Q8_0" in caplog.text
 
 
-def test_without_blocks_every_weight_is_plain_and_equal(tmp_path):
-    path, reference = written(tmp_path, "llama", "Q4_1")
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_without_blocks_every_weight_is_plain_and_equal(tmp_path, architecture):
+    path, reference = written(tmp_path, architecture, "Q4_1")
     model = load_model(GGUFFile(path), torch.float32, keeps_blocks=False)
     theirs = reference.state_dict()
     assert model.state_dict().keys() == theirs.keys()

@@ -70,3 +70,15 @@ def test_a_request_that_ends_in_the_step_of_its_replicas_death_is_not_sent_again
     pool.step()
     assert [output.outputs[0].finish_reason for output in pool.outputs] == ["timeout"]
     assert [index for index, _ in fleet.sent] == [0] and not pool.has_unfinished
+
+
+def test_a_request_that_waits_for_a_replica_ends_at_its_timeout_and_is_not_sent_when_one_is_up():
+    pool, fleet = make_pool()
+    pool.clock = lambda: 3.0 + GRACE_SECONDS
+    fleet.up = []
+    pool.add(request(timeout=1.0))
+    pool.step()
+    assert [output.outputs[0].finish_reason for output in pool.outputs] == ["timeout"]
+    fleet.up = fleet.replicas
+    pool.step()
+    assert not fleet.sent and not pool.has_unfinished
