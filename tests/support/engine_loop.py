@@ -167,7 +167,7 @@ class EngineLoop(Loop):
     def let_time_pass(self):
         self.clock.now += self.rng.choice((1.0, 3.0, 10.0))
 
-    # ------------------------------------------------------------------------------------ what a router is told
+    # ------------------------------------------------------------------------- block events, as a router follows them
 
     def findable(self, entry, parent_hash):
         check(entry.block_hash not in self.followed, "a block becomes findable twice")

@@ -189,7 +189,7 @@ class LostRead:
 
 
 class MockRunner(ModelRunner):
-    """A runner that fails when it is told to."""
+    """A runner whose copies, draws and reads raise the planted error of `Faults`."""
 
     def launch(self, batch):
         self.faults.meet("copies")

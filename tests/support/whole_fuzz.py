@@ -105,7 +105,7 @@ class Walk:
         self.llm = FuzzLLM(self.engine)
         self.calls = {}
         self.processors = []
-        self.planted = []  # errors that steps were told to raise
+        self.planted = []  # errors that steps may raise
         self.max_unfinished = rng.choice((2, 4, 12))
         if drafts is not None:
             self.engine.scheduler.proposer.lengths = DraftLengths(rng.randint(1, 7), overlap=self.engine.config.overlap)
@@ -253,7 +253,7 @@ class Walk:
                 engine.step()
 
     def guarded(self, action, *, fails=True):
-        """Whether an action succeeds; a step may fail as it was told to, and then its requests at times."""
+        """Whether an action succeeds. A planted error may fail its step, and requests of a failed step may end."""
         loop = self.loop
         try:
             action()

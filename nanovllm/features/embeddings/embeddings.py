@@ -61,5 +61,5 @@ class EmbeddedRows:
         for place, sequence, state in zip(self.places, self._sequences, self._states.numpy(), strict=True):
             is_sound = bool(torch.from_numpy(state).isfinite().all())
             token_ids[place] = EMBEDDED if is_sound else NON_FINITE
-            if is_sound and not sequence.is_finished:
+            if is_sound:
                 sequence.embedding = state.copy()  # a view would keep the step's whole tensor alive

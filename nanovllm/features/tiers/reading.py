@@ -56,7 +56,7 @@ class FileReads:
 
     Args:
         view: (group, slot) -> its bytes, writable.
-        settle: waits until the device has read from and written to host memory all that it was told to.
+        settle: waits until the device has ended all launched copies from and to host memory.
         others: a block is right only if their parts are.
     """
 
